@@ -1,0 +1,20 @@
+"""selfspec: self-speculative decoding in one frozen model; the drafter changes the speed, never the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["Spec", "Target", "load", "load_target"]
+
+
+def __getattr__(name: str) -> Any:  # `import selfspec` stays light; torch and transformers load on first use
+    if name in ("load", "load_target", "Spec"):
+        from selfspec import spec
+
+        return getattr(spec, name)
+    if name == "Target":
+        from selfspec.target import Target
+
+        return Target
+    raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -1,0 +1,66 @@
+"""Complete a prompt in the terminal: python -m selfspec "def fib(n):" """
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m selfspec", description="Complete a prompt by speculative decoding.")
+    parser.add_argument("prompt")
+    parser.add_argument("--heads", default="tiny-medusa", help="embedded name, run folder or hub id (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nodes", type=int, help="largest draft tree, root included")
+    parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
+    args = parser.parse_args()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+    import selfspec
+
+    try:
+        spec = selfspec.load(args.heads)
+        options = {
+            key: getattr(args, key)
+            for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "nodes")
+        }
+        if args.color:
+            result = spec.generate([args.prompt], **options)
+            print(DIM + args.prompt + RESET + _colored(spec, result.token_ids[0], result.from_draft[0]))
+            stats = result.stats
+            print(
+                f"{DIM}{stats.tokens} tokens in {stats.passes} passes: {stats.acceptance_length:.2f} per pass, "
+                f"{stats.tokens / stats.seconds:.0f} per second; {GREEN}green{RESET}{DIM} came from the tree{RESET}",
+                file=sys.stderr,
+            )
+        else:
+            print(args.prompt, end="", flush=True)
+            for piece in spec.stream(args.prompt, **options):
+                print(piece, end="", flush=True)
+            print()
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"selfspec: {error}")
+
+
+def _colored(spec: object, ids: list[int], drafted: list[bool]) -> str:
+    pieces, shown = [], ""
+    for end, own in enumerate(drafted, 1):
+        text = spec.tokenizer.decode(ids[:end], skip_special_tokens=True)  # type: ignore[attr-defined]
+        if text.endswith("\ufffd"):
+            continue
+        piece = text[len(shown) :]
+        pieces.append(f"{GREEN}{piece}{RESET}" if own else piece)
+        shown = text
+    return "".join(pieces)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The KV cache of tree decoding, and the attention masks over it: the only file that touches transformers' cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from selfspec.tree import DraftTree
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers sees of one layer: a window onto the cache's storage."""
+
+    is_sliding = False  # sliding layers keep everything here; their window is in the mask
+
+    def __init__(self, cache: TreeCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:  # the first pass: storage is made from what it leaves behind
+            self.cache.first[self] = (key_states, value_states)
+            return key_states, value_states
+        return self.cache.append(self.keys, key_states), self.cache.append(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self.cache.lengths) + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.lengths)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TreeCache(Cache):
+    """Keys and values of B rows with one length each.
+
+    A pass appends N slots to every row behind that row's own length; `keep` compacts the slots of the accepted nodes
+    and drops the rest. All tensors of one shape live in one storage [G, B, heads, capacity, head_dim], so that
+    compaction is one gather and one copy, and storage grows by doubling.
+    """
+
+    def __init__(self, n_layers: int, rows: int, capacity: int) -> None:
+        super().__init__(layers=[_Layer(self) for _ in range(n_layers)])
+        self.lengths = [0] * rows
+        self.capacity = capacity
+        self.storage: list[Tensor] = []
+        self.first: dict[_Layer, tuple[Tensor, Tensor]] = {}
+        self._members: list[list[tuple[_Layer, str]]] = []
+        self._slots: tuple[Tensor, Tensor] | None = None  # (row, slot) of every appended node where lengths differ
+        self._below: tuple[Tensor, Tensor] | None = None  # parents of the last tree and its additive mask
+
+    def begin(self, nodes: int, device: torch.device) -> None:
+        """Make room for a pass over `nodes` nodes; call before the pass."""
+        longest = max(self.lengths)
+        if longest + nodes > self.capacity:
+            self.capacity = max(2 * self.capacity, longest + nodes)
+            self.storage = [
+                torch.cat([s, s.new_zeros(*s.shape[:3], self.capacity - s.shape[3], s.shape[4])], 3)
+                for s in self.storage
+            ]
+            self._share()
+        self._slots = None
+        if min(self.lengths) != longest:
+            lengths = torch.tensor(self.lengths, device=device)[:, None]
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            self._slots = (rows, lengths + torch.arange(nodes, device=device))
+
+    def append(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Write new [B, heads, N, D] behind every row's length; returns all of the row up to there."""
+        longest = max(self.lengths)
+        if self._slots is None:
+            kept[:, :, longest : longest + new.shape[2]] = new
+        else:
+            rows, slots = (index.to(new.device) for index in self._slots)
+            kept[rows, :, slots] = new.transpose(1, 2)
+        return kept[:, :, : longest + new.shape[2]]
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
+        if not self.storage:
+            self._allocate()
+        depth = max(map(len, paths))
+        if any(path != list(range(len(path))) for path in paths):
+            # Rows that keep fewer copy their last slot again; it lies beyond their length and is overwritten later.
+            padded = [path + [path[-1] if path else 0] * (depth - len(path)) for path in paths]
+            for store in self.storage:
+                start = torch.tensor(self.lengths, device=store.device)[:, None]
+                source = start + torch.tensor(padded, device=store.device)
+                if len(paths) == 1:
+                    first = self.lengths[0]
+                    store[:, :, :, first : first + depth] = store.index_select(3, source[0])
+                else:
+                    rows = torch.arange(len(paths), device=store.device)[:, None]
+                    target = start + torch.arange(depth, device=store.device)
+                    store[:, rows, :, target] = store[:, rows, :, source]
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, int64 [B']."""
+        self.storage = [s.index_select(1, rows.to(s.device)) for s in self.storage]
+        self.lengths = [self.lengths[r] for r in rows.tolist()]
+        self._share()
+
+    def mask(self, tree: DraftTree, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """Additive attention mask [B or 1, 1, N, S] for a pass over `tree`: 0 or the dtype's lowest value.
+
+        A node sees every kept slot, its ancestors and itself; under a sliding `window`, only those whose position is
+        less than `window` behind its own. Slots are not positions: a node's position is its row's length plus its depth.
+        """
+        nodes, longest = tree.tokens.shape[1], max(self.lengths)
+        device = tree.tokens.device
+        if self._slots is None and window is None:
+            if self._below is None or self._below[0] is not tree.parents:
+                self._below = (tree.parents, _additive(tree.mask, dtype)[:, None])
+            below = self._below[1]
+            return torch.cat([below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest), below], -1)
+        lengths = torch.tensor(self.lengths, device=device)[:, None, None]
+        slots = torch.arange(longest + nodes, device=device)
+        allowed = (slots < lengths).expand(-1, nodes, -1).clone()
+        index = (lengths + torch.arange(nodes, device=device)).expand(-1, nodes, -1)
+        allowed.scatter_(2, index, tree.mask.expand(len(self.lengths), -1, -1))
+        if window is not None:
+            positions = slots.expand(len(self.lengths), -1).clone()
+            depth = tree.depth.expand(len(self.lengths), -1)
+            positions.scatter_(1, index[:, 0], lengths[:, 0] + depth)
+            allowed &= (lengths + depth[:, :, None]) - positions[:, None, :] < window
+        return _additive(allowed, dtype)[:, None]
+
+    def _allocate(self) -> None:
+        groups: dict[tuple[Any, ...], list[tuple[_Layer, str, Tensor]]] = {}
+        for layer, pair in self.first.items():
+            for name, tensor in zip(("keys", "values"), pair, strict=True):
+                key = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+                groups.setdefault(key, []).append((layer, name, tensor))
+        for (heads, width, dtype, device), members in groups.items():
+            rows, nodes = members[0][2].shape[0], members[0][2].shape[2]
+            store = torch.zeros(len(members), rows, heads, self.capacity, width, dtype=dtype, device=device)
+            for i, (_, _, tensor) in enumerate(members):
+                store[i, :, :, :nodes] = tensor
+            self.storage.append(store)
+            self._members.append([(layer, name) for layer, name, _ in members])
+        self.first = {}
+        self._share()
+
+    def _share(self) -> None:
+        for store, members in zip(self.storage, self._members, strict=True):
+            for i, (layer, name) in enumerate(members):
+                setattr(layer, name, store[i])
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
+        ~allowed, torch.finfo(dtype).min
+    )

@@ -1,0 +1,51 @@
+"""Hydra schemas: what may stand in configs/. Each part is a dataclass that lives beside its consumer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from selfspec.log import WandbConfig
+from selfspec.training.heads import HeadsConfig
+from selfspec.training.loop import LoopConfig
+from selfspec.training.pretrain import PretrainConfig
+
+
+@dataclass
+class TargetConfig:
+    """name: an embedded name, a folder or a hub id; dtype: `auto` takes the checkpoint's own."""
+
+    name: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    revision: str | None = None
+
+
+@dataclass
+class TrainRun:
+    name: str = MISSING
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: Any = MISSING
+    data: Any = MISSING
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class PretrainRun:
+    name: str = MISSING
+    data: Any = MISSING
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+def register() -> None:
+    """Make the schemas known to Hydra; call before `hydra.main`."""
+    store = ConfigStore.instance()
+    store.store(name="pretrain_schema", node=PretrainRun)
+    store.store(name="train_schema", node=TrainRun)

@@ -1,0 +1,82 @@
+"""The contract of a drafter: what proposes, and never decides."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.generate import Accepted, Context
+from selfspec.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the target itself generated. tokens: int64 [S], a prompt and its continuation from index `start` >= 2;
+    hidden: [S, H], the target's last hidden states on it; noise: positions int64 [n] -> float64 [n, V], None if greedy."""
+
+    tokens: Tensor
+    start: int
+    hidden: Tensor
+    temperature: float
+    noise: Callable[[Tensor], Tensor] | None
+
+
+class Drafter(nn.Module, ABC):
+    """Proposes draft trees for a target. Nothing it does can change the output, only how many passes it takes.
+
+    `kind` names the drafter on disk and its module here; `shape` is what its constructor needs to build it again.
+    Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
+    target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
+    belongs to one call of generate.
+    """
+
+    kind: str
+    shape: dict[str, Any]
+    chances: dict[str, list[list[float]]]
+
+    @abstractmethod
+    def propose(self, context: Context) -> DraftTree:
+        """A tree of at most `context.nodes` nodes for every row, rooted at `context.roots`."""
+
+    @abstractmethod
+    def observe(self, accepted: Accepted) -> None:
+        """Take in what the last pass kept; called while the prompt is read and after every pass."""
+
+    @abstractmethod
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss (a scalar) and figures per depth to log.
+
+        batch: tokens int64 [B, S], mask bool [B, S] (which tokens count), and from the frozen target on those tokens
+        hidden [B, S, H] and logits [B, S, V].
+        """
+
+    @abstractmethod
+    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Measure on the target's own text how often choices are right, and shape coming trees by it.
+
+        kind: greedy or sampled, the decoding the samples came from. Returns per depth how often the first choice
+        (`top1`) and the first five (`top5`) hold the target's token, and `tau`, the acceptance length that the
+        measured tree promises, by number of nodes.
+        """
+
+    @abstractmethod
+    def adapters(self) -> dict[str, nn.Module]:
+        """PEFT adapters by name, each with the module it was injected into."""
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Tensor]:
+        """Trained tensors outside PEFT, by name."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """All parameters that training moves."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def training_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts beside a target of this dtype are trained: at least float32."""
+    return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,0 +1,61 @@
+"""Prompts cut from documents: the same ones for everybody, spread evenly over the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from selfspec.training.corpus import Document
+
+
+def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts of exactly `tokens` tokens, each starting at the start of a line.
+
+    Raises ValueError where the documents are too short for that many.
+    """
+    texts = [d.text for d in documents]
+    total = sum(map(len, texts))
+    prompts: list[list[int]] = []
+    for i in range(count):
+        offset = (2 * i + 1) * total // (2 * count)
+        for text in texts:
+            if offset < len(text):
+                break
+            offset -= len(text)
+        # Back from the end of the document, so that what is cut is whole and something is left to write.
+        offset = max(0, min(offset, len(text) - 16 * tokens))
+        line = text.rfind("\n", 0, offset) + 1
+        ids = tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"][:tokens]
+        if len(ids) == tokens:
+            prompts.append(ids)
+    if len(prompts) < count:
+        raise ValueError(
+            f"no usable example: {len(prompts)} of {count} prompts of {tokens} tokens fit into the documents; ask for "
+            "fewer or shorter prompts"
+        )
+    return prompts
+
+
+def read_prompts(path: str, tokenizer: Any) -> list[list[int]]:
+    """Prompts from a JSON-lines file: each line a string, or an object with `prompt`, `text`, or `turns` (Spec-Bench:
+    the first turn). Raises ValueError naming the line that is none of these."""
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"prompt file {path!r} does not exist")
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+        if isinstance(record, dict):
+            record = record.get("prompt") or record.get("text") or (record.get("turns") or [None])[0]
+        if not isinstance(record, str) or not record:
+            raise ValueError(f"{path}, line {number}: no prompt; expected a string, or a `prompt`, `text` or `turns`")
+        prompts.append(list(tokenizer(record)["input_ids"]))
+    if not prompts:
+        raise ValueError(f"no usable example: {path} holds no prompt")
+    return prompts

@@ -1,0 +1,334 @@
+"""Decoding: the plain loop, which is the oracle, and the speculative loop, which must emit the same tokens."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from selfspec.sampling import Noise, Sampling, pick
+from selfspec.target import Target
+from selfspec.tree import DraftTree, chain
+from selfspec.verify import verify
+
+if TYPE_CHECKING:
+    from selfspec.cache import TreeCache
+
+PREFILL = 1024  # prompt tokens per pass
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to generate. seed: one integer (a row's sequence id is then its index), or one per row (ids are then 0, so
+    that a row is reproduced alone by its own seed). eos: token ids that end a row; the ending token is emitted.
+
+    Raises ValueError for max_new_tokens < 1.
+    """
+
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | Sequence[int] = 0
+    eos: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+
+
+@dataclass
+class Stats:
+    """Counts of one call. passes: forwards of the target over a tree, summed over the rows that took part; tokens: those
+    returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted."""
+
+    passes: int = 0
+    tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    seconds_prefill: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_target: float = 0.0
+    seconds_other: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per pass, the bonus token included."""
+        return self.tokens / max(1, self.passes)
+
+    @property
+    def accepted_per_depth(self) -> list[float]:
+        """Chance that a pass accepts everything up to depth 1, 2, ... (full acceptance)."""
+        return [count / max(1, self.passes) for count in self.accepted]
+
+    @property
+    def conditional_per_depth(self) -> list[float]:
+        """Chance that depth 1, 2, ... is accepted given that its parent was."""
+        return [n / max(1, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_prefill + self.seconds_draft + self.seconds_target + self.seconds_other
+
+    def count(self, drafted: int, tokens: int) -> None:
+        """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""
+        self.passes += 1
+        self.tokens += tokens
+        self.accepted += [0] * (drafted - len(self.accepted))
+        for depth in range(drafted):
+            self.accepted[depth] += 1
+
+
+@dataclass
+class Result:
+    """token_ids: new tokens of each row. from_draft: for each of them whether the tree held it (False: bonus token)."""
+
+    token_ids: list[list[int]]
+    from_draft: list[list[bool]]
+    stats: Stats
+
+
+@dataclass
+class Context:
+    """What a drafter may look at. roots: int64 [B]; lengths: each row's cached tokens, which is its root's position;
+    tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy."""
+
+    roots: Tensor
+    lengths: list[int]
+    tokens: list[list[int]]
+    nodes: int
+    temperature: float
+    noise: Noise | None
+
+
+@dataclass
+class Accepted:
+    """What a pass kept. hidden: [B, N, H] of the pass; rows: which of its B rows go on, in order; paths: the kept nodes
+    of each of those rows (empty while a longer prompt of the batch is still read)."""
+
+    hidden: Tensor
+    rows: list[int]
+    paths: list[list[int]]
+
+    def last_hidden(self) -> Tensor:
+        """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
+        if len(self.rows) == 1 == self.hidden.shape[0]:
+            return self.hidden[:, self.paths[0][-1]]
+        return self.hidden[self.rows, [path[-1] for path in self.paths]]
+
+
+class _Drafter(Protocol):
+    def propose(self, context: Context) -> DraftTree: ...
+    def observe(self, accepted: Accepted) -> None: ...
+
+
+@dataclass
+class Emission:
+    """Tokens that one pass added, by original row: (row, tokens, whether each came from the tree)."""
+
+    added: list[tuple[int, list[int], list[bool]]]
+    tree: DraftTree
+    paths: list[list[int]]
+
+
+class _Rows:
+    """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
+
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+        _check(target, prompts, options)
+        seeds, ids = [options.seed] * len(prompts), range(len(prompts))
+        if not isinstance(options.seed, int):
+            seeds, ids = list(options.seed), [0] * len(prompts)  # type: ignore[assignment]
+        self.target, self.options = target, options
+        self.alive = list(range(len(prompts)))
+        self.tokens = [list(prompt) for prompt in prompts]
+        limit = target.max_positions or 2**62
+        self.left = [min(options.max_new_tokens, limit - len(prompt)) for prompt in prompts]
+        longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True))
+        self.cache: TreeCache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64)
+        self.warpers = options.sampling.warpers()
+        self.noise: Noise | None = None
+        if options.sampling.temperature > 0:
+            self.noise = Noise(seeds, ids, target.vocab_size, target.device)  # type: ignore[arg-type]
+
+    def roots(self) -> Tensor:
+        return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
+
+    def picker(self, logits: Tensor, rows: list[int], depth: int) -> Tensor:
+        """The target's pick after a node of this depth, for some rows."""
+        if self.noise is None:
+            return pick(logits, None, ())
+        noise = self.noise.ahead([n + depth + 1 for n in self.cache.lengths], 1)[:, 0]
+        return pick(logits, noise if len(rows) == len(self.alive) else noise[rows], self.warpers)
+
+    def prefill(self, drafter: _Drafter | None) -> None:
+        """Cache every prompt but its last token, which becomes the root."""
+        prompts = [tokens[:-1] for tokens in self.tokens]
+        for start in range(0, max(map(len, prompts)), PREFILL):
+            parts = [prompt[start : start + PREFILL] for prompt in prompts]
+            width = max(map(len, parts))
+            padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
+            tree = chain(padded)  # what stands behind a row's own part is never kept
+            hidden = self.target.forward(tree, self.cache, logits=False).hidden
+            paths = [list(range(len(part))) for part in parts]
+            self.cache.keep(paths)
+            if drafter is not None:
+                drafter.observe(Accepted(hidden, list(range(len(parts))), paths))
+
+    def advance(self, emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Add one pass's tokens, cut at EOS and at the row's limit; returns the cut lists and the rows that go on."""
+        going = []
+        for i, row in enumerate(emitted):
+            cut = row[: self.left[i]]
+            if (end := next((j for j, token in enumerate(cut) if token in self.options.eos), None)) is not None:
+                cut = cut[: end + 1]
+            self.tokens[i] += cut
+            self.left[i] -= len(cut)
+            emitted[i] = cut
+            if end is None and self.left[i] > 0:
+                going.append(i)
+        return emitted, going
+
+    def select(self, going: list[int]) -> None:
+        if len(going) == len(self.alive):
+            return
+        index = torch.tensor(going, dtype=torch.long, device=self.target.device)
+        if going:
+            self.cache.select(index)
+            if self.noise is not None:
+                self.noise.select(index)
+        self.alive = [self.alive[i] for i in going]
+        self.tokens = [self.tokens[i] for i in going]
+        self.left = [self.left[i] for i in going]
+
+
+def _check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+    if not prompts:
+        raise ValueError("prompts is empty; give at least one prompt")
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty; give at least one token")
+        if (bad := next((t for t in prompt if not 0 <= t < target.vocab_size), None)) is not None:
+            raise ValueError(f"prompt {i} holds token id {bad}; the target has ids 0 to {target.vocab_size - 1}")
+        if target.max_positions is not None and len(prompt) >= target.max_positions:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens; the target has {target.max_positions} positions, so a prompt "
+                f"may have at most {target.max_positions - 1}"
+            )
+    if not isinstance(options.seed, int) and len(options.seed) != len(prompts):
+        raise ValueError(f"seed has {len(options.seed)} entries for {len(prompts)} prompts; give one per row or one int")
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _collect(rows: int, stats: Stats, emissions: Iterator[Emission]) -> Result:
+    result = Result([[] for _ in range(rows)], [[] for _ in range(rows)], stats)
+    for emission in emissions:
+        for row, tokens, drafted in emission.added:
+            result.token_ids[row] += tokens
+            result.from_draft[row] += drafted
+    return result
+
+
+@torch.inference_mode()
+def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
+    """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup."""
+    stats = Stats()
+    return _collect(len(prompts), stats, _plain_steps(target, prompts, options, stats))
+
+
+def _plain_steps(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, stats: Stats
+) -> Iterator[Emission]:
+    t0 = _clock(target.device)
+    rows = _Rows(target, prompts, options)
+    rows.prefill(None)
+    root = chain(rows.roots()[:, None])
+    t1 = _clock(target.device)
+    stats.seconds_prefill += t1 - t0
+    while rows.alive:
+        logits = target.forward(root, rows.cache).logits
+        t2 = _clock(target.device)
+        assert logits is not None
+        picked = rows.picker(logits[:, 0], list(range(len(rows.alive))), 0)
+        rows.cache.keep([[0]] * len(rows.alive))
+        tokens, going = rows.advance([[token] for token in picked.tolist()])
+        for cut in tokens:
+            stats.count(0, len(cut))
+        emission = Emission([(row, cut, [False]) for row, cut in zip(rows.alive, tokens, strict=True)], root, [[0]])
+        if len(going) < len(rows.alive):
+            rows.select(going)
+            picked = picked[going]
+            root = chain(picked[:, None])
+        else:
+            root = root.with_tokens(picked[:, None])
+        t0, t1 = t1, _clock(target.device)
+        stats.seconds_target += t2 - t0
+        stats.seconds_other += t1 - t2
+        yield emission
+        t1 = _clock(target.device)
+
+
+@torch.inference_mode()
+def speculative(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: _Drafter, nodes: int
+) -> Result:
+    """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
+    passes, whatever the drafter proposes."""
+    stats = Stats()
+    return _collect(len(prompts), stats, speculative_steps(target, prompts, options, drafter, nodes, stats))
+
+
+@torch.inference_mode()
+def speculative_steps(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    drafter: _Drafter,
+    nodes: int,
+    stats: Stats,
+) -> Iterator[Emission]:
+    """`speculative`, one pass at a time; `stats` is filled on the way."""
+    if nodes < 1:
+        raise ValueError(f"nodes={nodes} must be at least 1 (the root)")
+    drafter = copy.copy(drafter)  # its state belongs to this call
+    t0 = _clock(target.device)
+    rows = _Rows(target, prompts, options)
+    rows.prefill(drafter)
+    t1 = _clock(target.device)
+    stats.seconds_prefill += t1 - t0
+    roots = rows.roots()
+    while rows.alive:
+        context = Context(
+            roots, rows.cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
+        )
+        tree = drafter.propose(context)
+        t2 = _clock(target.device)
+        out = target.forward(tree, rows.cache)
+        t3 = _clock(target.device)
+        assert out.logits is not None
+        paths, emitted = verify(tree, out.logits, rows.picker)
+        rows.cache.keep(paths)
+        tokens, going = rows.advance(emitted)
+        added = []
+        for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
+            drafted = min(len(paths[i]) - 1, len(cut))
+            stats.count(drafted, len(cut))
+            added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
+        emission = Emission(added, tree, paths)
+        rows.select(going)
+        if going:
+            drafter.observe(Accepted(out.hidden, going, [paths[i] for i in going]))
+            roots = rows.roots()
+        t0, t1 = t1, _clock(target.device)
+        stats.seconds_draft += t2 - t0
+        stats.seconds_target += t3 - t2
+        stats.seconds_other += t1 - t3
+        yield emission
+        t1 = _clock(target.device)

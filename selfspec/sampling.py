@@ -1,0 +1,119 @@
+"""How a token is picked: warped logits plus Gumbel noise that depends on (seed, sequence, position, token) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+# SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its mixer, as signed 64-bit integers.
+_STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's mixer on int64, which torch multiplies modulo 2**64; shifts are made logical by masking."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MUL1
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MUL2
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def noise_bits(seeds: Tensor, sequences: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """64 hash bits as int64 for each (seed, sequence, position, token id); the four int64 tensors broadcast.
+
+    The same integers on every device, for every batch and for any subset of ids.
+    """
+    key = _mix(_mix(_mix(seeds + _STEP) ^ sequences * _STEP) ^ positions * _STEP)
+    return _mix(key + (ids + 1) * _STEP)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64, from 52 of the hash bits: u = (n + 1/2) / 2**52 is never 0 or 1."""
+    uniform = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 picks the most likely token; the others warp as in transformers, in its order.
+
+    Raises ValueError for a negative or non-finite temperature, top_k < 1, top_p outside (0, 1], min_p outside [0, 1].
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in (0, 1], or be None for no limit")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1], or be None for no limit")
+
+    def warpers(self) -> list[LogitsProcessor]:
+        """transformers' own warpers; empty for greedy decoding, which no warper changes."""
+        if self.temperature == 0:
+            return []
+        result: list[LogitsProcessor] = []
+        if self.temperature != 1:
+            result.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k is not None:
+            result.append(TopKLogitsWarper(self.top_k))
+        if self.top_p is not None and self.top_p < 1:
+            result.append(TopPLogitsWarper(self.top_p))
+        if self.min_p is not None and self.min_p > 0:
+            result.append(MinPLogitsWarper(self.min_p))
+        return result
+
+
+class Noise:
+    """The noise of B rows, made for a block of coming positions at once and reused until a row has passed them.
+
+    Verification and drafter read the same values, and rejected positions are read again in the next pass.
+    """
+
+    def __init__(self, seeds: Sequence[int], sequences: Sequence[int], vocab: int, device: torch.device) -> None:
+        self.seeds = torch.tensor([s - 2**64 if s >= 2**63 else s for s in seeds], device=device)[:, None, None]
+        self.sequences = torch.tensor(list(sequences), device=device)[:, None, None]
+        self.ids = torch.arange(vocab, device=device)
+        self.width = max(8, min(32, 2**22 // (vocab * len(seeds))))  # positions per block; about 32 MB
+        self.starts = [0] * len(seeds)
+        self.block = torch.empty(len(seeds), 0, vocab, dtype=torch.float64, device=device)
+
+    def ahead(self, positions: list[int], count: int) -> Tensor:
+        """float64 [B, count, V]: noise at positions[row] .. positions[row] + count - 1."""
+        offsets = [p - s for p, s in zip(positions, self.starts, strict=True)]
+        if min(offsets) < 0 or max(offsets) + count > self.block.shape[1]:
+            self.starts, offsets = list(positions), [0] * len(positions)
+            first = torch.tensor(positions, device=self.ids.device)[:, None, None]
+            steps = torch.arange(max(self.width, count), device=self.ids.device)[:, None]
+            self.block = gumbel(noise_bits(self.seeds, self.sequences, first + steps, self.ids))
+        if len(set(offsets)) == 1:
+            return self.block[:, offsets[0] : offsets[0] + count]
+        at = torch.tensor(offsets, device=self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
+        return self.block[torch.arange(len(offsets), device=self.ids.device)[:, None], at]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, int64 [B']."""
+        self.seeds, self.sequences, self.block = self.seeds[rows], self.sequences[rows], self.block[rows]
+        self.starts = [self.starts[r] for r in rows.tolist()]
+
+
+def pick(logits: Tensor, noise: Tensor | None, warpers: Sequence[LogitsProcessor]) -> Tensor:
+    """The one rule: argmax(warp(logits) + noise). logits [A, V], noise float64 [A, V] or None for greedy; int64 [A].
+
+    By the Gumbel-max trick the result is an exact sample from softmax(warp(logits)).
+    """
+    if noise is None:
+        return logits.argmax(-1)
+    scores = logits.double()
+    for warper in warpers:
+        scores = warper(None, scores)  # type: ignore[arg-type]
+    return (scores + noise).argmax(-1)

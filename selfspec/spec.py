@@ -1,0 +1,212 @@
+"""selfspec.load and what it returns: a target with trained heads, ready for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from selfspec.checkpoint import load_drafter, read_meta
+from selfspec.drafters.base import Drafter
+from selfspec.generate import Options, Stats, autoregressive, speculative, speculative_steps
+from selfspec.sampling import Sampling
+from selfspec.target import Target
+
+ASSETS = Path(__file__).parent / "assets"
+NODES = 16  # nodes per tree unless asked for otherwise
+
+
+@dataclass
+class Generated:
+    """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
+    from_draft: for each token whether the draft tree held it; stats: see `selfspec.generate.Stats`."""
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    from_draft: list[list[bool]]
+    stats: Stats
+
+
+class Spec:
+    """A frozen target and its drafter. `target.model` is the stock transformers model."""
+
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+        nodes: int | None = None,
+    ) -> Generated:
+        """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding.
+
+        The tokens are those of `autoregressive` with the same arguments. temperature 0 is greedy; seed is one int, or
+        one per row; nodes bounds the draft tree, root included. A row ends at an EOS token (which is returned), after
+        max_new_tokens, or at the target's last position. Raises ValueError for arguments out of range and for empty or
+        too long prompts.
+        """
+        options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
+        result = speculative(self.target, self.encode(prompts), options, self.drafter, NODES if nodes is None else nodes)
+        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats)
+
+    def autoregressive(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+        nodes: int | None = None,
+    ) -> Generated:
+        """The same by plain decoding, one token per pass: the oracle. `nodes` is accepted and has no effect."""
+        options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
+        result = autoregressive(self.target, self.encode(prompts), options)
+        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+        nodes: int | None = None,
+    ) -> Iterator[str]:
+        """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
+        if self.tokenizer is None:
+            raise ValueError(f"target {self.target.name!r} has no tokenizer to make text; use generate")
+        options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
+        steps = speculative_steps(
+            self.target,
+            self.encode([prompt]),  # type: ignore[list-item]
+            options,
+            self.drafter,
+            NODES if nodes is None else nodes,
+            Stats(),
+        )
+        return self._text_pieces(steps)
+
+    def _text_pieces(self, steps: Iterator[Any]) -> Iterator[str]:
+        ids: list[int] = []
+        shown = ""
+        for step in steps:
+            ids += step.added[0][1]
+            text = self._decode([ids])[0]
+            if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
+                yield text[len(shown) :]
+                shown = text
+        if len(rest := self._decode([ids])[0]) > len(shown):
+            yield rest[len(shown) :]
+
+    def encode(self, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        """Token ids of prompts. Raises ValueError for one string instead of a list, and for an empty prompt."""
+        if isinstance(prompts, str):
+            raise ValueError('prompts is one string; give a list: ["..."]')
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise ValueError(f"prompt {i} is text, but target {self.target.name!r} has no tokenizer; give ids")
+                if not prompt:
+                    raise ValueError(f"prompt {i} is empty; give at least one character")
+                encoded.append(list(self.tokenizer(prompt)["input_ids"]))
+            else:
+                encoded.append([int(token) for token in prompt])
+        return encoded
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        if self.tokenizer is None:
+            return ["" for _ in rows]
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+    def _options(self, max_new_tokens: int, sampling: Sampling, seed: int | Sequence[int]) -> Options:
+        return Options(max_new_tokens, sampling, seed, end_tokens(self.target))
+
+
+def end_tokens(target: Target) -> frozenset[int]:
+    """The EOS ids of the target's generation config."""
+    eos = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def resolve(name: str) -> str:
+    """An embedded asset's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is."""
+    return str(ASSETS / name) if (ASSETS / name).is_dir() and "/" not in name else name
+
+
+def load_target(
+    name: str, dtype: str | torch.dtype = "auto", device: str | None = None, revision: str | None = None
+) -> tuple[Target, Any]:
+    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id.
+
+    Raises ValueError for models that trees can not be verified on, before their weights are read where the config tells.
+    """
+    path = resolve(name)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise FileNotFoundError(f"target {name!r}: {path} has no config.json")
+    config = AutoConfig.from_pretrained(path, revision=revision)
+    if config.is_encoder_decoder:
+        raise ValueError(f"target {name!r} is an encoder-decoder; selfspec serves decoder-only models")
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            raise ValueError(f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32")
+        dtype = found
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, config=config)
+    if device is not None:
+        model = model.to(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    except (OSError, ValueError):
+        tokenizer = None
+    return Target(model), tokenizer
+
+
+def drafter_folder(name: str) -> Path:
+    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, or a hub id.
+
+    Raises FileNotFoundError where there is none.
+    """
+    for folder in (Path(resolve(name)) / "drafter", Path(resolve(name))):
+        if (folder / "drafter.json").is_file():
+            return folder
+    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "runs/")):
+        embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
+        raise FileNotFoundError(
+            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, a hub id owner/name, or one "
+            f"of the embedded {embedded}"
+        )
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name))
+
+
+def load(
+    name: str, target: str | None = None, dtype: str | torch.dtype = "auto", device: str | None = None
+) -> Spec:
+    """Load trained heads and their target for inference.
+
+    name: an embedded name such as "tiny-medusa", a run folder, or a hub id; target: where to find the target instead of
+    the place the heads name (its weights must be the same); dtype: of the target and the heads, by default as saved.
+    Raises FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
+    """
+    folder = drafter_folder(name)
+    meta = read_meta(folder)
+    frozen, tokenizer = load_target(target or meta["target"]["name"], dtype, device, meta["target"].get("revision"))
+    return Spec(frozen, load_drafter(folder, frozen, tokenizer), tokenizer)

@@ -1,0 +1,190 @@
+"""The frozen target: a stock transformers model that runs over trees, layer ranges included."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.cache import TreeCache
+from selfspec.tree import DraftTree
+
+_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "hybrid")
+
+
+@dataclass
+class Pass:
+    """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
+    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]."""
+
+    logits: Tensor | None
+    hidden: Tensor
+    features: dict[int, Tensor]
+
+
+class _Reached(Exception):
+    """Ends a pass at the layer it was asked to stop at."""
+
+
+class _Skip(nn.Module):
+    """Stands in for a layer below `start` during one pass; hands over the given hidden state."""
+
+    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)
+        object.__setattr__(self, "hidden", hidden)
+
+    def __getattr__(self, name: str) -> Any:  # decoders read per-layer attributes such as attention_type
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.__dict__["hidden"]
+
+
+class Target:
+    """A full- or sliding-window-attention decoder of transformers, unmodified and frozen."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ValueError, with the reason, for a model that trees can not be verified on."""
+        config = model.config.get_text_config()
+        name = type(model).__name__
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if config.is_encoder_decoder:
+            raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
+        if not model.can_generate() or not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+        if getattr(model, "_is_stateful", False) or any(r in kind for kind in kinds for r in _RECURRENT):
+            raise ValueError(
+                f"{name} keeps recurrent state ({', '.join(sorted(kinds)) or 'state-space layers'}): a tree needs one "
+                "state per branch, which attention has and recurrence has not"
+            )
+        if (unknown := kinds - {"full_attention", "sliding_attention"}) != set():
+            raise ValueError(f"{name} has layers of kind {', '.join(sorted(unknown))}, which selfspec does not know")
+        if config._attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
+                'attn_implementation="sdpa"'
+            )
+        self.model = model.eval().requires_grad_(False)
+        self.decoder: nn.Module = model.get_decoder()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.n_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.out_features
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.kinds = kinds or {"sliding_attention" if self.window else "full_attention"}
+        if not getattr(config, "use_sliding_window", True):
+            self.window, self.kinds = None, self.kinds - {"sliding_attention"} or {"full_attention"}
+        stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == self.n_layers]
+        if len(stacks) != 1:
+            raise ValueError(f"{name}: expected one stack of {self.n_layers} layers in its decoder, found {len(stacks)}")
+        self.layers = stacks[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.model.config.name_or_path or type(self.model).__name__)
+
+    def cache(self, rows: int, capacity: int) -> TreeCache:
+        return TreeCache(self.n_layers, rows, capacity)
+
+    def forward(
+        self,
+        tree: DraftTree,
+        cache: TreeCache,
+        logits: bool = True,
+        layers: tuple[int, int] | None = None,
+        hidden: Tensor | None = None,
+        features: tuple[int, ...] = (),
+    ) -> Pass:
+        """One pass over a tree of B rows and N nodes.
+
+        Appends N slots to the cache; the caller says with `cache.keep` which stay. `layers=(start, stop)` runs only
+        those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
+        the number of layers the result holds that layer's output, no final norm and no logits.
+        """
+        start, stop = layers or (0, self.n_layers)
+        if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
+            raise ValueError(f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start")
+        cache.begin(tree.tokens.shape[1], tree.tokens.device)
+        lengths = cache.lengths
+        if len(set(lengths)) == 1:
+            positions = tree.depth + lengths[0]
+        else:
+            positions = tree.depth + torch.tensor(lengths, device=self.device)[:, None]
+        if self.max_positions is not None:  # nodes past the last position exist only to be cut off
+            positions = positions.clamp(max=self.max_positions - 1)
+        seen: dict[int, Tensor] = {}
+        module = self.model if logits and stop == self.n_layers else self.decoder
+        with self._patched(start, stop, hidden, features, seen):
+            try:
+                out = module(
+                    input_ids=tree.tokens,
+                    attention_mask=self._masks(tree, cache),
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            except _Reached:
+                return Pass(None, seen[stop - 1], {i: seen[i] for i in features})
+        last = seen[-1]
+        return Pass(out.logits if module is self.model else None, last, {i: seen[i] for i in features})
+
+    def _masks(self, tree: DraftTree, cache: TreeCache) -> Tensor | dict[str, Tensor]:
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        masks = {kind: cache.mask(tree, self.dtype, windows[kind]) for kind in self.kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @contextlib.contextmanager
+    def _patched(
+        self, start: int, stop: int, hidden: Tensor | None, features: tuple[int, ...], seen: dict[int, Tensor]
+    ) -> Iterator[None]:
+        """For one pass: record outputs, replace layers below `start`, leave after layer `stop - 1`."""
+
+        def record(index: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                seen[index] = output[0] if isinstance(output, tuple) else output
+                if index == stop - 1 and stop < self.n_layers:
+                    raise _Reached
+
+            return hook
+
+        def record_last(module: nn.Module, args: Any, output: Any) -> None:
+            seen[-1] = output.last_hidden_state
+
+        hooks = [self.decoder.register_forward_hook(record_last)]
+        watched = {*features, *((stop - 1,) if stop < self.n_layers else ())}
+        hooks += [self.layers[i].register_forward_hook(record(i)) for i in watched]
+        originals = [self.layers[i] for i in range(start)]
+        try:
+            for i, layer in enumerate(originals):
+                self.layers[i] = _Skip(layer, hidden)  # type: ignore[arg-type]
+            yield
+        finally:
+            for i, layer in enumerate(originals):
+                self.layers[i] = layer
+            for handle in hooks:
+                handle.remove()
+
+    def checksum(self, dtype: torch.dtype | None = None) -> str:
+        """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.named_parameters():
+            values = tensor.detach().to(dtype or tensor.dtype)
+            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
+            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()

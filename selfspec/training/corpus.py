@@ -1,0 +1,255 @@
+"""Where training text comes from: Python source, a folder of text, or JSON lines, each as documents with a loss mask."""
+
+from __future__ import annotations
+
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Held out by name, each with its tests, and never trained on. The two lists are disjoint: trees are measured
+# on VALIDATION, figures in reports come from EVALUATION.
+VALIDATION = (
+    "bisect.py",
+    "calendar.py",
+    "fractions.py",
+    "gzip.py",
+    "json/encoder.py",
+    "logging/handlers.py",
+    "mailbox.py",
+    "queue.py",
+    "statistics.py",
+    "wave.py",
+    "test/test_bisect.py",
+    "test/test_calendar.py",
+    "test/test_fractions.py",
+    "test/test_gzip.py",
+    "test/test_queue.py",
+    "test/test_wave.py",
+)
+EVALUATION = (
+    "argparse.py",
+    "configparser.py",
+    "csv.py",
+    "heapq.py",
+    "json/decoder.py",
+    "pprint.py",
+    "shlex.py",
+    "tempfile.py",
+    "textwrap.py",
+    "urllib/robotparser.py",
+    "xmlrpc/client.py",
+    "test/test_configparser.py",
+    "test/test_csv.py",
+    "test/test_heapq.py",
+    "test/test_pprint.py",
+    "test/test_shlex.py",
+    "test/test_tempfile.py",
+    "test/test_textwrap.py",
+)
+# Held out from training as well, so that no near-copy of an evaluation module is learned.
+_UNUSED = ("test/test_argparse.py", "test/test_statistics.py", "test/test_mailbox.py", "test/test_xmlrpc.py")
+# Tables and grammars rather than source.
+_SKIPPED = ("encodings/", "pydoc_data/", "lib2to3/tests/data/", "site-packages/", "dist-packages/")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text. `spans` are the (text, counts in the loss) parts whose concatenation is the document."""
+
+    name: str
+    spans: tuple[tuple[str, bool], ...]
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.spans)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:  # a handful of the library's test files are not UTF-8 on purpose
+        return None
+
+
+@dataclass(frozen=True)
+class PythonSource:
+    """The Python source of the running interpreter's standard library, tests included, or of another folder.
+
+    `max_files` keeps that many training files, spread over the sorted list (for quick runs).
+    """
+
+    root: str | None = None
+    max_files: int | None = None
+
+    def _root(self) -> Path:
+        root = Path(self.root or sysconfig.get_paths()["stdlib"])
+        if not root.is_dir():
+            raise ValueError(f"data.root={str(root)!r} is not a folder")
+        return root
+
+    def _held_out(self, names: tuple[str, ...]) -> list[Document]:
+        root = self._root()
+        found = [(name, _read(root / name)) for name in names if (root / name).is_file()]
+        return [Document(name, ((text, True),)) for name, text in found if text]
+
+    def train(self) -> list[Document]:
+        root = self._root()
+        held_out = {*VALIDATION, *EVALUATION, *_UNUSED}
+        names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
+        names = [n for n in names if n not in held_out and not any(part in n for part in _SKIPPED)]
+        if self.max_files is not None:
+            if self.max_files < 1:
+                raise ValueError(f"data.max_files={self.max_files} must be at least 1")
+            names = names[:: max(1, len(names) // self.max_files)][: self.max_files]
+        documents = [Document(n, ((text, True),)) for n in names if (text := _read(root / n))]
+        return _usable(documents, f"no .py file with text under {root}")
+
+    def validation(self) -> list[Document]:
+        return _usable(self._held_out(VALIDATION), f"none of the held-out modules lies under {self._root()}")
+
+    def evaluation(self) -> list[Document]:
+        return _usable(self._held_out(EVALUATION), f"none of the held-out modules lies under {self._root()}")
+
+
+def _usable(documents: list[Document], problem: str) -> list[Document]:
+    if not documents:
+        raise ValueError(f"no usable example: {problem}")
+    return documents
+
+
+def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(training, validation): a seeded shuffle, then the first `fraction` of the documents, at least one, validates."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.validation={fraction} must lie between 0 and 1")
+    if len(documents) < 2:
+        raise ValueError(f"no usable example: {len(documents)} document, but one must train and another validate")
+    shuffled = documents[:]
+    random.Random(0).shuffle(shuffled)
+    n = min(len(documents) - 1, max(1, round(fraction * len(documents))))
+    return shuffled[n:], shuffled[:n]
+
+
+@dataclass(frozen=True)
+class TextFolder:
+    """Every file under `root` whose name matches `pattern`, as UTF-8 text; a share `validation` of them validates."""
+
+    root: str
+    pattern: str = "*.txt"
+    validation_share: float = 0.1
+
+    def _documents(self) -> list[Document]:
+        root = Path(self.root)
+        if not root.is_dir():
+            raise ValueError(f"data.root={self.root!r} is not a folder")
+        found = []
+        for path in sorted(p for p in root.rglob(self.pattern) if p.is_file()):
+            if (text := _read(path)) is None:
+                raise ValueError(f"{path} is not UTF-8 text; convert it or narrow data.pattern={self.pattern!r}")
+            if text.strip():
+                found.append(Document(str(path), ((text, True),)))
+        return _usable(found, f"no file with text matches {self.pattern!r} under {root}")
+
+    def train(self) -> list[Document]:
+        return _split(self._documents(), self.validation_share)[0]
+
+    def validation(self) -> list[Document]:
+        return _split(self._documents(), self.validation_share)[1]
+
+    def evaluation(self) -> list[Document]:
+        return self.validation()
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """JSON lines: ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart line by line.
+
+    Conversations go through the chat template of `tokenizer` (a transformers tokenizer), and only what the assistant
+    says counts in the loss.
+    """
+
+    path: str
+    tokenizer: Any
+    validation_share: float = 0.1
+
+    def _documents(self) -> list[Document]:
+        file = Path(self.path)
+        if not file.is_file():
+            raise ValueError(f"data.path={self.path!r} is not a file")
+        found = []
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                place = f"{self.path}, line {number}"
+                if (document := self._document(_parse(line, place), place)) is not None:
+                    found.append(document)
+        return _usable(found, f"{self.path} holds no text and no assistant's turn")
+
+    def _document(self, record: dict[str, Any], place: str) -> Document | None:
+        if isinstance(text := record.get("text"), str):
+            return Document(place, ((text, True),)) if text.strip() else None
+        turns = record.get("messages", record.get("conversations"))
+        if not isinstance(turns, list):
+            raise ValueError(f"{place}: expected `text`, `messages` or `conversations`, found {sorted(record)}")
+        messages = [_message(turn, place) for turn in turns]
+        if not any(m["role"] == "assistant" for m in messages):
+            return None
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has none; "
+                "use a chat model's tokenizer, or plain `text`"
+            )
+        return Document(place, tuple(self._spans(messages)))
+
+    def _spans(self, messages: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
+        """The templated text in order, split where the assistant begins and ends."""
+        done = ""
+        for i, message in enumerate(messages):
+            spoken = message["role"] == "assistant"
+            if spoken:  # the header of its turn is given, not said
+                asked = self._render(messages[:i], True) if i else ""
+                if asked.startswith(done) and len(asked) > len(done):
+                    yield asked[len(done) :], False
+                    done = asked
+            text = self._render(messages[: i + 1], False)
+            if not text.startswith(done):  # a template that rewrites earlier turns: keep what is common
+                continue
+            if len(text) > len(done):
+                yield text[len(done) :], spoken
+                done = text
+
+    def _render(self, messages: list[dict[str, str]], ask: bool) -> str:
+        rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return rendered
+
+    def train(self) -> list[Document]:
+        return _split(self._documents(), self.validation_share)[0]
+
+    def validation(self) -> list[Document]:
+        return _split(self._documents(), self.validation_share)[1]
+
+    def evaluation(self) -> list[Document]:
+        return self.validation()
+
+
+def _parse(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
+    return record
+
+
+def _message(turn: Any, place: str) -> dict[str, str]:
+    if isinstance(turn, dict):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": _ROLES.get(role, role), "content": content}
+    raise ValueError(f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}")

@@ -1,0 +1,96 @@
+"""Documents as one stream of tokens, and batches as a pure function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.training.corpus import Document
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All documents in a row, each behind one separator token.
+
+    tokens: int64 [T]; mask: bool [T], True where the token counts in the loss; n_bytes: UTF-8 bytes of the text.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    n_bytes: int
+
+
+def tokenize(documents: list[Document], tokenizer: Any) -> Stream:
+    """Encode documents with a Hugging Face tokenizer; the separator is its BOS, or EOS where it has no BOS.
+
+    Raises ValueError where the tokenizer has neither.
+    """
+    separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if separator is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
+    spans = [span for document in documents for span in document.spans]
+    encoded = iter(tokenizer([text for text, _ in spans], add_special_tokens=False)["input_ids"])
+    tokens: list[int] = []
+    mask: list[bool] = []
+    for document in documents:
+        tokens.append(separator)
+        mask.append(False)
+        for _, counts in document.spans:
+            ids = next(encoded)
+            tokens.extend(ids)
+            mask.extend([counts] * len(ids))
+    n_bytes = sum(len(text.encode()) for text, _ in spans)
+    return Stream(torch.tensor(tokens), torch.tensor(mask), n_bytes)
+
+
+class Windows:
+    """Batches of windows of `length` tokens; every epoch shifts and shuffles them anew.
+
+    `batch(step)` depends on the arguments alone, so a resumed run sees the batches of an uninterrupted one.
+    """
+
+    def __init__(self, stream: Stream, length: int, size: int, seed: int, rank: int = 0, world: int = 1) -> None:
+        """Raises ValueError where the stream is shorter than one window or `size` does not divide over `world`."""
+        if len(stream.tokens) < 2 * length:
+            raise ValueError(
+                f"no usable example: {len(stream.tokens)} tokens of text, but data.length={length} needs at least "
+                f"{2 * length}; give more text or a smaller data.length"
+            )
+        if size % world:
+            raise ValueError(f"loop.batch_size={size} does not divide over {world} processes")
+        self.stream, self.length, self.size, self.seed = stream, length, size, seed
+        self.rank, self.world = rank, world
+        self.per_epoch = len(stream.tokens) // length - 1
+        self._epoch = (-1, torch.empty(0))
+
+    def _starts(self, epoch: int) -> Tensor:
+        if self._epoch[0] != epoch:
+            g = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            shift = int(torch.randint(self.length, (1,), generator=g))
+            self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g) * self.length + shift)
+        return self._epoch[1]
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """tokens int64 [size/world, length] and mask bool of the same shape."""
+        first = step * self.size + self.rank * (self.size // self.world)
+        indices = range(first, first + self.size // self.world)
+        starts = torch.stack([self._starts(i // self.per_epoch)[i % self.per_epoch] for i in indices])
+        at = starts[:, None] + torch.arange(self.length)
+        return {"tokens": self.stream.tokens[at], "mask": self.stream.mask[at]}
+
+
+def consecutive(values: Tensor, length: int, limit: int | None = None) -> Tensor:
+    """A stream [T] cut into rows without overlap, [R, length]; `limit` keeps R rows spread over the stream.
+
+    Raises ValueError where it is shorter than one row.
+    """
+    rows = len(values) // length
+    if rows < 1:
+        raise ValueError(f"no usable example: {len(values)} validation tokens, one row needs {length}")
+    cut = values[: rows * length].view(rows, length)
+    if limit is not None and limit < rows:
+        cut = cut[torch.linspace(0, rows - 1, limit).long()]
+    return cut

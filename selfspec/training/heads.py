@@ -1,0 +1,166 @@
+"""Train a drafter on a frozen target that runs online, without gradients."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from selfspec.checkpoint import load_drafter, save_drafter
+from selfspec.drafters.base import Drafter
+from selfspec.evaluation.prompts import cut_prompts
+from selfspec.log import RunLog
+from selfspec.target import Target
+from selfspec.training.corpus import Document
+from selfspec.training.data import Windows, consecutive, tokenize
+from selfspec.training.loop import LoopConfig, fit
+from selfspec.training.measure import KINDS, own_text
+
+
+@dataclass
+class HeadsConfig:
+    """length: tokens per row; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of validation text
+    for the loss; prompts, prompt_tokens, new_tokens: the target's own text that trees are measured on."""
+
+    length: int = 512
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    validation_rows: int = 32
+    prompts: int = 64
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("length", "validation_rows", "prompts", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"heads.{name}={getattr(self, name)} must be at least 1")
+        if self.prompt_tokens < 2:
+            raise ValueError(f"heads.prompt_tokens={self.prompt_tokens} must be at least 2")
+        if not self.lr > 0:
+            raise ValueError(f"heads.lr={self.lr} must be above 0")
+
+
+class DraftLoss(nn.Module):
+    """The drafter's loss on what the frozen target says of a batch; only the drafter is a submodule."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        super().__init__()
+        self.drafter = drafter
+        object.__setattr__(self, "target", target)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            hidden, logits = bare_forward(self.target, batch["tokens"])
+        return self.drafter.loss({**batch, "hidden": hidden, "logits": logits})
+
+
+def bare_forward(target: Target, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Last hidden states [B, S, H] and logits [B, S, V] of plain text, tokens int64 [B, S]; no cache."""
+    seen: list[Tensor] = []
+    hook = target.decoder.register_forward_hook(lambda m, a, out: seen.append(out.last_hidden_state))
+    try:
+        logits = target.model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    return seen[0], logits
+
+
+def train_heads(
+    target: Target,
+    target_name: str,
+    tokenizer: Any,
+    drafter: Drafter,
+    train: list[Document],
+    validation: list[Document],
+    config: HeadsConfig,
+    loop: LoopConfig,
+    folder: Path,
+    log: RunLog,
+) -> dict[str, Any]:
+    """Train the drafter, measure its trees on the target's own text, and save it as `folder/drafter`.
+
+    Raises ValueError for data too short to train on, before anything long starts.
+    """
+    accelerator = Accelerator(mixed_precision=loop.precision)
+    if target.max_positions is not None and config.length > target.max_positions:
+        raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
+    windows = Windows(
+        tokenize(train, tokenizer),
+        config.length,
+        loop.batch_size,
+        loop.seed,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+    held_out = tokenize(validation, tokenizer)
+    rows = consecutive(held_out.tokens, config.length, config.validation_rows)
+    masks = consecutive(held_out.mask, config.length, config.validation_rows)
+    prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
+    before = target.checksum()
+    samples = {kind: own_text(target, prompts, config.new_tokens, kind, loop.seed) for kind in KINDS}
+    module = DraftLoss(drafter, target)
+    optimizer = torch.optim.AdamW(
+        drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+    )
+
+    def validate() -> dict[str, Any]:
+        losses = [
+            float(module({"tokens": row[None].to(target.device), "mask": mask[None].to(target.device)})[0])
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        figures = {kind: drafter.measure(kind, samples[kind]) for kind in KINDS}
+        return {"loss": sum(losses) / len(losses), "tau32": figures["greedy"]["tau"]["32"], **figures}
+
+    figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
+    if target.checksum() != before:
+        raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
+    cost = _relative_cost(module, target, windows.batch(0), accelerator, drafter)
+    summary = {**figures, **cost, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
+    if accelerator.is_main_process:
+        steps = f"{loop.steps} steps of {loop.batch_size} x {config.length} tokens"
+        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, f"Trained for {steps}.")
+        load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
+        log.write({"summary": summary})
+    return summary
+
+
+def _relative_cost(
+    module: nn.Module, target: Target, batch: dict[str, Tensor], accelerator: Accelerator, drafter: Drafter
+) -> dict[str, float]:
+    """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians."""
+    batch = {key: value.to(target.device) for key, value in batch.items()}
+    steps, forwards = [], []
+    module.train()
+    for _ in range(6):
+        start = time.perf_counter()
+        with torch.no_grad(), accelerator.autocast():
+            bare_forward(target, batch["tokens"])
+        _wait(target.device)
+        middle = time.perf_counter()
+        with accelerator.autocast():
+            loss, _ = module(batch)
+        loss.backward()
+        _wait(target.device)
+        forwards.append(middle - start)
+        steps.append(time.perf_counter() - middle)
+        drafter.zero_grad(set_to_none=True)
+    module.eval()
+    step, forward = sorted(steps[1:])[2], sorted(forwards[1:])[2]
+    return {"seconds_step": step, "seconds_target_forward": forward, "step_over_forward": step / forward}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_memory_mb(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

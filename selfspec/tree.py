@@ -1,0 +1,124 @@
+"""Draft trees: tokens and parents; mask, depth and children follow from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class DraftTree:
+    """Drafted tokens of B rows as trees of N nodes.
+
+    tokens: int64 [B, N]; parents: int64 [B, N], each smaller than its node's index. Node 0 is the root (parent -1): the
+    last emitted token, whose KV is not yet cached. Any other node with parent -1 is spare: no walk reaches it.
+    scores: float [B, N], what the drafter thinks of each node (its own units); only for people to look at.
+
+    Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
+    """
+
+    def __init__(self, tokens: Tensor, parents: Tensor, scores: Tensor | None = None) -> None:
+        if tokens.shape != parents.shape or tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(
+                f"a tree needs tokens and parents of one shape [B, N], got {list(tokens.shape)}, {list(parents.shape)}"
+            )
+        wrong = ((parents >= torch.arange(parents.shape[1], device=parents.device)) | (parents < -1)).nonzero()
+        if len(wrong):
+            row, node = wrong[0].tolist()
+            raise ValueError(
+                f"parents must precede their children (and be -1 for the root): row {row} gives node {node} "
+                f"the parent {int(parents[row, node])}"
+            )
+        self.tokens, self.parents, self.scores = tokens, parents, scores
+
+    def with_tokens(self, tokens: Tensor) -> DraftTree:
+        """The same structure over other tokens int64 [B, N]; what derives from it is computed once for all of them."""
+        _ = self.mask, self.depth, self.children
+        tree = copy.copy(self)
+        tree.tokens = tokens
+        return tree
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """bool [B, N, N], True where node i is node j or descends from it."""
+        rows, nodes = self.parents.shape
+        mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
+        for node in range(1, nodes):
+            parent = self.parents[:, node]
+            above = mask[torch.arange(rows, device=parent.device), parent] & (parent >= 0)[:, None]
+            mask[:, node] |= above
+        return mask
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """int64 [B, N], 0 at the root (and at spare nodes)."""
+        return self.mask.sum(-1) - 1
+
+    @cached_property
+    def children(self) -> list[list[list[int]]]:
+        """children[row][node]: that node's children, in order."""
+        result = []
+        for parents in self.parents.tolist():
+            below: list[list[int]] = [[] for _ in parents]
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    below[parent].append(node)
+            result.append(below)
+        return result
+
+    def render(self, row: int = 0, decode: Callable[[int], str] = str) -> str:
+        """The row's tree as indented text, one node a line: its index, token and score."""
+        lines: list[str] = []
+        tokens = self.tokens[row].tolist()
+        scores = self.scores[row].tolist() if self.scores is not None else None
+
+        def draw(node: int, indent: str) -> None:
+            score = f"  {scores[node]:.3f}" if scores is not None and node else ""
+            lines.append(f"{indent}[{node}] {decode(tokens[node])}{score}")
+            for child in self.children[row][node]:
+                draw(child, indent + "  ")
+
+        draw(0, "")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(self.render(row) for row in range(self.tokens.shape[0]))
+
+
+def chain(tokens: Tensor) -> DraftTree:
+    """A tree without branches over tokens int64 [B, N]; with N = 1 just the root."""
+    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+    return DraftTree(tokens, parents.expand_as(tokens))
+
+
+def grow(chances: list[list[float]], nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
+
+    chances[d][r]: the chance that the drafter's r-th choice at depth d + 1 is right, given that its parent was; the
+    same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
+    Returns parents, ranks (the choice each node takes at its depth) and the chance of every node to be on the accepted
+    path; node 0 is the root. The sum of the chances is the expected acceptance length.
+    """
+    parents, ranks, chance, depths = [-1], [0], [1.0], [0]
+    # A node's candidates enter best first: its own next sibling and its first child.
+    frontier: list[tuple[float, int, int]] = []  # (chance, parent, rank)
+    if chances and chances[0]:
+        frontier.append((chances[0][0], 0, 0))
+    while frontier and len(parents) < nodes:
+        best = max(range(len(frontier)), key=lambda i: frontier[i][0])
+        value, parent, rank = frontier.pop(best)
+        if value <= 0.0:
+            break
+        node, depth = len(parents), depths[parent] + 1
+        parents.append(parent)
+        ranks.append(rank)
+        chance.append(value)
+        depths.append(depth)
+        if rank + 1 < len(chances[depth - 1]):
+            frontier.append((chance[parent] * chances[depth - 1][rank + 1], parent, rank + 1))
+        if depth < len(chances) and chances[depth]:
+            frontier.append((value * chances[depth][0], node, 0))
+    return parents, ranks, chance
