@@ -10,7 +10,9 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m selfspec", description="Complete a prompt by speculative decoding.")
+    parser = argparse.ArgumentParser(
+        prog="python -m selfspec", description="Complete a prompt by speculative decoding."
+    )
     parser.add_argument("prompt")
     parser.add_argument("--heads", default="tiny-medusa", help="embedded name, run folder or hub id (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.experimental.callback import Callback
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.plots import plot_points
+from selfspec.evaluation.prompts import cut_prompts, read_prompts
+from selfspec.evaluation.report import read_points, table, write_point
+from selfspec.evaluation.runs import run_arms
 from selfspec.log import RunLog
-from selfspec.spec import load_target
+from selfspec.spec import load, load_target
 from selfspec.training.heads import train_heads
 from selfspec.training.pretrain import pretrain
 
@@ -41,8 +48,8 @@ def open_run(config: DictConfig, folder: Path) -> dict[str, Any]:
 
 def build_data(config: DictConfig, tokenizer: Any) -> Any:
     """The data group's documents; those that need a chat template get the target's tokenizer."""
-    own = get_class(config._target_)
-    return instantiate(config, tokenizer=tokenizer) if "tokenizer" in own.__dataclass_fields__ else instantiate(config)
+    needs_template = any(f.name == "tokenizer" for f in fields(get_class(config._target_)))  # type: ignore[arg-type]
+    return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
 
 
 def run_heads(config: DictConfig, folder: Path) -> dict[str, Any]:
@@ -56,7 +63,16 @@ def run_heads(config: DictConfig, folder: Path) -> dict[str, Any]:
     drafter = instantiate(config.drafter, target)
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         return train_heads(
-            target, run.target.name, tokenizer, drafter, data.train(), data.validation(), run.heads, run.loop, folder, log
+            target,
+            run.target.name,
+            tokenizer,
+            drafter,
+            data.train(),
+            data.validation(),
+            run.heads,
+            run.loop,
+            folder,
+            log,
         )
 
 
@@ -66,3 +82,34 @@ def run_pretrain(config: DictConfig, folder: Path) -> dict[str, Any]:
     data = instantiate(config.data)
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         return pretrain(data.train(), data.validation(), run.pretrain, run.loop, folder, log)
+
+
+def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
+    """One benchmark point: its records, figures and plots in `folder`."""
+    plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    run: Any = OmegaConf.to_object(config)
+    spec = load(run.drafter, run.target, run.dtype, run.device)
+    if run.decode.prompt_file is not None:
+        prompts = read_prompts(run.decode.prompt_file, spec.tokenizer)[: run.decode.prompts]
+    else:
+        documents = build_data(config.data, spec.tokenizer).evaluation()
+        prompts = cut_prompts(documents, spec.tokenizer, run.decode.prompts, run.decode.prompt_tokens)
+    with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
+        records = run_arms(spec, prompts, run.decode, run.tree.nodes)
+        point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        write_point(folder, point, records)
+        log.write({key: point[key] for key in ("arms", "speedup", "speculative") if key in point})
+        log.images(plot_points([point], folder))
+    return point
+
+
+class SweepTable(Callback):
+    """Ends a multirun in one table and one set of plots of all its points."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        points = read_points(folder)
+        if points:
+            (folder / "table.md").write_text(table(points) + "\n")
+            plot_points(points, folder)
+            print(f"\n{table(points)}\n{folder}")

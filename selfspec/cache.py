@@ -114,7 +114,7 @@ class TreeCache(Cache):
         """Additive attention mask [B or 1, 1, N, S] for a pass over `tree`: 0 or the dtype's lowest value.
 
         A node sees every kept slot, its ancestors and itself; under a sliding `window`, only those whose position is
-        less than `window` behind its own. Slots are not positions: a node's position is its row's length plus its depth.
+        less than `window` behind its own. A node's position is its row's length plus its depth, not its slot.
         """
         nodes, longest = tree.tokens.shape[1], max(self.lengths)
         device = tree.tokens.device
@@ -158,6 +158,4 @@ class TreeCache(Cache):
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
-    )
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)

@@ -8,7 +8,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from selfspec.evaluation.runs import DecodeConfig
 from selfspec.log import WandbConfig
+from selfspec.spec import NODES
 from selfspec.training.heads import HeadsConfig
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
@@ -44,8 +46,33 @@ class PretrainRun:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
+@dataclass
+class TreeConfig:
+    """nodes: of the draft tree, root included."""
+
+    nodes: int = NODES
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1:
+            raise ValueError(f"tree.nodes={self.nodes} must be at least 1")
+
+
+@dataclass
+class EvalRun:
+    name: str = MISSING
+    drafter: str = MISSING
+    target: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    data: Any = MISSING
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
 def register() -> None:
     """Make the schemas known to Hydra; call before `hydra.main`."""
     store = ConfigStore.instance()
     store.store(name="pretrain_schema", node=PretrainRun)
     store.store(name="train_schema", node=TrainRun)
+    store.store(name="eval_schema", node=EvalRun)

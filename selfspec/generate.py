@@ -6,18 +6,16 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from selfspec.sampling import Noise, Sampling, pick
+from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.tree import DraftTree, chain
 from selfspec.verify import verify
-
-if TYPE_CHECKING:
-    from selfspec.cache import TreeCache
 
 PREFILL = 1024  # prompt tokens per pass
 
@@ -38,47 +36,6 @@ class Options:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-
-
-@dataclass
-class Stats:
-    """Counts of one call. passes: forwards of the target over a tree, summed over the rows that took part; tokens: those
-    returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted."""
-
-    passes: int = 0
-    tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    seconds_prefill: float = 0.0
-    seconds_draft: float = 0.0
-    seconds_target: float = 0.0
-    seconds_other: float = 0.0
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per pass, the bonus token included."""
-        return self.tokens / max(1, self.passes)
-
-    @property
-    def accepted_per_depth(self) -> list[float]:
-        """Chance that a pass accepts everything up to depth 1, 2, ... (full acceptance)."""
-        return [count / max(1, self.passes) for count in self.accepted]
-
-    @property
-    def conditional_per_depth(self) -> list[float]:
-        """Chance that depth 1, 2, ... is accepted given that its parent was."""
-        return [n / max(1, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
-
-    @property
-    def seconds(self) -> float:
-        return self.seconds_prefill + self.seconds_draft + self.seconds_target + self.seconds_other
-
-    def count(self, drafted: int, tokens: int) -> None:
-        """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""
-        self.passes += 1
-        self.tokens += tokens
-        self.accepted += [0] * (drafted - len(self.accepted))
-        for depth in range(drafted):
-            self.accepted[depth] += 1
 
 
 @dataclass
@@ -114,7 +71,7 @@ class Accepted:
 
     def last_hidden(self) -> Tensor:
         """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
-        if len(self.rows) == 1 == self.hidden.shape[0]:
+        if self.hidden.shape[0] == 1:
             return self.hidden[:, self.paths[0][-1]]
         return self.hidden[self.rows, [path[-1] for path in self.paths]]
 
@@ -147,7 +104,7 @@ class _Rows:
         limit = target.max_positions or 2**62
         self.left = [min(options.max_new_tokens, limit - len(prompt)) for prompt in prompts]
         longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True))
-        self.cache: TreeCache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64)
+        self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64)
         self.warpers = options.sampling.warpers()
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
@@ -218,7 +175,9 @@ def _check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -
                 f"may have at most {target.max_positions - 1}"
             )
     if not isinstance(options.seed, int) and len(options.seed) != len(prompts):
-        raise ValueError(f"seed has {len(options.seed)} entries for {len(prompts)} prompts; give one per row or one int")
+        raise ValueError(
+            f"seed has {len(options.seed)} entries for {len(prompts)} prompts; give one per row or one int"
+        )
 
 
 def _clock(device: torch.device) -> float:
@@ -227,31 +186,16 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _collect(rows: int, stats: Stats, emissions: Iterator[Emission]) -> Result:
-    result = Result([[] for _ in range(rows)], [[] for _ in range(rows)], stats)
-    for emission in emissions:
-        for row, tokens, drafted in emission.added:
-            result.token_ids[row] += tokens
-            result.from_draft[row] += drafted
-    return result
-
-
 @torch.inference_mode()
 def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup."""
-    stats = Stats()
-    return _collect(len(prompts), stats, _plain_steps(target, prompts, options, stats))
-
-
-def _plain_steps(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options, stats: Stats
-) -> Iterator[Emission]:
+    stats, result = Stats(), [[] for _ in prompts]  # type: tuple[Stats, list[list[int]]]
     t0 = _clock(target.device)
     rows = _Rows(target, prompts, options)
     rows.prefill(None)
     root = chain(rows.roots()[:, None])
     t1 = _clock(target.device)
-    stats.seconds_prefill += t1 - t0
+    stats.seconds_prefill = t1 - t0
     while rows.alive:
         logits = target.forward(root, rows.cache).logits
         t2 = _clock(target.device)
@@ -259,20 +203,18 @@ def _plain_steps(
         picked = rows.picker(logits[:, 0], list(range(len(rows.alive))), 0)
         rows.cache.keep([[0]] * len(rows.alive))
         tokens, going = rows.advance([[token] for token in picked.tolist()])
-        for cut in tokens:
+        for row, cut in zip(rows.alive, tokens, strict=True):
             stats.count(0, len(cut))
-        emission = Emission([(row, cut, [False]) for row, cut in zip(rows.alive, tokens, strict=True)], root, [[0]])
+            result[row] += cut
         if len(going) < len(rows.alive):
             rows.select(going)
-            picked = picked[going]
-            root = chain(picked[:, None])
+            root = chain(picked[going, None])
         else:
             root = root.with_tokens(picked[:, None])
         t0, t1 = t1, _clock(target.device)
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
-        yield emission
-        t1 = _clock(target.device)
+    return Result(result, [[False] * len(row) for row in result], stats)
 
 
 @torch.inference_mode()
@@ -281,8 +223,12 @@ def speculative(
 ) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
-    stats = Stats()
-    return _collect(len(prompts), stats, speculative_steps(target, prompts, options, drafter, nodes, stats))
+    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats())
+    for emission in speculative_steps(target, prompts, options, drafter, nodes, result.stats):
+        for row, tokens, drafted in emission.added:
+            result.token_ids[row] += tokens
+            result.from_draft[row] += drafted
+    return result
 
 
 @torch.inference_mode()
@@ -305,9 +251,7 @@ def speculative_steps(
     stats.seconds_prefill += t1 - t0
     roots = rows.roots()
     while rows.alive:
-        context = Context(
-            roots, rows.cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
-        )
+        context = Context(roots, rows.cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise)
         tree = drafter.propose(context)
         t2 = _clock(target.device)
         out = target.forward(tree, rows.cache)

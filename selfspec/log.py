@@ -54,7 +54,7 @@ class RunLog:
             name=self.name,
             dir=str(self.folder),
             config=self.config,
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             reinit="finish_previous",
             settings=wandb.Settings(silent=True),
         )

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from selfspec.checkpoint import load_drafter, read_meta
 from selfspec.drafters.base import Drafter
-from selfspec.generate import Options, Stats, autoregressive, speculative, speculative_steps
+from selfspec.generate import Options, autoregressive, speculative, speculative_steps
 from selfspec.sampling import Sampling
+from selfspec.stats import Stats
 from selfspec.target import Target
 
 ASSETS = Path(__file__).parent / "assets"
@@ -23,7 +24,7 @@ NODES = 16  # nodes per tree unless asked for otherwise
 @dataclass
 class Generated:
     """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
-    from_draft: for each token whether the draft tree held it; stats: see `selfspec.generate.Stats`."""
+    from_draft: for each token whether the draft tree held it; stats: see `selfspec.stats.Stats`."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -56,7 +57,9 @@ class Spec:
         too long prompts.
         """
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
-        result = speculative(self.target, self.encode(prompts), options, self.drafter, NODES if nodes is None else nodes)
+        result = speculative(
+            self.target, self.encode(prompts), options, self.drafter, NODES if nodes is None else nodes
+        )
         return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats)
 
     def autoregressive(
@@ -92,7 +95,7 @@ class Spec:
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
         steps = speculative_steps(
             self.target,
-            self.encode([prompt]),  # type: ignore[list-item]
+            self.encode([prompt]),  # type: ignore[arg-type, list-item]
             options,
             self.drafter,
             NODES if nodes is None else nodes,
@@ -125,7 +128,7 @@ class Spec:
                     raise ValueError(f"prompt {i} is empty; give at least one character")
                 encoded.append(list(self.tokenizer(prompt)["input_ids"]))
             else:
-                encoded.append([int(token) for token in prompt])
+                encoded.append([int(token) for token in prompt])  # type: ignore[call-overload]
         return encoded
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
@@ -155,7 +158,7 @@ def load_target(
 ) -> tuple[Target, Any]:
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id.
 
-    Raises ValueError for models that trees can not be verified on, before their weights are read where the config tells.
+    Raises ValueError for models that trees can not be verified on; FileNotFoundError for a folder without a model.
     """
     path = resolve(name)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
@@ -166,11 +169,13 @@ def load_target(
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32")
+            raise ValueError(
+                f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32"
+            )
         dtype = found
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, config=config)
     if device is not None:
-        model = model.to(device)
+        model = model.to(device)  # type: ignore[arg-type]
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError):
@@ -197,9 +202,7 @@ def drafter_folder(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
-def load(
-    name: str, target: str | None = None, dtype: str | torch.dtype = "auto", device: str | None = None
-) -> Spec:
+def load(name: str, target: str | None = None, dtype: str | torch.dtype = "auto", device: str | None = None) -> Spec:
     """Load trained heads and their target for inference.
 
     name: an embedded name such as "tiny-medusa", a run folder, or a hub id; target: where to find the target instead of

@@ -72,6 +72,7 @@ class Target:
                 'attn_implementation="sdpa"'
             )
         self.model = model.eval().requires_grad_(False)
+        self.name = str(model.config.name_or_path or name)
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.n_layers: int = config.num_hidden_layers
@@ -84,7 +85,9 @@ class Target:
             self.window, self.kinds = None, self.kinds - {"sliding_attention"} or {"full_attention"}
         stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == self.n_layers]
         if len(stacks) != 1:
-            raise ValueError(f"{name}: expected one stack of {self.n_layers} layers in its decoder, found {len(stacks)}")
+            raise ValueError(
+                f"{name}: expected one stack of {self.n_layers} layers in its decoder, found {len(stacks)}"
+            )
         self.layers = stacks[0]
 
     @property
@@ -94,10 +97,6 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
-
-    @property
-    def name(self) -> str:
-        return str(self.model.config.name_or_path or type(self.model).__name__)
 
     def cache(self, rows: int, capacity: int) -> TreeCache:
         return TreeCache(self.n_layers, rows, capacity)
@@ -119,7 +118,9 @@ class Target:
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
-            raise ValueError(f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start")
+            raise ValueError(
+                f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
+            )
         cache.begin(tree.tokens.shape[1], tree.tokens.device)
         lengths = cache.lengths
         if len(set(lengths)) == 1:
@@ -155,20 +156,16 @@ class Target:
     ) -> Iterator[None]:
         """For one pass: record outputs, replace layers below `start`, leave after layer `stop - 1`."""
 
-        def record(index: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                seen[index] = output[0] if isinstance(output, tuple) else output
-                if index == stop - 1 and stop < self.n_layers:
-                    raise _Reached
+        def record(index: int, output: Any) -> None:
+            seen[index] = output[0]  # of a block's tuple or a decoder's output
+            if index == stop - 1 and stop < self.n_layers:
+                raise _Reached
 
-            return hook
-
-        def record_last(module: nn.Module, args: Any, output: Any) -> None:
-            seen[-1] = output.last_hidden_state
-
-        hooks = [self.decoder.register_forward_hook(record_last)]
-        watched = {*features, *((stop - 1,) if stop < self.n_layers else ())}
-        hooks += [self.layers[i].register_forward_hook(record(i)) for i in watched]
+        watched = {i: self.layers[i] for i in (*features, *((stop - 1,) if stop < self.n_layers else ()))}
+        hooks = [
+            module.register_forward_hook(lambda m, a, out, i=i: record(i, (out,) if isinstance(out, Tensor) else out))
+            for i, module in {-1: self.decoder, **watched}.items()
+        ]
         originals = [self.layers[i] for i in range(start)]
         try:
             for i, layer in enumerate(originals):

@@ -71,18 +71,14 @@ class DraftTree:
 
     def render(self, row: int = 0, decode: Callable[[int], str] = str) -> str:
         """The row's tree as indented text, one node a line: its index, token and score."""
-        lines: list[str] = []
         tokens = self.tokens[row].tolist()
-        scores = self.scores[row].tolist() if self.scores is not None else None
 
-        def draw(node: int, indent: str) -> None:
-            score = f"  {scores[node]:.3f}" if scores is not None and node else ""
-            lines.append(f"{indent}[{node}] {decode(tokens[node])}{score}")
-            for child in self.children[row][node]:
-                draw(child, indent + "  ")
+        def draw(node: int, indent: str) -> list[str]:
+            score = f"  {float(self.scores[row, node]):.3f}" if self.scores is not None and node else ""
+            below = [draw(child, indent + "  ") for child in self.children[row][node]]
+            return [f"{indent}[{node}] {decode(tokens[node])}{score}", *(line for lines in below for line in lines)]
 
-        draw(0, "")
-        return "\n".join(lines)
+        return "\n".join(draw(0, ""))
 
     def __str__(self) -> str:
         return "\n".join(self.render(row) for row in range(self.tokens.shape[0]))
@@ -104,9 +100,7 @@ def grow(chances: list[list[float]], nodes: int) -> tuple[list[int], list[int], 
     """
     parents, ranks, chance, depths = [-1], [0], [1.0], [0]
     # A node's candidates enter best first: its own next sibling and its first child.
-    frontier: list[tuple[float, int, int]] = []  # (chance, parent, rank)
-    if chances and chances[0]:
-        frontier.append((chances[0][0], 0, 0))
+    frontier = [(chances[0][0], 0, 0)] if chances and chances[0] else []  # (chance, parent, rank)
     while frontier and len(parents) < nodes:
         best = max(range(len(frontier)), key=lambda i: frontier[i][0])
         value, parent, rank = frontier.pop(best)

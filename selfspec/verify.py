@@ -24,15 +24,12 @@ def verify(tree: DraftTree, logits: Tensor, picker: Picker) -> tuple[list[list[i
     emitted: list[list[int]] = [[] for _ in rows]
     depth = 0
     while rows:
-        if len(drafted) == 1:
-            level = logits[:, paths[0][-1]]
-        else:
-            level = logits[rows, [paths[row][-1] for row in rows]]
+        nodes = [paths[row][-1] for row in rows]
+        level = logits[:, nodes[0]] if len(drafted) == 1 else logits[rows, nodes]
         walking = []
         for row, token in zip(rows, picker(level, rows, depth).tolist(), strict=True):
             emitted[row].append(token)
-            below = children[row] if len(children) > 1 else children[0]
-            child = next((c for c in below[paths[row][-1]] if drafted[row][c] == token), None)
+            child = next((c for c in children[row][paths[row][-1]] if drafted[row][c] == token), None)
             if child is not None:
                 paths[row].append(child)
                 walking.append(row)

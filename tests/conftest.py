@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,9 +13,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
+from selfspec.checkpoint import save_drafter
+from selfspec.config import register
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.medusa import Medusa
+from selfspec.spec import load_target
 from selfspec.target import Target
+from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(2)
 
@@ -20,12 +38,14 @@ VOCAB, HIDDEN = 61, 32
 
 
 def tiny_config(family: str, **changes: object) -> object:
+    shared = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
     if family == "gpt2":
-        settings = {"n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 256}
-        return GPT2Config(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **{**settings, **changes})
-    settings = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    settings |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
-    return LlamaConfig(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **{**settings, **changes})
+        return GPT2Config(**{**shared, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 256, **changes})
+    shared |= {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shared |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+    if family == "qwen3":
+        return Qwen3Config(**{**shared, "head_dim": 8, **changes})
+    return LlamaConfig(**{**shared, **changes})
 
 
 def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
@@ -47,3 +67,61 @@ def target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture(scope="session")
 def llama() -> Target:
     return Target(tiny_model())
+
+
+@pytest.fixture(scope="session")
+def source_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small standard library: a few modules to train on, two that validate, two for evaluation."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    root = tmp_path_factory.mktemp("library")
+    names = ["abc.py", "ast.py", "cmd.py", "contextlib.py", "dis.py", "glob.py", "inspect.py", "pdb.py", "pickle.py"]
+    for name in [*names, "queue.py", "statistics.py", "heapq.py", "argparse.py"]:
+        shutil.copy(library / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tokenizer(source_root: Path) -> PreTrainedTokenizerFast:
+    made = train_tokenizer((p.read_text() for p in sorted(source_root.glob("*.py"))), 320)
+    made.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return made
+
+
+def save_tiny(folder: Path, tokenizer: PreTrainedTokenizerFast, family: str = "llama", **changes: object) -> str:
+    """A tiny random model of a family with the tests' tokenizer, in the hub's format."""
+    model = tiny_model(family, torch.float32, **{"vocab_size": len(tokenizer), **changes})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    return save_tiny(tmp_path_factory.mktemp("target") / "tiny", tokenizer)
+
+
+@pytest.fixture(scope="session")
+def heads_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> Path:
+    """A saved Medusa drafter for `tiny_folder`, random but not trained."""
+    target, tokenizer = load_target(tiny_folder)
+    drafter = Medusa(target, heads=3, rank=4)
+    randomize(drafter)
+    folder = tmp_path_factory.mktemp("heads") / "drafter"
+    save_drafter(drafter, folder, target, tiny_folder, tokenizer, "For tests.")
+    return folder
+
+
+def randomize(drafter: Drafter) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.trained().values():
+            parameter.normal_(std=0.1)
+
+
+def compose_config(config_name: str, *overrides: str) -> DictConfig:
+    register()
+    with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):
+        return compose(config_name, overrides=list(overrides))

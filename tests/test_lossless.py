@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB
 from transformers import MistralConfig, MistralForCausalLM
 
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
@@ -51,6 +51,7 @@ def sampling(temperature: float) -> Sampling:
 def test_equals_the_oracle(target: Target, prompts: list[list[int]], temperature: float, nodes: int) -> None:
     options = Options(40, sampling(temperature), seed=3)
     plain = autoregressive(target, prompts, options)
+    assert [len(t) for t in plain.token_ids] == [40] * len(prompts)
     drafter = RandomTrees([p + t for p, t in zip(prompts, plain.token_ids, strict=True)], nodes)
     fast = speculative(target, prompts, options, drafter, nodes)
     assert fast.token_ids == plain.token_ids
@@ -72,3 +73,104 @@ def test_greedy_equals_transformers(target: Target, attention: str) -> None:
             assert speculative(target, [prompt], Options(40), drafter, 12).token_ids[0] == reference
     finally:
         target.model.set_attn_implementation("sdpa")
+
+
+def test_sliding_window_shorter_than_the_text() -> None:
+    settings = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6}
+    torch.manual_seed(0)
+    target = Target(MistralForCausalLM(MistralConfig(**settings)).double())
+    plain = autoregressive(target, PROMPTS, Options(30))
+    for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
+        ids = torch.tensor([prompt])
+        reference = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
+        )
+        assert tokens == reference[0, len(prompt) :].tolist()
+    drafter = RandomTrees([p + t for p, t in zip(PROMPTS, plain.token_ids, strict=True)])
+    assert speculative(target, PROMPTS, Options(30), drafter, 10).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_is_its_rows(target: Target, temperature: float) -> None:
+    """Ragged prompts, rows that end early: every row equals itself alone, given its own seed."""
+    seeds = [11, 12, 13, 14]
+    alone = [
+        autoregressive(target, [prompt], Options(30, Sampling(temperature), [seed])).token_ids[0]
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    eos = frozenset({alone[0][4], alone[3][11]})
+    cut = [row[: next((i + 1 for i, t in enumerate(row) if t in eos), len(row))] for row in alone]
+    assert len({len(row) for row in cut}) > 1
+    options = Options(30, Sampling(temperature), seeds, eos)
+    drafter = RandomTrees([p + t for p, t in zip(PROMPTS, alone, strict=True)])
+    fast = speculative(target, PROMPTS, options, drafter, 8)
+    assert fast.token_ids == autoregressive(target, PROMPTS, options).token_ids == cut
+    assert fast.stats.tokens == sum(map(len, cut))
+
+
+def test_a_rows_sequence_id_is_its_index(llama: Target) -> None:
+    same = [PROMPTS[0]] * 3
+    rows = autoregressive(llama, same, Options(20, Sampling(1.0), 7)).token_ids
+    assert rows[0] == autoregressive(llama, same[:1], Options(20, Sampling(1.0), 7)).token_ids[0]
+    assert len({tuple(row) for row in rows}) == 3
+
+
+def test_generates_up_to_the_last_position(target: Target) -> None:
+    assert target.max_positions == 256
+    prompt = [(7 * i) % VOCAB for i in range(240)]
+    plain = autoregressive(target, [prompt, PROMPTS[0]], Options(30))
+    assert [len(row) for row in plain.token_ids] == [16, 30]
+    drafter = RandomTrees([prompt + plain.token_ids[0], PROMPTS[0] + plain.token_ids[1]])
+    assert speculative(target, [prompt, PROMPTS[0]], Options(30), drafter, 12).token_ids == plain.token_ids
+
+
+def test_long_prompts_are_read_in_parts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[(5 * i) % VOCAB for i in range(n)] for n in (50, 9, 33)]
+    whole = autoregressive(target, prompts, Options(10)).token_ids
+    monkeypatch.setattr("selfspec.generate.PREFILL", 8)
+    assert autoregressive(target, prompts, Options(10)).token_ids == whole
+
+
+def test_statistics_count_what_was_returned(llama: Target) -> None:
+    plain = autoregressive(llama, [PROMPTS[0]], Options(21))
+
+    class Right(RandomTrees):
+        def propose(self, context: Context) -> DraftTree:
+            at = len(context.tokens[0])
+            full = (self.oracle[0] + [0, 0, 0])[at - 1 : at + 3]
+            return DraftTree(torch.tensor([full]), torch.tensor([[-1, 0, 1, 2]]))
+
+    fast = speculative(llama, [PROMPTS[0]], Options(21), Right([PROMPTS[0] + plain.token_ids[0]]), 4)
+    assert fast.token_ids == plain.token_ids
+    stats = fast.stats
+    assert (stats.passes, stats.tokens) == (6, 21)  # five passes of four tokens, one of one
+    assert stats.acceptance_length == 21 / 6
+    assert stats.accepted[:1] == [6] or stats.accepted[:1] == [5]
+    assert stats.accepted[1:] == [5, 5]
+    assert stats.seconds >= stats.seconds_target > 0
+    assert fast.from_draft[0][:4] == [True, True, True, False]
+
+
+BAD = [
+    ({"prompts": []}, "prompts is empty"),
+    ({"prompts": [[]]}, "prompt 0 is empty"),
+    ({"prompts": [[1], [2, 61]]}, "prompt 1 holds token id 61"),
+    ({"prompts": [[1] * 256]}, "prompt 0 has 256 tokens"),
+    ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input_is_named(llama: Target, change: dict[str, object], message: str) -> None:
+    options = Options(4, seed=change.get("seed", 0))  # type: ignore[arg-type]
+    for call in (autoregressive, lambda *a: speculative(*a, RandomTrees([]), 4)):
+        with pytest.raises(ValueError, match=message):
+            call(llama, change.get("prompts", [[1]]), options)
+
+
+def test_bad_budgets_are_named(llama: Target) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        Options(0)
+    with pytest.raises(ValueError, match="nodes=0"):
+        speculative(llama, [[1]], Options(4), RandomTrees([]), 0)

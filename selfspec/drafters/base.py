@@ -16,8 +16,9 @@ from selfspec.tree import DraftTree
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the target itself generated. tokens: int64 [S], a prompt and its continuation from index `start` >= 2;
-    hidden: [S, H], the target's last hidden states on it; noise: positions int64 [n] -> float64 [n, V], None if greedy."""
+    """Text that the target itself generated. tokens: int64 [S], a prompt and its continuation from index
+    `start` >= 2; hidden: [S, H], the target's last hidden states on it; noise: positions int64 [n] -> float64 [n, V],
+    or None where the text is greedy."""
 
     tokens: Tensor
     start: int

@@ -7,6 +7,7 @@ product with the shared weights serves all heads; `projection="full"` gives each
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,9 +85,11 @@ class Medusa(Drafter):
             path = next(n for n, m in target.model.named_modules() if m is target.lm_head)
             self.lora_name = path.rsplit(".", 1)[-1]
             self.lora = nn.ModuleDict({self.lora_name: view})
-            for k in range(heads):
-                config = LoraConfig(r=rank, lora_alpha=rank, target_modules=[self.lora_name])
-                inject_adapter_in_model(config, self.lora, adapter_name=f"head_{k}")
+            with warnings.catch_warnings():  # PEFT warns of a second adapter, and of tied weights it might merge into
+                warnings.simplefilter("ignore", UserWarning)
+                for k in range(heads):
+                    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=[self.lora_name])
+                    inject_adapter_in_model(config, self.lora, adapter_name=f"head_{k}")
             for name, parameter in self.lora.named_parameters():
                 if "lora_" in name:
                     parameter.data = parameter.data.to(dtype)
@@ -112,7 +115,7 @@ class Medusa(Drafter):
     # -- the heads' product
 
     def _weights(self) -> tuple[Tensor, ...]:
-        """Block weights [L, K, H, H] and biases [L, K, 1, H], then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
+        """Block weights [L, K, H, H], biases [L, K, 1, H]; then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
         blocks = (self.weight.transpose(-1, -2), self.bias)
         if self.lora is None:
             return (*blocks, self.full.transpose(1, 2))

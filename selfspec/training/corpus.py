@@ -1,4 +1,4 @@
-"""Where training text comes from: Python source, a folder of text, or JSON lines, each as documents with a loss mask."""
+"""Where training text comes from: Python source, a folder of text, or JSON lines, as documents with a loss mask."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ class JsonLines:
             return None
         if not self.tokenizer.chat_template:
             raise ValueError(
-                f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has none; "
-                "use a chat model's tokenizer, or plain `text`"
+                f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has "
+                "none; use a chat model's tokenizer, or plain `text`"
             )
         return Document(place, tuple(self._spans(messages)))
 
@@ -252,4 +252,6 @@ def _message(turn: Any, place: str) -> dict[str, str]:
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if isinstance(role, str) and isinstance(content, str):
             return {"role": _ROLES.get(role, role), "content": content}
-    raise ValueError(f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}")
+    raise ValueError(
+        f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
+    )

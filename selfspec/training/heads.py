@@ -56,7 +56,7 @@ class DraftLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            hidden, logits = bare_forward(self.target, batch["tokens"])
+            hidden, logits = bare_forward(self.__dict__["target"], batch["tokens"])
         return self.drafter.loss({**batch, "hidden": hidden, "logits": logits})
 
 

@@ -98,9 +98,7 @@ def fit(
     module, *optimizers = accelerator.prepare(module, *optimizers)
 
     figures: dict[str, Any] = {}
-    bar = tqdm(
-        total=config.steps, initial=step, desc="train", disable=not accelerator.is_main_process, mininterval=1.0
-    )
+    bar = tqdm(total=config.steps, initial=step, desc="train", disable=not accelerator.is_main_process, mininterval=1.0)
     while step < config.steps:
         start = time.perf_counter()
         factor = config.lr_factor(step)

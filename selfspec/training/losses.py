@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 KINDS = ("kl", "ce")
+_CHUNK = 128  # positions at a time, so that a chunk's logits stay in the processor's cache
+
+
+class _KL(torch.autograd.Function):
+    """KL(softmax(target) || softmax(draft)) of logits [N, V], per position.
+
+    The gradient softmax(draft) - softmax(target) is formed in the same sweep, chunk by chunk: nothing of size N x V but
+    that gradient is ever held, which on a CPU is most of the time that autograd's own chain of operations takes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, target: Tensor) -> Tensor:
+        exact = torch.promote_types(draft.dtype, torch.float32)
+        losses = torch.empty(len(draft), dtype=exact, device=draft.device)
+        gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
+        for first in range(0, len(draft), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            log_p = torch.log_softmax(target[part].to(exact), -1)
+            log_q = torch.log_softmax(draft[part].to(exact), -1)
+            p = log_p.exp()
+            losses[part] = (log_p.sub_(log_q).mul_(p)).sum(-1)
+            if gradient is not None:
+                gradient[part] = log_q.exp_().sub_(p)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0][:, None].to(gradient.dtype), None
 
 
 def distance(kind: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
-    """How far draft logits [..., V] are from what they should predict, in nats [...].
+    """How far draft logits [..., V] are from what they should predict, in nats [...]; gradients reach `draft` alone.
 
     kl: KL(target || draft) to the target's own next-token distribution, from its logits [..., V];
     ce: cross-entropy to the text's next token, int64 [...].
     """
     if kind == "kl":
-        wanted = torch.log_softmax(target.float(), -1)
-        return F.kl_div(torch.log_softmax(draft.float(), -1), wanted, reduction="none", log_target=True).sum(-1)
-    losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
+        losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
+    else:
+        losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
     return losses.view(tokens.shape)
 
 

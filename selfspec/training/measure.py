@@ -18,7 +18,7 @@ _BATCH = 16
 
 
 def own_text(target: Target, prompts: list[list[int]], new_tokens: int, kind: str, seed: int) -> list[Sample]:
-    """Let the target continue the prompts (each of at least 2 tokens), by plain decoding, and keep its hidden states."""
+    """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states."""
     temperature = KINDS[kind]
     samples = []
     for first in range(0, len(prompts), _BATCH):

@@ -122,9 +122,7 @@ def pretrain(
         bits = mean / math.log(2) * len(stream.tokens) / stream.n_bytes
         return {"nats_per_token": mean, "bits_per_byte": bits}
 
-    figures = fit(
-        accelerator, module, optimizers, windows.batch, validate, loop, folder, log, headline="bits_per_byte"
-    )
+    figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, headline="bits_per_byte")
     if accelerator.is_main_process:
         scratch, out = folder / "target.tmp", folder / "target"
         shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,66 @@
+"""Plots of benchmark points: acceptance by depth, where the time goes, speedup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def plot_points(points: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
+    """One PNG per kind of plot over all points that have a speculative arm; returns their paths."""
+    points = [p for p in points if "speculative" in p]
+    if not points:
+        return {}
+    drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
+    paths = {}
+    for name, draw in drawings.items():
+        figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+        draw(axes, points)
+        axes.spines[["top", "right"]].set_visible(False)
+        paths[name] = folder / f"{name}.png"
+        figure.savefig(paths[name], dpi=120)
+        plt.close(figure)
+    return paths
+
+
+def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:
+    for i, point in enumerate(points):
+        full = point["speculative"]["full_acceptance"]
+        conditional = point["speculative"]["conditional_acceptance"]
+        depths = range(1, len(full) + 1)
+        axes.plot(depths, full, "o-", color=f"C{i}", label=point["label"])
+        axes.plot(depths, conditional, "x:", color=f"C{i}", alpha=0.6)
+    axes.set(
+        xlabel="depth", ylabel="accepted", ylim=(0, 1), title="solid: all up to here; dotted: given the parent was"
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(fontsize=8)
+
+
+def _time(axes: Any, points: list[dict[str, Any]]) -> None:
+    labels = [p["label"] for p in points]
+    left = [0.0] * len(points)
+    for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
+        widths = [p["speculative"]["milliseconds_per_pass"] * p["speculative"]["share_of_step"][part] for p in points]
+        axes.barh(labels, widths, left=left, label=title)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="milliseconds per pass")
+    axes.legend(fontsize=8)
+
+
+def _speedup(axes: Any, points: list[dict[str, Any]]) -> None:
+    baselines = [b for b in ("autoregressive", "hf_generate") if all(b in p["speedup"] for p in points)]
+    for i, baseline in enumerate(baselines):
+        figures = [p["speedup"][baseline] for p in points]
+        at = [x + (i - (len(baselines) - 1) / 2) * 0.35 for x in range(len(points))]
+        errors = [[f["ratio"] - f["low"] for f in figures], [f["high"] - f["ratio"] for f in figures]]
+        axes.bar(at, [f["ratio"] for f in figures], width=0.33, yerr=errors, capsize=3, label=f"over {baseline}")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(points)), [p["label"] for p in points], fontsize=8)
+    axes.set(ylabel="speedup (95% interval over prompts)")
+    axes.legend(fontsize=8)

@@ -1,0 +1,75 @@
+"""Tables of benchmark points, and the files a benchmark leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from selfspec.evaluation.runs import Record
+
+_COLUMNS = (
+    "point",
+    "tau",
+    "full acceptance by depth",
+    "tok/s plain",
+    "tok/s spec",
+    "vs autoregressive",
+    "vs hf_generate",
+    "draft/target/other",
+    "identical",
+    "distinct 4-grams",
+)
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """A Markdown table, one row a point."""
+    rows = [_row(point) for point in points]
+    widths = [max(len(column), *(len(row[i]) for row in rows)) for i, column in enumerate(_COLUMNS)]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    head = "| " + " | ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)) + " |"
+    return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
+
+
+def _row(point: dict[str, Any]) -> list[str]:
+    spec, arms = point.get("speculative"), point["arms"]
+
+    def ratio(name: str) -> str:
+        found = point["speedup"].get(name)
+        return f"{found['ratio']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]" if found else "-"
+
+    def rate(name: str) -> str:
+        return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
+
+    if spec is None:
+        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 6]
+    same = point.get("identical")
+    return [
+        point["label"],
+        f"{spec['acceptance_length']:.2f}",
+        " ".join(f"{a:.2f}" for a in spec["full_acceptance"]),
+        rate("autoregressive"),
+        rate("speculative"),
+        ratio("autoregressive"),
+        ratio("hf_generate"),
+        "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
+        f"{same['rows']}/{same['of']}" if same else "-",
+        f"{arms['speculative']['distinct_4grams']:.2f}",
+    ]
+
+
+def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> None:
+    """records.jsonl and summary.json in `folder`, the summary last and whole."""
+    with (folder / "records.jsonl").open("w") as f:
+        f.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+    scratch = folder / "summary.tmp"
+    scratch.write_text(json.dumps(point, indent=1) + "\n")
+    os.replace(scratch, folder / "summary.json")
+
+
+def read_points(folder: Path) -> list[dict[str, Any]]:
+    """The points of all runs below `folder`, in the order of their folders."""
+    found = sorted(folder.rglob("summary.json"), key=lambda p: [(len(part), part) for part in p.parts])
+    return [json.loads(path.read_text()) for path in found]

@@ -1,0 +1,121 @@
+"""Run the arms of a benchmark side by side: one process, alternated, after a warm-up, on the same prompts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from selfspec.spec import Generated, Spec, end_tokens
+from selfspec.stats import Stats
+
+ARMS = ("hf_generate", "autoregressive", "speculative")
+
+
+@dataclass
+class DecodeConfig:
+    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); repeats: timed runs
+    per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS."""
+
+    prompts: int = 24
+    prompt_tokens: int = 128
+    prompt_file: str | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+    batch_size: int = 1
+    repeats: int = 2
+    arms: list[str] = field(default_factory=lambda: list(ARMS))
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
+        if unknown := set(self.arms) - set(ARMS):
+            raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
+
+
+@dataclass
+class Record:
+    """One arm on one batch of prompts. seconds: median wall-clock of a whole call, prompt included."""
+
+    prompt: int
+    arm: str
+    seconds: float
+    tokens: int
+    token_ids: list[list[int]]
+    stats: Stats | None
+
+
+def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int) -> list[Record]:
+    """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
+    options: dict[str, Any] = {
+        key: getattr(config, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    }
+    calls: dict[str, Callable[[list[list[int]]], Generated]] = {
+        "hf_generate": lambda batch: hf_generate(spec, batch, config),
+        "autoregressive": lambda batch: spec.autoregressive(batch, **options),
+        "speculative": lambda batch: spec.generate(batch, **options, nodes=nodes),
+    }
+    arms = [arm for arm in ARMS if arm in config.arms]
+    for arm in arms:
+        calls[arm](prompts[: config.batch_size])
+    records = []
+    bar = tqdm(range(0, len(prompts), config.batch_size), desc="decode", mininterval=1.0)
+    totals = dict.fromkeys(arms, 0.0)
+    for first in bar:
+        batch = prompts[first : first + config.batch_size]
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        results: dict[str, Generated] = {}
+        for repeat in range(config.repeats):
+            turn = (first // config.batch_size + repeat) % len(arms)
+            for arm in arms[turn:] + arms[:turn]:
+                start = time.perf_counter()
+                results[arm] = calls[arm](batch)
+                if spec.target.device.type == "cuda":
+                    torch.cuda.synchronize()
+                seconds[arm].append(time.perf_counter() - start)
+        for arm in arms:
+            ids = results[arm].token_ids
+            stats = results[arm].stats if arm != "hf_generate" else None
+            records.append(Record(first, arm, statistics.median(seconds[arm]), sum(map(len, ids)), ids, stats))
+            totals[arm] += records[-1].seconds
+        if {"autoregressive", "speculative"} <= totals.keys():
+            bar.set_postfix(speedup=f"{totals['autoregressive'] / totals['speculative']:.2f}")
+    return records
+
+
+def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig) -> Generated:
+    """transformers' own generate on the same model; left-padded where lengths differ."""
+    model, width = spec.target.model, max(map(len, batch))
+    pad = [width - len(row) for row in batch]
+    ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in pad], device=spec.target.device)
+    eos = end_tokens(spec.target)
+    sampled: dict[str, Any] = {"do_sample": False}
+    if config.temperature > 0:
+        sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0}
+        sampled |= {"top_p": config.top_p or 1.0, "min_p": config.min_p}
+        torch.manual_seed(config.seed)
+    room = spec.target.max_positions - width if spec.target.max_positions else config.max_new_tokens
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=min(config.max_new_tokens, room),
+        eos_token_id=sorted(eos) or None,
+        pad_token_id=min(eos, default=0),
+        **sampled,
+    )
+    rows = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        rows.append(row[:end])
+    return Generated(rows, [], [[False] * len(row) for row in rows], Stats())

@@ -1,0 +1,46 @@
+"""Counts and times of a decoding call, and the rates that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counts of one call. passes: forwards of the target over a tree, summed over the rows that took part; tokens:
+    those returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted."""
+
+    passes: int = 0
+    tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    seconds_prefill: float = 0.0
+    seconds_draft: float = 0.0
+    seconds_target: float = 0.0
+    seconds_other: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per pass, the bonus token included."""
+        return self.tokens / max(1, self.passes)
+
+    @property
+    def accepted_per_depth(self) -> list[float]:
+        """Chance that a pass accepts everything up to depth 1, 2, ... (full acceptance)."""
+        return [count / max(1, self.passes) for count in self.accepted]
+
+    @property
+    def conditional_per_depth(self) -> list[float]:
+        """Chance that depth 1, 2, ... is accepted given that its parent was."""
+        return [n / max(1, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_prefill + self.seconds_draft + self.seconds_target + self.seconds_other
+
+    def count(self, drafted: int, tokens: int) -> None:
+        """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""
+        self.passes += 1
+        self.tokens += tokens
+        self.accepted += [0] * (drafted - len(self.accepted))
+        for depth in range(drafted):
+            self.accepted[depth] += 1

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_tiny
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from selfspec.checkpoint import drafter_class, load_drafter, read_meta, save_drafter, tokenizer_hash
+from selfspec.drafters.medusa import Medusa
+from selfspec.spec import load_target
+from selfspec.training.pretrain import train_tokenizer
+
+
+@pytest.fixture
+def folder(heads_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(heads_folder, tmp_path / "copy"))
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    meta = json.loads((folder / "drafter.json").read_text())
+    (folder / "drafter.json").write_text(json.dumps({**meta, **changes}))
+
+
+def test_the_folder_says_what_it_is(folder: Path, tiny_folder: str) -> None:
+    meta = read_meta(folder)
+    target, tokenizer = load_target(tiny_folder)
+    assert meta["kind"] == "medusa"
+    assert meta["target"]["name"] == tiny_folder
+    assert meta["target"]["fingerprint"] == target.checksum(torch.bfloat16)
+    assert meta["tokenizer"] == tokenizer_hash(tokenizer)
+    assert meta["parameters"] == Medusa.parameter_count(32, len(tokenizer), heads=3, rank=4)
+    assert {"torch", "transformers", "peft"} <= meta["versions"].keys()
+    assert "selfspec.load" in (folder / "README.md").read_text()
+
+
+def test_lora_folders_are_stock_peft(folder: Path, tiny_folder: str) -> None:
+    """PEFT itself loads a head's folder onto the stock model and computes the head's projection."""
+    target, tokenizer = load_target(tiny_folder)
+    drafter = load_drafter(folder, target, tokenizer)
+    assert isinstance(drafter, Medusa)
+    hidden = torch.randn(5, 32)
+    with torch.no_grad():
+        drafter.weight.zero_()
+        drafter.bias.zero_()
+        ours = drafter.eval().project(hidden)
+        for k in range(3):
+            stock = PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(tiny_folder), str(folder / "lora" / f"head_{k}")
+            )
+            torch.testing.assert_close(ours[k], stock.get_output_embeddings()(hidden))
+
+
+def test_loads_in_another_dtype(folder: Path, tiny_folder: str) -> None:
+    target, tokenizer = load_target(tiny_folder, dtype="bfloat16")
+    assert load_drafter(folder, target, tokenizer).kind == "medusa"
+
+
+def test_heads_of_another_target_are_refused_by_both_names(
+    folder: Path, tokenizer: Any, tiny_folder: str, tmp_path: Path
+) -> None:
+    other = save_tiny(tmp_path / "other", tokenizer, hidden_size=64)
+    with pytest.raises(ValueError, match=f"{tiny_folder}.*{other}"):
+        load_drafter(folder, load_target(other)[0])
+
+
+def test_another_tokenizer_is_refused(folder: Path, tiny_folder: str) -> None:
+    target, _ = load_target(tiny_folder)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        load_drafter(folder, target, train_tokenizer(["a b c d"], 300))
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "lora/head_1/adapter_model.safetensors"])
+def test_damaged_files_are_named(folder: Path, tiny_folder: str, name: str) -> None:
+    target, _ = load_target(tiny_folder)
+    path = folder / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match=f"{path}.*truncated or was altered"):
+        load_drafter(folder, target)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="altered"):
+        load_drafter(folder, target)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=str(path)):
+        load_drafter(folder, target)
+
+
+def test_truncated_file_is_named_even_where_its_hash_was_rewritten(folder: Path, tiny_folder: str) -> None:
+    path = folder / "drafter.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    rewrite(folder, files={})
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load_drafter(folder, load_target(tiny_folder)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {k: v for k, v in s.items() if k != "bias"}, r"missing tensors \['bias'\]"),
+        (lambda s: {**s, "extra": torch.zeros(1)}, r"unknown tensors \['extra'\]"),
+        (lambda s: {**s, "bias": s["bias"][:, :1].clone()}, r"bias is \[1, 1, 1, 32\], expected \[1, 3, 1, 32\]"),
+    ],
+)
+def test_wrong_tensors_are_named(folder: Path, tiny_folder: str, change: Any, message: str) -> None:
+    path = folder / "drafter.safetensors"
+    save_file(change(load_file(path)), path)
+    rewrite(folder, files={})
+    with pytest.raises(ValueError, match=message):
+        load_drafter(folder, load_target(tiny_folder)[0])
+
+
+def test_broken_json_and_missing_folder(folder: Path, tmp_path: Path) -> None:
+    (folder / "drafter.json").write_text("{")
+    with pytest.raises(ValueError, match="not a drafter's JSON"):
+        read_meta(folder)
+    (folder / "drafter.json").write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="not of format 1"):
+        read_meta(folder)
+    with pytest.raises(FileNotFoundError, match=r"drafter\.json is missing"):
+        read_meta(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["eagle9", "base", "../medusa", "Medusa", ""])
+def test_unknown_kinds_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="unknown drafter kind"):
+        drafter_class(kind)
+
+
+def test_saving_over_an_old_folder_replaces_it_whole(folder: Path, tiny_folder: str) -> None:
+    target, tokenizer = load_target(tiny_folder)
+    (folder / "stale").write_text("x")
+    save_drafter(Medusa(target, heads=2, rank=2), folder, target, tiny_folder, tokenizer, "")
+    assert read_meta(folder)["shape"]["heads"] == 2
+    assert not (folder / "stale").exists()
+    assert [p.name for p in folder.parent.iterdir()] == ["copy"]

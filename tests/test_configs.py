@@ -1,0 +1,126 @@
+"""Every committed experiment composes, and runs for a few steps on a tiny model of the same architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import compose_config, save_tiny
+from hydra.errors import ConfigCompositionException
+from omegaconf.errors import ConfigKeyError, ValidationError
+
+from selfspec.build import run_heads, run_pretrain
+from selfspec.spec import load, load_target
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))
+FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama"}
+QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.validate_every=2", "loop.compile=false")
+QUICK_HEADS = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=8")
+
+
+def is_pretrain(name: str) -> bool:
+    return "\npretrain:" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer: Any) -> None:
+    if is_pretrain(name):
+        shape = ("hidden_size=32", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=2")
+        model = [f"pretrain.model.{s}" for s in (*shape, "num_key_value_heads=2", "vocab_size=320")]
+        config = compose_config(
+            "target", f"+experiment={name}", f"data.root={source_root}", "pretrain.length=64", *QUICK, *model
+        )
+        figures = run_pretrain(config, tmp_path / "run")
+        assert figures["bits_per_byte"] > 0
+        assert load_target(str(tmp_path / "run" / "target"))[0].n_layers == 2
+        return
+    family = next(f for start, f in FAMILIES.items() if name.startswith(start))
+    target = save_tiny(tmp_path / "target", tokenizer, family)
+    overrides = [f"+experiment={name}", f"target.name={target}", *QUICK, *QUICK_HEADS]
+    if "data: jsonl" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text():
+        lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 90}]}]
+        (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines * 20))
+        overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
+    else:
+        overrides.append(f"data.root={source_root}")
+    run_heads(compose_config("train", *overrides), tmp_path / "run")
+    assert len(load(str(tmp_path / "run")).generate(["def f():"], 5).token_ids[0]) == 5
+
+
+def test_debug_config_composes() -> None:
+    for name in (p.stem for p in (ROOT / "configs" / "debug").glob("*.yaml")):
+        assert compose_config("train", "+experiment=tiny_medusa", f"+debug={name}").loop.steps <= 10
+
+
+@pytest.mark.parametrize(
+    ("config", "override"),
+    [
+        ("train", "drafter.head=5"),
+        ("train", "loop.step=5"),
+        ("train", "data.roots=x"),
+        ("train", "drafter=medusas"),
+        ("target", "pretrain.model.hidden=5"),
+        ("eval", "tree.node=5"),
+        ("eval", "tree.nodes=many"),
+    ],
+)
+def test_unknown_keys_and_types_fail(config: str, override: str) -> None:
+    with pytest.raises((ConfigCompositionException, ConfigKeyError, ValidationError)):
+        compose_config(config, override)
+
+
+def run_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ, timeout=280
+    )
+
+
+def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    """What users type, as they type it: train heads, then sweep over trees and temperatures into one table."""
+    trained = run_script(
+        str(ROOT / "train" / "heads.py"),
+        "+experiment=demo",
+        "name=mine",
+        f"target.name={tiny_folder}",
+        f"data.root={source_root}",
+        *QUICK,
+        *QUICK_HEADS,
+        cwd=tmp_path,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "promised acceptance length" in trained.stdout
+    swept = run_script(
+        str(ROOT / "eval" / "decode.py"),
+        "-m",
+        "drafter=runs/mine",
+        f"data.root={source_root}",
+        "decode.prompts=2",
+        "decode.prompt_tokens=8",
+        "decode.max_new_tokens=8",
+        "tree.nodes=4,8",
+        "decode.temperature=0,1",
+        "dtype=float32",
+        cwd=tmp_path,
+    )
+    assert swept.returncode == 0, swept.stderr
+    (table,) = tmp_path.glob("runs/decode/*/table.md")
+    rows = table.read_text().splitlines()
+    assert len(rows) == 2 + 4
+    assert all(" 2/2 " in row for row in rows[2:])
+    assert {p.name for p in table.parent.glob("*.png")} == {"acceptance_by_depth.png", "time_split.png", "speedup.png"}
+    assert len(list(table.parent.glob("*/records.jsonl"))) == 4
+
+
+def test_bad_input_ends_in_one_clear_line(tmp_path: Path) -> None:
+    missing = run_script(str(ROOT / "eval" / "decode.py"), "drafter=runs/nothing", cwd=tmp_path)
+    assert missing.returncode != 0
+    assert "no drafter at 'runs/nothing'" in missing.stderr
+    unknown = run_script(str(ROOT / "train" / "heads.py"), "+experiment=demo", "drafter.headz=3", cwd=tmp_path)
+    assert unknown.returncode != 0
+    assert "headz" in unknown.stderr

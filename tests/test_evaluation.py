@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import selfspec
+from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
+from selfspec.evaluation.plots import plot_points
+from selfspec.evaluation.report import read_points, table, write_point
+from selfspec.evaluation.runs import ARMS, DecodeConfig, Record, run_arms
+
+
+def record(seconds: float, tokens: int = 10) -> Record:
+    return Record(0, "x", seconds, tokens, [[1] * tokens], None)
+
+
+def test_speedup_is_the_ratio_of_seconds_per_token() -> None:
+    figures = speedup([record(2.0), record(4.0, 20)], [record(1.0), record(2.0, 20)])
+    assert figures == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    mixed = speedup([record(1.0), record(3.0)] * 8, [record(1.0), record(1.0)] * 8)
+    assert mixed["low"] < mixed["ratio"] == 2.0 < mixed["high"]
+    assert speedup([record(2.0, 20)], [record(2.0, 10)])["ratio"] == 0.5
+
+
+def test_distinct_4grams_shows_a_loop() -> None:
+    assert distinct_4grams([list(range(20))]) == 1.0
+    assert distinct_4grams([[1, 2] * 50]) == pytest.approx(2 / 97)
+
+
+def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    prompts = [[5, 9, 2], [8, 1, 30, 4], [60, 59, 3], [7, 7, 7, 7, 7]]
+    for temperature, batch in [(0.0, 1), (0.8, 2)]:
+        config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
+        records = run_arms(spec, prompts, config, 6)
+        point = {"label": f"t={temperature}", **summarize(records)}
+        assert set(point["arms"]) == set(ARMS)
+        assert point["identical"] == {"rows": 4, "of": 4}
+        assert point["arms"]["speculative"]["tokens"] == point["arms"]["autoregressive"]["tokens"] == 36
+        spec_figures = point["speculative"]
+        assert spec_figures["acceptance_length"] == 36 / spec_figures["passes"]
+        assert sum(spec_figures["share_of_step"].values()) == pytest.approx(1)
+        full, conditional = spec_figures["full_acceptance"], spec_figures["conditional_acceptance"]
+        product = 1.0
+        for f, c in zip(full, conditional, strict=True):
+            product *= c
+            assert f == pytest.approx(product)
+        folder = tmp_path / str(batch)
+        folder.mkdir()
+        write_point(folder, point, records)
+        assert all(path.stat().st_size > 5000 for path in plot_points([point], folder).values())
+    points = read_points(tmp_path)
+    assert [p["label"] for p in points] == ["t=0.0", "t=0.8"]
+    assert len(table(points).splitlines()) == 4
+
+
+def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    prompts = [[5, 9, 2], [8, 1, 30, 4, 9, 9]]
+    records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=9, batch_size=2, repeats=1), 6)
+    assert len({str(r.token_ids) for r in records}) == 1
+
+
+def test_a_subset_of_arms(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    config = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive"])
+    point = {"label": "a", **summarize(run_arms(spec, [[1, 2]], config, 4))}
+    assert "speculative" not in point
+    assert "| a " in table([point])
+    with pytest.raises(ValueError, match=r"\['vllm'\]"):
+        DecodeConfig(arms=["vllm"])
+    with pytest.raises(ValueError, match=r"decode\.prompts=0"):
+        DecodeConfig(prompts=0)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import (
+    AutoModel,
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from selfspec.target import Target
+from selfspec.tree import DraftTree, chain
+
+TOKENS = torch.tensor([[5, 9, 2, 7, 11, 3, 8]])
+TREE = DraftTree(torch.tensor([[4, 10, 20, 30, 12, 13]]), torch.tensor([[-1, 0, 0, 1, 1, 2]]))
+
+
+def branch_logits(target: Target, node: int) -> torch.Tensor:
+    """The plain model on prompt and the node's path, at the node."""
+    path = TREE.tokens[0][TREE.mask[0, node]]
+    with torch.no_grad():
+        return target.model(torch.cat([TOKENS[0], path])[None]).logits[0, -1]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
+    target.model.set_attn_implementation(attention)
+    with torch.no_grad():
+        cache = target.cache(1, 8)
+        target.forward(chain(TOKENS), cache, logits=False)
+        cache.keep([list(range(7))])
+        out = target.forward(TREE, cache)
+        for node in range(6):
+            torch.testing.assert_close(out.logits[0, node], branch_logits(target, node))
+    target.model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
+    with torch.no_grad():
+        whole_cache, split_cache = target.cache(1, 16), target.cache(1, 16)
+        for cache in (whole_cache, split_cache):
+            target.forward(chain(TOKENS), cache, logits=False)
+            cache.keep([list(range(7))])
+        whole = target.forward(TREE, whole_cache, features=(0, stop - 1, 2))
+        calls = [0] * target.n_layers
+        handles = [
+            layer.register_forward_hook(lambda m, a, o, i=i: calls.__setitem__(i, calls[i] + 1))
+            for i, layer in enumerate(target.layers)
+        ]
+        first = target.forward(TREE, split_cache, layers=(0, stop))
+        rest = target.forward(TREE, split_cache, layers=(stop, target.n_layers), hidden=first.hidden, features=(2,))
+        for handle in handles:
+            handle.remove()
+    assert calls == [1] * target.n_layers
+    assert first.logits is None
+    assert torch.equal(first.hidden, whole.features[stop - 1])
+    assert torch.equal(rest.logits, whole.logits)
+    assert torch.equal(rest.hidden, whole.hidden)
+    assert torch.equal(rest.features[2], whole.features[2])
+    for a, b in zip(whole_cache.storage, split_cache.storage, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_outlives_a_pass(llama: Target) -> None:
+    layers = list(llama.layers)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        llama.forward(chain(TOKENS), llama.cache(1, 16), layers=(1, 3), hidden=torch.zeros(1, 7, 5))
+    assert list(llama.layers) == layers
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.model.modules())
+
+
+def test_layer_ranges_are_checked(llama: Target) -> None:
+    for layers, hidden in [((0, 4), None), ((2, 2), None), ((1, 3), None), ((0, 3), torch.zeros(1, 7, 32))]:
+        with pytest.raises(ValueError, match="start < stop"):
+            llama.forward(chain(TOKENS), llama.cache(1, 16), layers=layers, hidden=hidden)
+
+
+def test_sliding_window_is_by_position() -> None:
+    settings = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    torch.manual_seed(0)
+    target = Target(MistralForCausalLM(MistralConfig(**settings)).double())
+    with torch.no_grad():
+        cache = target.cache(1, 8)
+        target.forward(chain(TOKENS), cache, logits=False)
+        cache.keep([list(range(7))])
+        out = target.forward(TREE, cache)
+        for node in range(6):
+            torch.testing.assert_close(out.logits[0, node], branch_logits(target, node))
+
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+REFUSED = {
+    "mamba": (lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), "recurrent"),
+    "recurrent_gemma": (
+        lambda: RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, num_attention_heads=4, intermediate_size=48)
+        ),
+        "recurrent",
+    ),
+    "jamba": (
+        lambda: JambaForCausalLM(
+            JambaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, mamba_d_state=4)
+        ),
+        "recurrent",
+    ),
+    "qwen3_next": (
+        lambda: Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **{**SMALL, "num_hidden_layers": 4},
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=48,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=16,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+            )
+        ),
+        "recurrent",
+    ),
+    "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "recurrent"),
+    "t5": (lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, num_layers=2)), "encoder-decoder"),
+    "no_head": (lambda: AutoModel.from_config(tiny_model().config), "no language-model head"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_a_tree_cannot_serve(name: str) -> None:
+    build, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        Target(build())
+
+
+def test_refuses_attention_without_tree_masks(llama: Target) -> None:
+    model = tiny_model()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"flash_attention_2.*sdpa"):
+        Target(model)
+
+
+def test_checksum_sees_the_smallest_change_and_the_fingerprint_no_dtype() -> None:
+    target, other = Target(tiny_model(dtype=torch.float32)), Target(tiny_model(dtype=torch.float32))
+    assert target.checksum() == other.checksum()
+    with torch.no_grad():
+        weight = target.layers[1].mlp.up_proj.weight
+        weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
+    assert target.checksum() != other.checksum()
+    half = Target(tiny_model(dtype=torch.bfloat16))
+    assert half.checksum(torch.bfloat16) == other.checksum(torch.bfloat16)
+    assert half.checksum(torch.bfloat16) == Target(half.model.float()).checksum(torch.bfloat16)

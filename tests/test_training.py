@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import compose_config
+
+from selfspec.build import run_heads
+from selfspec.checkpoint import load_drafter
+from selfspec.spec import load_target
+from selfspec.training import loop as loop_module
+from selfspec.training.data import Stream, Windows, consecutive
+from selfspec.training.loop import LoopConfig
+from selfspec.training.losses import distance, masked_mean
+
+SMALL = (
+    "drafter.heads=3",
+    "drafter.rank=4",
+    "heads.length=48",
+    "heads.prompts=4",
+    "heads.prompt_tokens=8",
+    "heads.new_tokens=16",
+    "heads.validation_rows=4",
+    "heads.lr=0.01",
+    "loop.batch_size=4",
+    "loop.log_every=1",
+    "loop.precision=no",
+    "loop.warmup=1",
+)
+
+
+def small(name: str, target: str, source: Path, *overrides: str) -> Any:
+    return compose_config("train", f"name={name}", f"target.name={target}", f"data.root={source}", *SMALL, *overrides)
+
+
+def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    return [record for record in records if kind in record]
+
+
+def test_kl_is_the_definition_and_so_is_its_gradient() -> None:
+    torch.manual_seed(0)
+    draft = torch.randn(3, 100, 17, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(3, 100, 17, dtype=torch.float64)
+    weights = torch.rand(3, 100, dtype=torch.float64)
+    tokens = torch.zeros(3, 100, dtype=torch.long)
+    ours = distance("kl", draft, target, tokens)
+    p = target.softmax(-1)
+    plain = (p * (target.log_softmax(-1) - draft.log_softmax(-1))).sum(-1)
+    torch.testing.assert_close(ours, plain)
+    (gradient,) = torch.autograd.grad((ours * weights).sum(), draft)
+    (wanted,) = torch.autograd.grad((plain * weights).sum(), draft)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_masked_mean_ignores_what_is_masked() -> None:
+    values, mask = torch.tensor([[1.0, 5.0], [2.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    assert masked_mean(values, mask).tolist() == [3.0, 2.0]
+    assert masked_mean(values, torch.zeros(2, 2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+
+
+def test_windows_depend_on_the_step_alone_and_cover_an_epoch() -> None:
+    stream = Stream(torch.arange(1000), torch.ones(1000, dtype=torch.bool), 1000)
+    one, two = Windows(stream, 10, 4, seed=1), Windows(stream, 10, 4, seed=1)
+    forward = [one.batch(s)["tokens"] for s in range(60)]
+    for step in reversed(range(60)):
+        assert torch.equal(two.batch(step)["tokens"], forward[step])
+    epoch = torch.cat([b[:, 0] for b in forward])[: one.per_epoch]
+    assert len(set((epoch // 10).tolist())) == one.per_epoch
+    halves = [Windows(stream, 10, 4, 1, rank, 2).batch(3)["tokens"] for rank in range(2)]
+    assert torch.equal(torch.cat(halves), forward[3])
+    with pytest.raises(ValueError, match=r"needs at least 1200"):
+        Windows(stream, 600, 4, 0)
+    with pytest.raises(ValueError, match="batch_size=4 does not divide over 3"):
+        Windows(stream, 10, 4, 0, 0, 3)
+
+
+def test_consecutive_rows_do_not_overlap() -> None:
+    assert consecutive(torch.arange(25), 10).tolist() == [list(range(10)), list(range(10, 20))]
+    assert len(consecutive(torch.arange(1000), 10, 7)) == 7
+
+
+def test_learning_rate_rises_stays_and_falls_to_zero() -> None:
+    config = LoopConfig(steps=100, warmup=10, decay=0.5)
+    factors = [config.lr_factor(step) for step in range(100)]
+    assert factors[0] == 0.1
+    assert factors[10:50] == [1.0] * 40
+    assert factors[-1] == pytest.approx(0.02)
+    assert factors[50:] == sorted(factors[50:], reverse=True)
+
+
+def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    before = load_target(tiny_folder)[0].checksum()
+    figures = run_heads(small("falls", tiny_folder, source_root, "loop.steps=40", "loop.validate_every=10"), tmp_path)
+    losses = [record["validation"]["loss"] for record in logged(tmp_path, "validation")]
+    assert losses[-1] < losses[0]
+    assert figures["target_checksum"] == before == load_target(tiny_folder)[0].checksum()
+    for kind in ("greedy", "sampled"):
+        assert len(figures[kind]["top1"]) == 3
+        assert all(a <= b for a, b in zip(figures[kind]["top1"], figures[kind]["top5"], strict=True))
+        taus = list(figures[kind]["tau"].values())
+        assert 1 <= taus[0] <= taus[1] <= taus[2] <= 4
+    assert figures["step_over_forward"] > 1
+    target, tokenizer = load_target(tiny_folder)
+    assert load_drafter(tmp_path / "drafter", target, tokenizer).kind == "medusa"
+
+
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+def test_resume_is_bit_equal(
+    kind: str, tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("loop.steps=6", "loop.checkpoint_every=2", f"drafter.loss={kind}", "heads.prompts=2")
+    config = small("resumes", tiny_folder, source_root, *settings)
+    run_heads(config, tmp_path / "whole")
+
+    saved, real = [0], loop_module._save
+
+    def crash_after_second(path: Path, state: dict[str, Any]) -> None:
+        real(path, state)
+        saved[0] += 1
+        if saved[0] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop_module, "_save", crash_after_second)
+    with pytest.raises(KeyboardInterrupt):
+        run_heads(config, tmp_path / "parts")
+    assert not (tmp_path / "parts" / "drafter").exists()
+    monkeypatch.setattr(loop_module, "_save", real)
+    run_heads(config, tmp_path / "parts")
+    steps = [record["step"] for record in logged(tmp_path / "parts", "train")]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    names = ["drafter.safetensors", "drafter.json", *(f"lora/head_{k}/adapter_model.safetensors" for k in range(3))]
+    for name in names:
+        assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (
+            tmp_path / "parts" / "drafter" / name
+        ).read_bytes()
+    losses = [[r["train"]["loss"] for r in logged(tmp_path / run, "train")] for run in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.pt"
+    loop_module._save(path, {"step": 1})
+
+    def torn(state: Any, scratch: Path) -> None:
+        scratch.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(loop_module.torch, "save", torn)
+    with pytest.raises(OSError, match="disk full"):
+        loop_module._save(path, {"step": 2})
+    assert torch.load(path) == {"step": 1}
+
+
+def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    run_heads(small("a", tiny_folder, source_root, "loop.steps=1"), tmp_path)
+    with pytest.raises(ValueError, match="another configuration"):
+        run_heads(small("a", tiny_folder, source_root, "loop.steps=1", "heads.lr=0.5"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("loop.steps=0", "loop.steps=0"),
+        ("loop.precision=fp8", "loop.precision='fp8'"),
+        ("heads.lr=0", "heads.lr=0"),
+        ("heads.length=512", "heads.length=512 exceeds the target's 256"),
+        ("heads.prompts=4000", "4000 prompts"),
+        ("data.max_files=0", "data.max_files=0"),
+        ("drafter.rank=-1", "drafter.rank=-1"),
+    ],
+)
+def test_bad_settings_fail_before_any_step(
+    override: str, message: str, tiny_folder: str, source_root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Exception, match=message):
+        run_heads(small("bad", tiny_folder, source_root, override), tmp_path)
+    assert not (tmp_path / "train.jsonl").exists() or not logged(tmp_path, "train")
+
+
+def test_offline_wandb_needs_no_account(
+    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("one", "two"):  # two runs in one process
+        run_heads(small(name, tiny_folder, source_root, "loop.steps=1", "heads.prompts=2"), tmp_path / name)
+        assert list((tmp_path / name / "wandb").glob("offline-run-*"))
