@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import hydra
@@ -9,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from selfspec.build import run_decode
-from selfspec.config import register
+from selfspec.config import register, spell_out_drafter
 from selfspec.evaluation.report import table
 
 register()
@@ -23,4 +24,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv = spell_out_drafter(sys.argv)
     main()

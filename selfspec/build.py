@@ -88,7 +88,7 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
     """One benchmark point: its records, figures and plots in `folder`."""
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     run: Any = OmegaConf.to_object(config)
-    spec = load(run.drafter, run.target, run.dtype, run.device)
+    spec = load(run.drafter.name, run.target, run.dtype, run.device)
     if run.decode.prompt_file is not None:
         prompts = read_prompts(run.decode.prompt_file, spec.tokenizer)[: run.decode.prompts]
     else:

@@ -58,9 +58,16 @@ class TreeConfig:
 
 
 @dataclass
+class DrafterConfig:
+    """name: an embedded name, a run folder or a hub id."""
+
+    name: str = MISSING
+
+
+@dataclass
 class EvalRun:
     name: str = MISSING
-    drafter: str = MISSING
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
     target: str | None = None
     dtype: str = "auto"
     device: str | None = None
@@ -68,6 +75,11 @@ class EvalRun:
     tree: TreeConfig = field(default_factory=TreeConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+def spell_out_drafter(arguments: list[str]) -> list[str]:
+    """`drafter=x` becomes `drafter.name=x`: for Hydra `drafter` alone is the group that training chooses from."""
+    return [a.replace("drafter=", "drafter.name=", 1) if a.startswith("drafter=") else a for a in arguments]
 
 
 def register() -> None:

@@ -16,25 +16,26 @@ def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: i
     """
     texts = [d.text for d in documents]
     total = sum(map(len, texts))
-    prompts: list[list[int]] = []
+    prompts: dict[tuple[int, int], list[int]] = {}  # by document and offset: none is taken twice
     for i in range(count):
         offset = (2 * i + 1) * total // (2 * count)
-        for text in texts:
-            if offset < len(text):
-                break
-            offset -= len(text)
+        document = 0
+        while offset >= len(texts[document]):
+            offset -= len(texts[document])
+            document += 1
+        text = texts[document]
         # Back from the end of the document, so that what is cut is whole and something is left to write.
         offset = max(0, min(offset, len(text) - 16 * tokens))
         line = text.rfind("\n", 0, offset) + 1
         ids = tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"][:tokens]
         if len(ids) == tokens:
-            prompts.append(ids)
+            prompts[document, line] = ids
     if len(prompts) < count:
         raise ValueError(
             f"no usable example: {len(prompts)} of {count} prompts of {tokens} tokens fit into the documents; ask for "
             "fewer or shorter prompts"
         )
-    return prompts
+    return list(prompts.values())
 
 
 def read_prompts(path: str, tokenizer: Any) -> list[list[int]]:

@@ -19,7 +19,7 @@ from selfspec.log import RunLog
 from selfspec.target import Target
 from selfspec.training.corpus import Document
 from selfspec.training.data import Windows, consecutive, tokenize
-from selfspec.training.loop import LoopConfig, fit
+from selfspec.training.loop import LoopConfig, autocast, fit
 from selfspec.training.measure import KINDS, own_text
 
 
@@ -87,7 +87,7 @@ def train_heads(
 
     Raises ValueError for data too short to train on, before anything long starts.
     """
-    accelerator = Accelerator(mixed_precision=loop.precision)
+    accelerator = Accelerator()
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
     windows = Windows(
@@ -120,7 +120,7 @@ def train_heads(
     figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
     if target.checksum() != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
-    cost = _relative_cost(module, target, windows.batch(0), accelerator, drafter)
+    cost = _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
     summary = {**figures, **cost, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
     if accelerator.is_main_process:
         steps = f"{loop.steps} steps of {loop.batch_size} x {config.length} tokens"
@@ -131,7 +131,7 @@ def train_heads(
 
 
 def _relative_cost(
-    module: nn.Module, target: Target, batch: dict[str, Tensor], accelerator: Accelerator, drafter: Drafter
+    module: nn.Module, target: Target, batch: dict[str, Tensor], precision: torch.autocast
 ) -> dict[str, float]:
     """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians."""
     batch = {key: value.to(target.device) for key, value in batch.items()}
@@ -139,17 +139,17 @@ def _relative_cost(
     module.train()
     for _ in range(6):
         start = time.perf_counter()
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad(), precision:
             bare_forward(target, batch["tokens"])
         _wait(target.device)
         middle = time.perf_counter()
-        with accelerator.autocast():
+        with precision:
             loss, _ = module(batch)
         loss.backward()
         _wait(target.device)
         forwards.append(middle - start)
         steps.append(time.perf_counter() - middle)
-        drafter.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
     module.eval()
     step, forward = sorted(steps[1:])[2], sorted(forwards[1:])[2]
     return {"seconds_step": step, "seconds_target_forward": forward, "step_over_forward": step / forward}

@@ -54,6 +54,12 @@ class LoopConfig:
         return min(up, 1.0, left)
 
 
+def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
+    """What the forward passes run under. Not accelerate's own: that is one setting for the whole process, and a sweep
+    may train in both precisions."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
 def checkpoint_path(folder: Path) -> Path:
     return folder / "state.pt"
 
@@ -96,6 +102,7 @@ def fit(
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape
     module, *optimizers = accelerator.prepare(module, *optimizers)
+    precision = autocast(accelerator.device, config)
 
     figures: dict[str, Any] = {}
     bar = tqdm(total=config.steps, initial=step, desc="train", disable=not accelerator.is_main_process, mininterval=1.0)
@@ -106,7 +113,7 @@ def fit(
             for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
                 group["lr"] = peak * factor
         batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
-        with accelerator.autocast():
+        with precision:
             loss, parts = module(batch)
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(owned.values(), config.clip)
@@ -128,7 +135,7 @@ def fit(
             bar.set_postfix(loss=f"{record['loss']:.3f}", **({headline: figures[headline]} if figures else {}))
         if step % config.validate_every == 0 or step == config.steps:
             module.eval()
-            with torch.no_grad(), accelerator.autocast():
+            with torch.no_grad(), precision:
                 figures = validate()
             module.train()
             if accelerator.is_main_process:
@@ -140,6 +147,6 @@ def fit(
     bar.close()
     if not figures:  # resumed a finished run
         module.eval()
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad(), precision:
             figures = validate()
     return {**figures, "seconds": seconds}
