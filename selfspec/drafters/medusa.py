@@ -198,9 +198,9 @@ class Medusa(Drafter):
             raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
         draft = self.project(hidden[:, :n].flatten(0, 1)).unflatten(1, (tokens.shape[0], n))  # [K, B, n, V]
         per_head, mask = [], []
-        for k in range(self.heads):
+        for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
             wanted, ahead = logits[:, 1 + k : 1 + k + n], slice(2 + k, 2 + k + n)
-            per_head.append(distance(self.loss_kind, draft[k], wanted, tokens[:, ahead]))
+            per_head.append(distance(self.loss_kind, guess, wanted, tokens[:, ahead]))
             mask.append(batch["mask"][:, ahead])
         means = masked_mean(torch.stack(per_head), torch.stack(mask))  # [K]
         weights = self.depth_decay ** torch.arange(self.heads, device=means.device)
