@@ -61,7 +61,8 @@ def _colored(spec: object, ids: list[int], drafted: list[bool]) -> str:
         piece = text[len(shown) :]
         pieces.append(f"{GREEN}{piece}{RESET}" if own else piece)
         shown = text
-    return "".join(pieces)
+    rest = spec.tokenizer.decode(ids, skip_special_tokens=True)[len(shown) :]  # type: ignore[attr-defined]
+    return "".join(pieces) + rest
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.prompts import cut_prompts, read_prompts
 from selfspec.evaluation.report import read_points, table, write_point
 from selfspec.evaluation.runs import run_arms
-from selfspec.log import RunLog
+from selfspec.log import RunLog, is_main_process
 from selfspec.spec import load, load_target
 from selfspec.training.heads import train_heads
+from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
 
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
@@ -33,16 +34,17 @@ def open_run(config: DictConfig, folder: Path) -> dict[str, Any]:
     """
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     path = folder / "config.yaml"
-    if path.exists():
+    if path.exists() and checkpoint_path(folder).exists():
         before, now = OmegaConf.load(path), OmegaConf.create(plain)
         for key in _FREE:
             OmegaConf.update(before, key, OmegaConf.select(now, key))
         if before != now:
             raise ValueError(f"{folder} holds a run with another configuration ({path}); choose another name=")
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    OmegaConf.save(OmegaConf.create(plain), scratch)
-    os.replace(scratch, path)
+    if is_main_process():
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        OmegaConf.save(OmegaConf.create(plain), scratch)
+        os.replace(scratch, path)
     return plain
 
 
@@ -55,7 +57,8 @@ def build_data(config: DictConfig, tokenizer: Any) -> Any:
 def run_heads(config: DictConfig, folder: Path) -> dict[str, Any]:
     plain = open_run(config, folder)
     run: Any = OmegaConf.to_object(config)
-    target, tokenizer = load_target(run.target.name, run.target.dtype, run.target.device, run.target.revision)
+    device = run.target.device or default_device()
+    target, tokenizer = load_target(run.target.name, run.target.dtype, device, run.target.revision)
     if tokenizer is None:
         raise ValueError(f"target {run.target.name!r} has no tokenizer, which training text needs")
     data = build_data(config.data, tokenizer)

@@ -40,8 +40,8 @@ def drafter_class(kind: str) -> type[Drafter]:
 
 
 def fingerprint(target: Target) -> str:
-    """SHA-256 of the target's weights rounded to bfloat16, so that it is the same whatever dtype they are loaded in."""
-    return target.checksum(torch.bfloat16)
+    """SHA-256 of the target's weights rounded to bfloat16, the same whatever dtype they are loaded in."""
+    return target.fingerprint or target.checksum(torch.bfloat16)
 
 
 def tokenizer_hash(tokenizer: Any) -> str | None:

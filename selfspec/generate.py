@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +76,6 @@ class Accepted:
         return self.hidden[self.rows, [path[-1] for path in self.paths]]
 
 
-class _Drafter(Protocol):
-    def propose(self, context: Context) -> DraftTree: ...
-    def observe(self, accepted: Accepted) -> None: ...
-
-
 @dataclass
 class Emission:
     """Tokens that one pass added, by original row: (row, tokens, whether each came from the tree)."""
@@ -94,7 +89,7 @@ class _Rows:
     """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
-        _check(target, prompts, options)
+        check(target, prompts, options)
         seeds, ids = [options.seed] * len(prompts), range(len(prompts))
         if not isinstance(options.seed, int):
             seeds, ids = list(options.seed), [0] * len(prompts)  # type: ignore[assignment]
@@ -120,7 +115,7 @@ class _Rows:
         noise = self.noise.ahead([n + depth + 1 for n in self.cache.lengths], 1)[:, 0]
         return pick(logits, noise if len(rows) == len(self.alive) else noise[rows], self.warpers)
 
-    def prefill(self, drafter: _Drafter | None) -> None:
+    def prefill(self, drafter: Any) -> None:
         """Cache every prompt but its last token, which becomes the root."""
         prompts = [tokens[:-1] for tokens in self.tokens]
         for start in range(0, max(map(len, prompts)), PREFILL):
@@ -161,7 +156,8 @@ class _Rows:
         self.left = [self.left[i] for i in going]
 
 
-def _check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+    """Raises ValueError naming the prompt or option that can not be served."""
     if not prompts:
         raise ValueError("prompts is empty; give at least one prompt")
     for i, prompt in enumerate(prompts):
@@ -212,15 +208,14 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
         else:
             root = root.with_tokens(picked[:, None])
         t0, t1 = t1, _clock(target.device)
+        stats.forwards += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
     return Result(result, [[False] * len(row) for row in result], stats)
 
 
 @torch.inference_mode()
-def speculative(
-    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: _Drafter, nodes: int
-) -> Result:
+def speculative(target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Any, nodes: int) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result([[] for _ in prompts], [[] for _ in prompts], Stats())
@@ -236,7 +231,7 @@ def speculative_steps(
     target: Target,
     prompts: Sequence[Sequence[int]],
     options: Options,
-    drafter: _Drafter,
+    drafter: Any,
     nodes: int,
     stats: Stats,
 ) -> Iterator[Emission]:
@@ -271,6 +266,7 @@ def speculative_steps(
             drafter.observe(Accepted(out.hidden, going, [paths[i] for i in going]))
             roots = rows.roots()
         t0, t1 = t1, _clock(target.device)
+        stats.forwards += 1
         stats.seconds_draft += t2 - t0
         stats.seconds_target += t3 - t2
         stats.seconds_other += t1 - t3

@@ -27,6 +27,11 @@ class WandbConfig:
             raise ValueError(f"wandb.mode={self.mode!r} must be one of {', '.join(MODES)}")
 
 
+def is_main_process() -> bool:
+    """Whether this is the process that writes, under `accelerate launch` or alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class RunLog:
     """Context manager that appends records to `<folder>/<file>` and mirrors their numbers to W&B.
 
@@ -41,7 +46,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         mode = os.environ.get("WANDB_MODE") or self.wandb_config.mode
-        if mode == "disabled":
+        if "disabled" in (mode, self.wandb_config.mode) or not is_main_process():
             return self
         import wandb  # slow to import
 
@@ -73,6 +78,15 @@ class RunLog:
             f.write(json.dumps(stamped) + "\n")
         if self.run is not None:
             self.run.log(_flat(record), step=step)
+
+    def rewind(self, step: int) -> None:
+        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
+        if self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
+            scratch = self.path.with_suffix(".tmp")
+            scratch.write_text("".join(kept))
+            os.replace(scratch, self.path)
 
     def images(self, paths: dict[str, Path]) -> None:
         """Send saved plots to W&B."""

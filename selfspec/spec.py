@@ -121,6 +121,8 @@ class Spec:
             raise ValueError('prompts is one string; give a list: ["..."]')
         encoded = []
         for i, prompt in enumerate(prompts):
+            if isinstance(prompt, int):
+                raise ValueError("prompts is one list of token ids; give a list of them: [[...]]")
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise ValueError(f"prompt {i} is text, but target {self.target.name!r} has no tokenizer; give ids")
@@ -173,14 +175,18 @@ def load_target(
                 f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32"
             )
         dtype = found
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, config=config)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config)
+    target = Target(model)
+    if dtype not in ("auto", target.dtype):
+        target.fingerprint = target.checksum(torch.bfloat16)  # float16 would round what it can not hold
+        model.to(dtype)  # type: ignore[call-overload, arg-type]
     if device is not None:
-        model = model.to(device)  # type: ignore[arg-type]
+        model.to(device)  # type: ignore[arg-type]
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError):
         tokenizer = None
-    return Target(model), tokenizer
+    return target, tokenizer
 
 
 def drafter_folder(name: str) -> Path:
@@ -211,5 +217,7 @@ def load(name: str, target: str | None = None, dtype: str | torch.dtype = "auto"
     """
     folder = drafter_folder(name)
     meta = read_meta(folder)
-    frozen, tokenizer = load_target(target or meta["target"]["name"], dtype, device, meta["target"].get("revision"))
+    frozen, tokenizer = load_target(
+        target or meta["target"]["name"], dtype, device, None if target else meta["target"].get("revision")
+    )
     return Spec(frozen, load_drafter(folder, frozen, tokenizer), tokenizer)

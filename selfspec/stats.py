@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """Counts of one call. passes: forwards of the target over a tree, summed over the rows that took part; tokens:
-    those returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted."""
+    """Counts of one call.
+
+    forwards: of the target over a tree; passes: the same, once for every row that took part; tokens: those returned,
+    after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted.
+    """
 
     passes: int = 0
+    forwards: int = 0
     tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     seconds_prefill: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,6 @@ from transformers import PreTrainedModel
 
 from selfspec.cache import TreeCache
 from selfspec.tree import DraftTree
-
-_RECURRENT = ("linear_attention", "mamba", "recurrent", "conv", "hybrid")
 
 
 @dataclass
@@ -59,13 +58,15 @@ class Target:
             raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
         if not model.can_generate() or not isinstance(model.get_output_embeddings(), nn.Linear):
             raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
-        if getattr(model, "_is_stateful", False) or any(r in kind for kind in kinds for r in _RECURRENT):
+        if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
             raise ValueError(
-                f"{name} keeps recurrent state ({', '.join(sorted(kinds)) or 'state-space layers'}): a tree needs one "
-                "state per branch, which attention has and recurrence has not"
+                f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): a "
+                "tree would need one recurrent state per branch"
             )
-        if (unknown := kinds - {"full_attention", "sliding_attention"}) != set():
-            raise ValueError(f"{name} has layers of kind {', '.join(sorted(unknown))}, which selfspec does not know")
+        decoder = model.get_decoder()
+        inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
+        if inside or "position_ids" not in inspect.signature(decoder.forward).parameters:
+            raise ValueError(f"{name} sets positions or windows inside its attention, out of a tree mask's reach")
         if config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
@@ -73,7 +74,8 @@ class Target:
             )
         self.model = model.eval().requires_grad_(False)
         self.name = str(model.config.name_or_path or name)
-        self.decoder: nn.Module = model.get_decoder()
+        self.fingerprint: str | None = None  # of the weights as saved, where they were cast after loading
+        self.decoder: nn.Module = decoder
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size

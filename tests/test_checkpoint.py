@@ -57,8 +57,10 @@ def test_lora_folders_are_stock_peft(folder: Path, tiny_folder: str) -> None:
             torch.testing.assert_close(ours[k], stock.get_output_embeddings()(hidden))
 
 
-def test_loads_in_another_dtype(folder: Path, tiny_folder: str) -> None:
-    target, tokenizer = load_target(tiny_folder, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_loads_in_another_dtype(dtype: str, folder: Path, tiny_folder: str) -> None:
+    target, tokenizer = load_target(tiny_folder, dtype=dtype)
+    assert str(target.dtype) == f"torch.{dtype}"
     assert load_drafter(folder, target, tokenizer).kind == "medusa"
 
 

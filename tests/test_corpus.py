@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,35 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
 def test_only_what_the_assistant_says_counts(tokenizer: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": SHAREGPT}, {"text": "plain"}])
     documents = JsonLines(path, tokenizer)._documents()
-    said = [("<user>Hi</user>\n", False), ("<assistant>", False), ("Hello!</assistant>\n", True)]
-    assert list(documents[0].spans) == said
-    assert list(documents[1].spans) == [*said, ("<user>Bye</user>\n", False)]
+    said = [("<user>Hi</user>\n<assistant>", False), ("Hello!", True)]
+    assert list(documents[0].spans) == [*said, ("</assistant>\n", False)]
+    assert list(documents[1].spans) == [*said, ("</assistant>\n<user>Bye</user>\n", False)]
     assert documents[2].spans == (("plain", True),)
     stream = tokenize(documents, tokenizer)
-    assert tokenizer.decode(stream.tokens[stream.mask]) == "Hello!</assistant>\nHello!</assistant>\nplain"
+    assert tokenizer.decode(stream.tokens[stream.mask]) == "Hello!Hello!plain"
+
+
+def test_every_turn_counts_under_a_template_that_rewrites_earlier_ones(tokenizer: Any, tmp_path: Path) -> None:
+    """Like Qwen3's: only the last assistant's turn is rendered with its thinking; user text quotes the answer."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]"
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}"
+        "{{ m['content'] }}{{ eos_token if m['role'] == 'assistant' }}\n{% endfor %}"
+    )
+    turns = [("user", "say one"), ("assistant", "one"), ("user", "now two, not one"), ("assistant", "two")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = write_lines(tmp_path / "d.jsonl", [{"messages": messages}])
+    (document,) = JsonLines(path, other)._documents()
+    end = other.eos_token
+    assert [text for text, counts in document.spans if counts] == [f"one{end}", f"two{end}"]
+    assert document.text == other.apply_chat_template(messages, tokenize=False)
+
+
+def test_line_separators_inside_a_string_are_text(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert JsonLines(str(path), tokenizer)._documents()[0].text == "a\u2028b\u0085c"
 
 
 def test_jsonl_splits_without_overlap(tokenizer: Any, tmp_path: Path) -> None:

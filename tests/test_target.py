@@ -5,12 +5,18 @@ import torch
 from conftest import tiny_model
 from transformers import (
     AutoModel,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     JambaConfig,
     JambaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
@@ -138,6 +144,16 @@ REFUSED = {
         "recurrent",
     ),
     "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "recurrent"),
+    "bloom": (lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)), "inside its"),
+    "mpt": (lambda: MptForCausalLM(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4)), "inside its"),
+    "gpt_neo": (
+        lambda: GPTNeoForCausalLM(
+            GPTNeoConfig(
+                vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
+            )
+        ),
+        "inside its",
+    ),
     "t5": (lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, num_layers=2)), "encoder-decoder"),
     "no_head": (lambda: AutoModel.from_config(tiny_model().config), "no language-model head"),
 }

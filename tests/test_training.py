@@ -129,6 +129,8 @@ def test_resume_is_bit_equal(
         run_heads(config, tmp_path / "parts")
     assert not (tmp_path / "parts" / "drafter").exists()
     monkeypatch.setattr(loop_module, "_save", real)
+    with (tmp_path / "parts" / "train.jsonl").open("a") as f:  # a step that was logged and lost with the crash
+        f.write(json.dumps({"step": 5, "train": {"loss": 0.0}}) + "\n")
     run_heads(config, tmp_path / "parts")
     steps = [record["step"] for record in logged(tmp_path / "parts", "train")]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -153,6 +155,12 @@ def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="disk full"):
         loop_module._save(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
+
+
+def test_a_failed_start_does_not_block_the_name(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too short"):
+        run_heads(small("b", tiny_folder, source_root, "loop.steps=1", "heads.length=4"), tmp_path)
+    run_heads(small("b", tiny_folder, source_root, "loop.steps=1"), tmp_path)
 
 
 def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:

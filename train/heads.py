@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import hydra
@@ -27,7 +26,7 @@ def main(config: DictConfig) -> None:
         f"one step costs {figures['step_over_forward']:.2f} bare target forwards; peak memory "
         f"{figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_checksum'][:12]})"
     )
-    print(f"saved to {folder / 'drafter'}: python -m selfspec --heads {sys.argv and folder} 'def main():'")
+    print(f"saved to {folder / 'drafter'}: python -m selfspec --heads {folder} 'def main():'")
 
 
 if __name__ == "__main__":

@@ -173,8 +173,9 @@ class Medusa(Drafter):
             return chain(context.roots[:, None])
         scores = self.project(self._hidden, plan.depth).transpose(0, 1)  # [B, depth, V]
         if context.noise is not None:
-            ahead = context.noise.ahead([n + 1 for n in context.lengths], plan.depth)
-            scores = scores / context.temperature + ahead
+            # one position more than the heads reach: the bonus token's, so that the walk finds it in the same block
+            ahead = context.noise.ahead([n + 1 for n in context.lengths], plan.depth + 1)
+            scores = scores / context.temperature + ahead[:, :-1]
         choices = scores.topk(plan.choices, -1).indices  # [B, depth, choices]
         tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
         return plan.tree.with_tokens(tokens[:, plan.index])
@@ -214,7 +215,8 @@ class Medusa(Drafter):
         positions = 0
         for sample in samples:
             n = len(sample.tokens)
-            at = torch.arange(sample.start - 2, n - 1 - self.heads)  # hidden states from which all heads have a truth
+            # hidden states from which all heads have a truth; none where the target ended at once
+            at = torch.arange(sample.start - 2, max(sample.start - 2, n - 1 - self.heads))
             scores = self.project(sample.hidden[at].to(self.compute_dtype))  # [K, m, V]
             alive = torch.ones(len(at), dtype=torch.bool)
             positions += len(at)

@@ -40,7 +40,7 @@ def distinct_4grams(token_ids: list[list[int]]) -> float:
 def summarize(records: list[Record]) -> dict[str, Any]:
     """All figures of one benchmark point, as plain data."""
     arms = by_arm(records)
-    summary: dict[str, Any] = {"arms": {}, "speedup": {}}
+    summary: dict[str, Any] = {"arms": {}, "speedup": {}, "identical": {}}
     for arm, rows in arms.items():
         tokens, seconds = sum(r.tokens for r in rows), sum(r.seconds for r in rows)
         texts = [row for r in rows for row in r.token_ids]
@@ -54,10 +54,9 @@ def summarize(records: list[Record]) -> dict[str, Any]:
         for slow in ("autoregressive", "hf_generate"):
             if slow in arms:
                 summary["speedup"][slow] = speedup(arms[slow], arms["speculative"])
-        if "autoregressive" in arms:
-            pairs = zip(arms["autoregressive"], arms["speculative"], strict=True)
-            same = [a == b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True)]
-            summary["identical"] = {"rows": sum(same), "of": len(same)}
+                pairs = zip(arms[slow], arms["speculative"], strict=True)
+                same = [a == b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True)]
+                summary["identical"][slow] = {"rows": sum(same), "of": len(same)}
     return summary
 
 
@@ -80,5 +79,5 @@ def _speculative(rows: list[Record]) -> dict[str, Any]:
         "conditional_acceptance": [n / max(1, m) for n, m in zip(counts, [passes, *counts], strict=False)],
         "seconds": parts,
         "share_of_step": {name: parts[name] / step for name in ("draft", "target", "other")},
-        "milliseconds_per_pass": 1000 * step / passes,
+        "milliseconds_per_pass": 1000 * step / sum(s.forwards for s in stats),
     }

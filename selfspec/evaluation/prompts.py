@@ -45,7 +45,7 @@ def read_prompts(path: str, tokenizer: Any) -> list[list[int]]:
     if not file.is_file():
         raise FileNotFoundError(f"prompt file {path!r} does not exist")
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

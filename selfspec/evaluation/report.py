@@ -45,7 +45,7 @@ def _row(point: dict[str, Any]) -> list[str]:
 
     if spec is None:
         return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 6]
-    same = point.get("identical")
+    same = point["identical"].get("autoregressive")
     return [
         point["label"],
         f"{spec['acceptance_length']:.2f}",

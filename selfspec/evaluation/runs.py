@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from selfspec.generate import Options, check
 from selfspec.spec import Generated, Spec, end_tokens
 from selfspec.stats import Stats
 
@@ -65,6 +66,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
         "autoregressive": lambda batch: spec.autoregressive(batch, **options),
         "speculative": lambda batch: spec.generate(batch, **options, nodes=nodes),
     }
+    check(spec.target, prompts, Options(config.max_new_tokens))  # all of them, before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
     for arm in arms:
         calls[arm](prompts[: config.batch_size])

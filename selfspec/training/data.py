@@ -56,8 +56,8 @@ class Windows:
         """Raises ValueError where the stream is shorter than one window or `size` does not divide over `world`."""
         if len(stream.tokens) < 2 * length:
             raise ValueError(
-                f"no usable example: {len(stream.tokens)} tokens of text, but data.length={length} needs at least "
-                f"{2 * length}; give more text or a smaller data.length"
+                f"no usable example: {len(stream.tokens)} tokens of text, but a length of {length} needs at least "
+                f"{2 * length}; give more text or a smaller length"
             )
         if size % world:
             raise ValueError(f"loop.batch_size={size} does not divide over {world} processes")

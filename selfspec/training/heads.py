@@ -87,7 +87,7 @@ def train_heads(
 
     Raises ValueError for data too short to train on, before anything long starts.
     """
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=target.device.type == "cpu")
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
     windows = Windows(

@@ -42,6 +42,8 @@ class LoopConfig:
         for name in ("steps", "batch_size", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
+        if not self.clip > 0:
+            raise ValueError(f"loop.clip={self.clip} must be above 0")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"loop.decay={self.decay} must lie in [0, 1]")
         if self.precision not in ("no", "bf16"):
@@ -52,6 +54,11 @@ class LoopConfig:
         up = min(1.0, (step + 1) / max(1, self.warmup))
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
         return min(up, 1.0, left)
+
+
+def default_device() -> str:
+    """This process's own GPU, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
@@ -98,6 +105,8 @@ def fit(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, seconds = state["step"], state["seconds"]
+    if accelerator.is_main_process:
+        log.rewind(step)
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape

@@ -10,6 +10,7 @@ from torch import Tensor
 from selfspec.drafters.base import Sample
 from selfspec.generate import Options, autoregressive
 from selfspec.sampling import Sampling, gumbel, noise_bits
+from selfspec.spec import end_tokens
 from selfspec.target import Target
 from selfspec.tree import chain
 
@@ -24,7 +25,7 @@ def own_text(target: Target, prompts: list[list[int]], new_tokens: int, kind: st
     for first in range(0, len(prompts), _BATCH):
         batch = prompts[first : first + _BATCH]
         seeds = [seed + first + i for i in range(len(batch))]
-        options = Options(new_tokens, Sampling(temperature), seeds)
+        options = Options(new_tokens, Sampling(temperature), seeds, end_tokens(target))
         for prompt, new, own in zip(batch, autoregressive(target, batch, options).token_ids, seeds, strict=True):
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():

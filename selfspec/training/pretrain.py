@@ -85,7 +85,7 @@ def pretrain(
     log: RunLog,
 ) -> dict[str, Any]:
     """Train tokenizer and model into `folder/target`; figures hold bits per byte on the validation documents."""
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     tokenizer = train_tokenizer((d.text for d in train), config.model.vocab_size)
     torch.manual_seed(loop.seed)
     model = LlamaForCausalLM(

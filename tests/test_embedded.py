@@ -1,0 +1,42 @@
+"""The embedded target at work: identity in float32 on every evaluation prompt. Slow; run by `make slow`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import selfspec
+from selfspec.evaluation.prompts import cut_prompts
+from selfspec.spec import Spec
+from selfspec.training.corpus import PythonSource
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    return selfspec.load("tiny-medusa", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(spec: Spec) -> list[list[int]]:
+    return cut_prompts(PythonSource().evaluation(), spec.tokenizer, 24, 128)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: int, temperature: float) -> None:
+    for first in range(0, len(prompts), batch):
+        rows = prompts[first : first + batch]
+        plain = spec.autoregressive(rows, 128, temperature)
+        for nodes in (16, 32):
+            assert spec.generate(rows, 128, temperature, nodes=nodes).token_ids == plain.token_ids
+
+
+@pytest.mark.timeout(1200)
+def test_identical_to_transformers(spec: Spec, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=128)
+        assert spec.generate([prompt], 128).token_ids[0] == reference[0, len(prompt) :].tolist()
