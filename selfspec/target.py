@@ -60,13 +60,13 @@ class Target:
             raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
         if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
             raise ValueError(
-                f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): a "
-                "tree would need one recurrent state per branch"
+                f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): "
+                "a tree would need one recurrent state per branch"
             )
         decoder = model.get_decoder()
         inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
         if inside or "position_ids" not in inspect.signature(decoder.forward).parameters:
-            raise ValueError(f"{name} sets positions or windows inside its attention, out of a tree mask's reach")
+            raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
         if config._attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
