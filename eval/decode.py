@@ -19,8 +19,16 @@ register()
 @hydra.main(config_path="../configs", config_name="eval", version_base="1.3")
 def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
-    overrides = ",".join(o for o in HydraConfig.get().overrides.task if o.split("=")[0] not in ("name", "wandb.mode"))
-    print(table([run_decode(config, folder, overrides or "default")]), f"\n{folder}")
+    print(table([run_decode(config, folder, label(HydraConfig.get().overrides.task))]), f"\n{folder}")
+
+
+def label(overrides: list[str]) -> str:
+    """What tells this point from others, short enough for a plot: `drafter.name=a tree.nodes=8` -> `a nodes=8`."""
+    given = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    drafter = given.pop("drafter.name", None)
+    parts = [drafter.rstrip("/").rsplit("/", 1)[-1]] if drafter else []
+    hidden = ("name", "wandb.mode", "data.root")
+    return " ".join(parts + [f"{k.rsplit('.', 1)[-1]}={v}" for k, v in given.items() if k not in hidden]) or "default"
 
 
 if __name__ == "__main__":

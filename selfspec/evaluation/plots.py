@@ -61,6 +61,6 @@ def _speedup(axes: Any, points: list[dict[str, Any]]) -> None:
         errors = [[f["ratio"] - f["low"] for f in figures], [f["high"] - f["ratio"] for f in figures]]
         axes.bar(at, [f["ratio"] for f in figures], width=0.33, yerr=errors, capsize=3, label=f"over {baseline}")
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(points)), [p["label"] for p in points], fontsize=8)
+    axes.set_xticks(range(len(points)), [p["label"] for p in points], fontsize=8, rotation=20, ha="right")
     axes.set(ylabel="speedup (95% interval over prompts)")
     axes.legend(fontsize=8)
