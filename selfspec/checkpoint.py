@@ -190,6 +190,7 @@ many passes the target takes, never which tokens it emits.
 
 ```python
 import selfspec
+
 spec = selfspec.load("path/to/this/folder")
 ```
 
