@@ -133,7 +133,7 @@ def test_embedded_heads_in_float32_are_exact() -> None:
     for temperature in (0.0, 0.7, 1.0):
         fast = spec.generate(prompts, 48, temperature, nodes=16)
         assert fast.token_ids == spec.autoregressive(prompts, 48, temperature).token_ids
-        assert fast.stats.acceptance_length > 1.8
+        assert fast.stats.acceptance_length > 1.5
     for prompt in prompts:
         ids = torch.tensor([spec.tokenizer(prompt)["input_ids"]])
         reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48)
