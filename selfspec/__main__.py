@@ -48,7 +48,7 @@ def main() -> None:
             for piece in spec.stream(args.prompt, **options):
                 print(piece, end="", flush=True)
             print()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"selfspec: {error}")
 
 

@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from selfspec.evaluation.runs import DecodeConfig
+from selfspec.generate import MAX_NODES
 from selfspec.log import WandbConfig
 from selfspec.spec import NODES
 from selfspec.training.heads import HeadsConfig
@@ -53,8 +54,8 @@ class TreeConfig:
     nodes: int = NODES
 
     def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ValueError(f"tree.nodes={self.nodes} must be at least 1")
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"tree.nodes={self.nodes} must lie between 1 and {MAX_NODES}")
 
 
 @dataclass

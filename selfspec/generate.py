@@ -17,7 +17,7 @@ from selfspec.target import Target
 from selfspec.tree import DraftTree, chain
 from selfspec.verify import verify
 
-PREFILL = 1024  # prompt tokens per pass
+PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ def speculative_steps(
     stats: Stats,
 ) -> Iterator[Emission]:
     """`speculative`, one pass at a time; `stats` is filled on the way."""
-    if nodes < 1:
-        raise ValueError(f"nodes={nodes} must be at least 1 (the root)")
+    if not 1 <= nodes <= MAX_NODES:
+        raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     drafter = copy.copy(drafter)  # its state belongs to this call
     t0 = _clock(target.device)
     rows = _Rows(target, prompts, options)

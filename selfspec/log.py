@@ -83,6 +83,8 @@ class RunLog:
         """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
         if self.path.exists():
             lines = self.path.read_text().splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n"):  # torn by whatever interrupted the run
+                lines.pop()
             kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
             scratch = self.path.with_suffix(".tmp")
             scratch.write_text("".join(kept))

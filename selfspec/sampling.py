@@ -48,8 +48,8 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 0.0001, and finite")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +124,18 @@ class Spec:
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, int):
                 raise ValueError("prompts is one list of token ids; give a list of them: [[...]]")
+            if prompt is None or isinstance(prompt, (bytes, dict, float)):
+                raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise ValueError(f"prompt {i} is text, but target {self.target.name!r} has no tokenizer; give ids")
                 if not prompt:
                     raise ValueError(f"prompt {i} is empty; give at least one character")
+                if any(0xD800 <= ord(character) < 0xE000 for character in prompt):
+                    raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
                 encoded.append(list(self.tokenizer(prompt)["input_ids"]))
             else:
-                encoded.append([int(token) for token in prompt])  # type: ignore[call-overload]
+                encoded.append([_integer(f"prompt {i}: token id", token) for token in prompt])
         return encoded
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
@@ -139,7 +144,22 @@ class Spec:
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def _options(self, max_new_tokens: int, sampling: Sampling, seed: int | Sequence[int]) -> Options:
-        return Options(max_new_tokens, sampling, seed, end_tokens(self.target))
+        limit = _integer("max_new_tokens", max_new_tokens)
+        one = not isinstance(seed, (list, tuple, torch.Tensor))
+        seeds = [_integer("seed", s) for s in ([seed] if one else seed)]  # type: ignore[union-attr]
+        if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
+            raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
+        return Options(limit, sampling, seeds[0] if one else seeds, end_tokens(self.target))
+
+
+def _integer(name: str, value: Any) -> int:
+    """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={value!r} must be an integer")
 
 
 def end_tokens(target: Target) -> frozenset[int]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import save_tiny
@@ -83,12 +84,29 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"nodes": 0}, "nodes=0"),
+        ({"nodes": 10**6}, "nodes=1000000"),
+        ({"temperature": 1e-310}, "temperature=1e-310"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"seed": [1, None]}, "seed=None"),
+        ({"prompts": [[1.5]]}, "token id=1.5"),
+        ({"prompts": [None]}, "prompt 0 is NoneType"),
+        ({"prompts": [b"abc"]}, "prompt 0 is bytes"),
+        ({"prompts": ["\udce9"]}, "lone surrogate"),
+        ({"prompts": [1, 2]}, "one list of token ids"),
         ({"top_p": 2.0}, "top_p=2.0"),
     ],
 )
 def test_bad_input_is_named(spec: Spec, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spec.generate(**{"prompts": TEXTS, "max_new_tokens": 4, **arguments})  # type: ignore[arg-type]
+
+
+def test_numpy_and_torch_integers_are_integers(spec: Spec) -> None:
+    want = spec.generate(TEXTS, 6, 1.0, seed=[3, 4]).token_ids
+    assert spec.generate(TEXTS, np.int64(6), 1.0, seed=torch.tensor([3, 4])).token_ids == want
+    assert spec.generate(TEXTS, 6, 1.0, seed=np.int64(3)).token_ids == spec.generate(TEXTS, 6, 1.0, seed=3).token_ids
 
 
 def test_bad_places_are_named(tmp_path: Path, heads_folder: Path) -> None:

@@ -157,6 +157,20 @@ def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert torch.load(path) == {"step": 1}
 
 
+def test_a_damaged_checkpoint_is_named_and_a_torn_log_is_not_fatal(
+    tiny_folder: str, source_root: Path, tmp_path: Path
+) -> None:
+    run_heads(small("c", tiny_folder, source_root, "loop.steps=1", "heads.prompts=2"), tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as f:
+        f.write('{"tor')
+    run_heads(small("c", tiny_folder, source_root, "loop.steps=2", "heads.prompts=2"), tmp_path)
+    assert [record["step"] for record in logged(tmp_path, "train")] == [1, 2]
+    state = tmp_path / "state.pt"
+    state.write_bytes(state.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"state\.pt is damaged.*delete it"):
+        run_heads(small("c", tiny_folder, source_root, "loop.steps=3", "heads.prompts=2"), tmp_path)
+
+
 def test_a_failed_start_does_not_block_the_name(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too short"):
         run_heads(small("b", tiny_folder, source_root, "loop.steps=1", "heads.length=4"), tmp_path)

@@ -40,6 +40,8 @@ class DecodeConfig:
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
+        if not self.arms:
+            raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
         if unknown := set(self.arms) - set(ARMS):
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
 

@@ -184,7 +184,11 @@ class JsonLines:
         if not file.is_file():
             raise ValueError(f"data.path={self.path!r} is not a file")
         found = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path} is not UTF-8 text ({error}); convert it") from error
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 place = f"{self.path}, line {number}"
                 if (document := self._document(_parse(line, place), place)) is not None:
@@ -238,7 +242,7 @@ class JsonLines:
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {type(record).__name__}")

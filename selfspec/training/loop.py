@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,8 +97,13 @@ def fit(
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
     step, seconds = 0, 0.0
     if (path := checkpoint_path(folder)).exists():
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["parameters"].keys() != owned.keys():
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); delete it to start over, or choose another name="
+            ) from error
+        if {n: p.shape for n, p in state["parameters"].items()} != {n: p.shape for n, p in owned.items()}:
             raise ValueError(f"{path} holds other parameters than this configuration trains; choose another name=")
         with torch.no_grad():
             for name, saved in state["parameters"].items():
