@@ -14,10 +14,12 @@ from torch import Tensor
 from selfspec.sampling import Noise, Sampling, pick
 from selfspec.stats import Stats
 from selfspec.target import Target
-from selfspec.tree import DraftTree, chain
+from selfspec.tree import chain
 from selfspec.verify import verify
 
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
+# What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
+Added = list[tuple[int, list[int], list[bool]]]
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,6 @@ class Accepted:
         if self.hidden.shape[0] == 1:
             return self.hidden[:, self.paths[0][-1]]
         return self.hidden[self.rows, [path[-1] for path in self.paths]]
-
-
-@dataclass
-class Emission:
-    """Tokens that one pass added, by original row: (row, tokens, whether each came from the tree)."""
-
-    added: list[tuple[int, list[int], list[bool]]]
-    tree: DraftTree
-    paths: list[list[int]]
 
 
 class _Rows:
@@ -219,8 +212,8 @@ def speculative(target: Target, prompts: Sequence[Sequence[int]], options: Optio
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result([[] for _ in prompts], [[] for _ in prompts], Stats())
-    for emission in speculative_steps(target, prompts, options, drafter, nodes, result.stats):
-        for row, tokens, drafted in emission.added:
+    for added in speculative_steps(target, prompts, options, drafter, nodes, result.stats):
+        for row, tokens, drafted in added:
             result.token_ids[row] += tokens
             result.from_draft[row] += drafted
     return result
@@ -234,7 +227,7 @@ def speculative_steps(
     drafter: Any,
     nodes: int,
     stats: Stats,
-) -> Iterator[Emission]:
+) -> Iterator[Added]:
     """`speculative`, one pass at a time; `stats` is filled on the way."""
     if not 1 <= nodes <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
@@ -255,12 +248,11 @@ def speculative_steps(
         paths, emitted = verify(tree, out.logits, rows.picker)
         rows.cache.keep(paths)
         tokens, going = rows.advance(emitted)
-        added = []
+        added: Added = []
         for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
             drafted = min(len(paths[i]) - 1, len(cut))
             stats.count(drafted, len(cut))
             added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
-        emission = Emission(added, tree, paths)
         rows.select(going)
         if going:
             drafter.observe(Accepted(out.hidden, going, [paths[i] for i in going]))
@@ -270,5 +262,5 @@ def speculative_steps(
         stats.seconds_draft += t2 - t0
         stats.seconds_target += t3 - t2
         stats.seconds_other += t1 - t3
-        yield emission
+        yield added
         t1 = _clock(target.device)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from selfspec.checkpoint import load_drafter, read_meta
 from selfspec.drafters.base import Drafter
-from selfspec.generate import Options, autoregressive, speculative, speculative_steps
+from selfspec.generate import Added, Options, autoregressive, speculative, speculative_steps
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -104,11 +104,11 @@ class Spec:
         )
         return self._text_pieces(steps)
 
-    def _text_pieces(self, steps: Iterator[Any]) -> Iterator[str]:
+    def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
         ids: list[int] = []
         shown = ""
         for step in steps:
-            ids += step.added[0][1]
+            ids += step[0][1]
             text = self._decode([ids])[0]
             if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
                 yield text[len(shown) :]

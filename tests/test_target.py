@@ -41,9 +41,7 @@ def branch_logits(target: Target, node: int) -> torch.Tensor:
         return target.model(torch.cat([TOKENS[0], path])[None]).logits[0, -1]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
-    target.model.set_attn_implementation(attention)
+def check_branches(target: Target) -> None:
     with torch.no_grad():
         cache = target.cache(1, 8)
         target.forward(chain(TOKENS), cache, logits=False)
@@ -51,6 +49,12 @@ def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) ->
         out = target.forward(TREE, cache)
         for node in range(6):
             torch.testing.assert_close(out.logits[0, node], branch_logits(target, node))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
+    target.model.set_attn_implementation(attention)
+    check_branches(target)
     target.model.set_attn_implementation("sdpa")
 
 
@@ -100,13 +104,7 @@ def test_sliding_window_is_by_position() -> None:
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
     torch.manual_seed(0)
     target = Target(MistralForCausalLM(MistralConfig(**settings)).double())
-    with torch.no_grad():
-        cache = target.cache(1, 8)
-        target.forward(chain(TOKENS), cache, logits=False)
-        cache.keep([list(range(7))])
-        out = target.forward(TREE, cache)
-        for node in range(6):
-            torch.testing.assert_close(out.logits[0, node], branch_logits(target, node))
+    check_branches(target)
 
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from selfspec.evaluation.runs import Record
+from selfspec.stats import Stats
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:
@@ -61,23 +64,22 @@ def summarize(records: list[Record]) -> dict[str, Any]:
 
 
 def _speculative(rows: list[Record]) -> dict[str, Any]:
-    stats = [r.stats for r in rows if r.stats is not None]
-    passes, tokens = sum(s.passes for s in stats), sum(s.tokens for s in stats)
-    deepest = max(len(s.accepted) for s in stats)
-    counts = [sum(s.accepted[d] for s in stats if d < len(s.accepted)) for d in range(deepest)]
-    parts = {
-        "prefill": sum(s.seconds_prefill for s in stats),
-        "draft": sum(s.seconds_draft for s in stats),
-        "target": sum(s.seconds_target for s in stats),
-        "other": sum(s.seconds_other for s in stats),
-    }
-    step = parts["draft"] + parts["target"] + parts["other"]
+    total = _total([r.stats for r in rows if r.stats is not None])
+    parts = {part: getattr(total, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
+    step = total.seconds - total.seconds_prefill
     return {
-        "passes": passes,
-        "acceptance_length": tokens / passes,
-        "full_acceptance": [n / passes for n in counts],
-        "conditional_acceptance": [n / max(1, m) for n, m in zip(counts, [passes, *counts], strict=False)],
+        "passes": total.passes,
+        "acceptance_length": total.acceptance_length,
+        "full_acceptance": total.accepted_per_depth,
+        "conditional_acceptance": total.conditional_per_depth,
         "seconds": parts,
         "share_of_step": {name: parts[name] / step for name in ("draft", "target", "other")},
-        "milliseconds_per_pass": 1000 * step / sum(s.forwards for s in stats),
+        "milliseconds_per_pass": 1000 * step / total.forwards,
     }
+
+
+def _total(stats: list[Stats]) -> Stats:
+    """The counts and times of several calls as those of one."""
+    numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name != "accepted"}
+    depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
+    return Stats(**numbers, accepted=[sum(depth) for depth in depths])
