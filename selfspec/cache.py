@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from selfspec.memory import free_memory
 from selfspec.tree import DraftTree
 
 
@@ -48,10 +49,11 @@ class TreeCache(Cache):
     compaction is one gather and one copy, and storage grows by doubling.
     """
 
-    def __init__(self, n_layers: int, rows: int, capacity: int) -> None:
+    def __init__(self, n_layers: int, rows: int, capacity: int, limit: int = 0) -> None:
+        """limit: slots per row that the whole generation will need; MemoryError where they would not fit."""
         super().__init__(layers=[_Layer(self) for _ in range(n_layers)])
         self.lengths = [0] * rows
-        self.capacity = capacity
+        self.capacity, self.limit = capacity, limit
         self.storage: list[Tensor] = []
         self.first: dict[_Layer, tuple[Tensor, Tensor]] = {}
         self._members: list[list[tuple[_Layer, str]]] = []
@@ -141,6 +143,15 @@ class TreeCache(Cache):
             for name, tensor in zip(("keys", "values"), pair, strict=True):
                 key = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
                 groups.setdefault(key, []).append((layer, name, tensor))
+        slots = max(self.capacity, self.limit)
+        for where in {key[3] for key in groups}:
+            size = sum(len(m) * k[0] * k[1] * k[2].itemsize for k, m in groups.items() if k[3] == where)
+            size *= len(self.lengths) * slots
+            if size > (free := free_memory(where)):
+                raise MemoryError(
+                    f"the cache of {len(self.lengths)} rows of {slots} tokens needs {size / 2**30:.1f} GiB on {where}, "
+                    f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
+                )
         for (heads, width, dtype, device), members in groups.items():
             rows, nodes = members[0][2].shape[0], members[0][2].shape[2]
             store = torch.zeros(len(members), rows, heads, self.capacity, width, dtype=dtype, device=device)

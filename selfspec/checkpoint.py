@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.drafters.base import Drafter
+from selfspec.fingerprint import tokenizer_hash
 from selfspec.target import Target
 
 FORMAT = 1
@@ -42,14 +43,6 @@ def drafter_class(kind: str) -> type[Drafter]:
 def fingerprint(target: Target) -> str:
     """SHA-256 of the target's weights rounded to bfloat16, the same whatever dtype they are loaded in."""
     return target.fingerprint or target.checksum(torch.bfloat16)
-
-
-def tokenizer_hash(tokenizer: Any) -> str | None:
-    """SHA-256 of the vocabulary; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    vocab = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocab.encode()).hexdigest()
 
 
 def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: str, tokenizer: Any, note: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.sampling import Noise, Sampling, pick
+from selfspec.options import Options, check
+from selfspec.prefix import PrefixRules
+from selfspec.sampling import Noise, pick, warp
 from selfspec.stats import Stats
 from selfspec.target import Target
 from selfspec.tree import chain
@@ -22,31 +24,15 @@ PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 Added = list[tuple[int, list[int], list[bool]]]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to generate. seed: one integer (a row's sequence id is then its index), or one per row (ids are then 0, so
-    that a row is reproduced alone by its own seed). eos: token ids that end a row; the ending token is emitted.
-
-    Raises ValueError for max_new_tokens < 1.
-    """
-
-    max_new_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int | Sequence[int] = 0
-    eos: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-
-
 @dataclass
 class Result:
-    """token_ids: new tokens of each row. from_draft: for each of them whether the tree held it (False: bonus token)."""
+    """token_ids: new tokens of each row. from_draft: for each of them whether the tree held it (False: bonus token).
+    records: where asked for, each token's logits and processed scores, both [V]."""
 
     token_ids: list[list[int]]
     from_draft: list[list[bool]]
     stats: Stats
+    records: list[list[tuple[Tensor, Tensor]]]
 
 
 @dataclass
@@ -92,8 +78,10 @@ class _Rows:
         limit = target.max_positions or 2**62
         self.left = [min(options.max_new_tokens, limit - len(prompt)) for prompt in prompts]
         longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True))
-        self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64)
-        self.warpers = options.sampling.warpers()
+        self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
+        self.warpers = options.sampling.warpers() if options.processors is None else options.processors
+        self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
+        self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
             self.noise = Noise(seeds, ids, target.vocab_size, target.device)  # type: ignore[arg-type]
@@ -101,12 +89,19 @@ class _Rows:
     def roots(self) -> Tensor:
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
 
-    def picker(self, logits: Tensor, rows: list[int], depth: int) -> Tensor:
-        """The target's pick after a node of this depth, for some rows."""
+    def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
+        """The target's pick for some rows, each after its tokens and those this pass has emitted before."""
+        scores, warpers = logits, self.warpers
+        if self.rules.processors:
+            prefixes = [self.tokens[row] + new for row, new in zip(rows, ahead, strict=True)]
+            scores, warpers = self.rules.scores(logits, [self.alive[row] for row in rows], prefixes), ()
+        if self.options.record:
+            for row, raw, processed in zip(rows, logits, warp(scores, warpers), strict=True):
+                self.records[self.alive[row]].append((raw.clone(), processed.clone()))
         if self.noise is None:
-            return pick(logits, None, ())
-        noise = self.noise.ahead([n + depth + 1 for n in self.cache.lengths], 1)[:, 0]
-        return pick(logits, noise if len(rows) == len(self.alive) else noise[rows], self.warpers)
+            return pick(scores, None, warpers)
+        noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
+        return pick(scores, noise if len(rows) == len(self.alive) else noise[rows], warpers)
 
     def prefill(self, drafter: Any) -> None:
         """Cache every prompt but its last token, which becomes the root."""
@@ -123,12 +118,18 @@ class _Rows:
                 drafter.observe(Accepted(hidden, list(range(len(parts))), paths))
 
     def advance(self, emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
-        """Add one pass's tokens, cut at EOS and at the row's limit; returns the cut lists and the rows that go on."""
+        """Add one pass's tokens, cut where the row ends; returns the cut lists and the rows that go on."""
         going = []
         for i, row in enumerate(emitted):
             cut = row[: self.left[i]]
             if (end := next((j for j, token in enumerate(cut) if token in self.options.eos), None)) is not None:
                 cut = cut[: end + 1]
+            if self.options.stops:
+                made = range(1, len(cut) + 1)
+                if stop := next((n for n in made if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
+                    cut, end = cut[:stop], stop
+            if self.options.record and len(row) > len(cut):
+                del self.records[self.alive[i]][len(cut) - len(row) :]
             self.tokens[i] += cut
             self.left[i] -= len(cut)
             emitted[i] = cut
@@ -147,26 +148,6 @@ class _Rows:
         self.alive = [self.alive[i] for i in going]
         self.tokens = [self.tokens[i] for i in going]
         self.left = [self.left[i] for i in going]
-
-
-def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
-    """Raises ValueError naming the prompt or option that can not be served."""
-    if not prompts:
-        raise ValueError("prompts is empty; give at least one prompt")
-    for i, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {i} is empty; give at least one token")
-        if (bad := next((t for t in prompt if not 0 <= t < target.vocab_size), None)) is not None:
-            raise ValueError(f"prompt {i} holds token id {bad}; the target has ids 0 to {target.vocab_size - 1}")
-        if target.max_positions is not None and len(prompt) >= target.max_positions:
-            raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; the target has {target.max_positions} positions, so a prompt "
-                f"may have at most {target.max_positions - 1}"
-            )
-    if not isinstance(options.seed, int) and len(options.seed) != len(prompts):
-        raise ValueError(
-            f"seed has {len(options.seed)} entries for {len(prompts)} prompts; give one per row or one int"
-        )
 
 
 def _clock(device: torch.device) -> float:
@@ -189,7 +170,7 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
         logits = target.forward(root, rows.cache).logits
         t2 = _clock(target.device)
         assert logits is not None
-        picked = rows.picker(logits[:, 0], list(range(len(rows.alive))), 0)
+        picked = rows.picker(logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
         rows.cache.keep([[0]] * len(rows.alive))
         tokens, going = rows.advance([[token] for token in picked.tolist()])
         for row, cut in zip(rows.alive, tokens, strict=True):
@@ -204,15 +185,15 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
         stats.forwards += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
-    return Result(result, [[False] * len(row) for row in result], stats)
+    return Result(result, [[False] * len(row) for row in result], stats, rows.records)
 
 
 @torch.inference_mode()
 def speculative(target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Any, nodes: int) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
-    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats())
-    for added in speculative_steps(target, prompts, options, drafter, nodes, result.stats):
+    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
+    for added in speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records):
         for row, tokens, drafted in added:
             result.token_ids[row] += tokens
             result.from_draft[row] += drafted
@@ -227,13 +208,15 @@ def speculative_steps(
     drafter: Any,
     nodes: int,
     stats: Stats,
+    records: list[list[tuple[Tensor, Tensor]]] | None = None,
 ) -> Iterator[Added]:
-    """`speculative`, one pass at a time; `stats` is filled on the way."""
+    """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way."""
     if not 1 <= nodes <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     drafter = copy.copy(drafter)  # its state belongs to this call
     t0 = _clock(target.device)
     rows = _Rows(target, prompts, options)
+    rows.records = rows.records if records is None else records
     rows.prefill(drafter)
     t1 = _clock(target.device)
     stats.seconds_prefill += t1 - t0
@@ -245,7 +228,7 @@ def speculative_steps(
         out = target.forward(tree, rows.cache)
         t3 = _clock(target.device)
         assert out.logits is not None
-        paths, emitted = verify(tree, out.logits, rows.picker)
+        paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
         rows.cache.keep(paths)
         tokens, going = rows.advance(emitted)
         added: Added = []

@@ -106,14 +106,25 @@ class Noise:
         self.starts = [self.starts[r] for r in rows.tolist()]
 
 
+def warp(logits: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
+    """Warpers that look at no prefix, in float32 or better as in transformers; logits [A, V]."""
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    for warper in warpers:
+        scores = warper(None, scores)  # type: ignore[arg-type]
+    return scores
+
+
 def pick(logits: Tensor, noise: Tensor | None, warpers: Sequence[LogitsProcessor]) -> Tensor:
     """The one rule: argmax(warp(logits) + noise). logits [A, V], noise float64 [A, V] or None for greedy; int64 [A].
 
-    By the Gumbel-max trick the result is an exact sample from softmax(warp(logits)).
+    By the Gumbel-max trick the result is an exact sample from softmax(warp(logits)). Raises FloatingPointError where
+    no token has a finite score.
     """
-    if noise is None:
-        return logits.argmax(-1)
-    scores = logits.double()
-    for warper in warpers:
-        scores = warper(None, scores)  # type: ignore[arg-type]
-    return (scores + noise).argmax(-1)
+    scores = warp(logits, warpers) if warpers or noise is not None else logits
+    best, tokens = (scores if noise is None else noise + scores).max(-1)
+    if not torch.isfinite(best).all():
+        raise FloatingPointError(
+            "the target's logits are NaN, infinite or all forbidden by logits processors: its weights may be damaged, "
+            "its dtype may overflow (float16: try bfloat16), or a processor left no token to choose"
+        )
+    return tokens

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+)
 
 from selfspec.checkpoint import load_drafter, read_meta
+from selfspec.custom_generate import SpeculativeOutput, custom_generate
 from selfspec.drafters.base import Drafter
-from selfspec.generate import Added, Options, autoregressive, speculative, speculative_steps
+from selfspec.families import probe
+from selfspec.generate import Added, autoregressive, speculative, speculative_steps
+from selfspec.lossy import Lossy
+from selfspec.options import Options
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -25,12 +37,14 @@ NODES = 16  # nodes per tree unless asked for otherwise
 @dataclass
 class Generated:
     """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
-    from_draft: for each token whether the draft tree held it; stats: see `selfspec.stats.Stats`."""
+    from_draft: for each token whether the draft tree held it; stats: see `selfspec.stats.Stats`; lossy: the rule that
+    changed the output, where one was asked for by name, and how many tokens it altered."""
 
     token_ids: list[list[int]]
     texts: list[str]
     from_draft: list[list[bool]]
     stats: Stats
+    lossy: Lossy | None = None
 
 
 class Spec:
@@ -49,19 +63,63 @@ class Spec:
         min_p: float | None = None,
         seed: int | Sequence[int] = 0,
         nodes: int | None = None,
+        lossy: str | None = None,
     ) -> Generated:
         """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding.
 
         The tokens are those of `autoregressive` with the same arguments. temperature 0 is greedy; seed is one int, or
         one per row; nodes bounds the draft tree, root included. A row ends at an EOS token (which is returned), after
-        max_new_tokens, or at the target's last position. Raises ValueError for arguments out of range and for empty or
-        too long prompts.
+        max_new_tokens, or at the target's last position. `lossy` names a rule that does change the output, see
+        `selfspec.lossy.Lossy`. Raises ValueError for arguments out of range and for empty or too long prompts.
         """
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
+        rule = None if lossy is None else Lossy(lossy, temperature)
         result = speculative(
-            self.target, self.encode(prompts), options, self.drafter, NODES if nodes is None else nodes
+            self.target,
+            self.encode(prompts),
+            replace(options, relaxed=rule),
+            self.drafter,
+            NODES if nodes is None else nodes,
         )
-        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats)
+        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, rule)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        generation_config: GenerationConfig | None = None,
+        seed: int | Sequence[int] | None = None,
+        nodes: int | None = None,
+        lossy: str | None = None,
+        stop_strings: str | list[str] | None = None,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> SpeculativeOutput | torch.Tensor:
+        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `custom_generate`.
+
+        `seed`, `nodes` and `lossy` may be given to generate as further arguments. Without a seed, sampling draws one
+        from torch's global generator. Raises ValueError for what can not be served.
+        """
+        config = generation_config or self.target.model.generation_config
+        rule = None if lossy is None else Lossy(lossy, float(config.temperature or 1.0) if config.do_sample else 0.0)
+        return custom_generate(
+            self.target,
+            self.drafter,
+            self.tokenizer,
+            NODES if nodes is None else nodes,
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            config,
+            seed,
+            stop_strings,
+            streamer,
+            rule,
+            **model_kwargs,
+        )
 
     def autoregressive(
         self,
@@ -73,8 +131,10 @@ class Spec:
         min_p: float | None = None,
         seed: int | Sequence[int] = 0,
         nodes: int | None = None,
+        lossy: str | None = None,
     ) -> Generated:
-        """The same by plain decoding, one token per pass: the oracle. `nodes` is accepted and has no effect."""
+        """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
+        effect: this is always the exact output."""
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
         result = autoregressive(self.target, self.encode(prompts), options)
         return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats)
@@ -176,18 +236,19 @@ def resolve(name: str) -> str:
 
 
 def load_target(
-    name: str, dtype: str | torch.dtype = "auto", device: str | None = None, revision: str | None = None
+    source: str | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    **loading: Any,
 ) -> tuple[Target, Any]:
-    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id.
+    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
+    loaded (PEFT adapters on it are then part of the target). `loading` goes to transformers' from_pretrained:
+    device_map, quantization_config, attn_implementation and the like.
 
-    Raises ValueError for models that trees can not be verified on; FileNotFoundError for a folder without a model.
+    A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
+    FileNotFoundError for a folder without a model.
     """
-    path = resolve(name)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise FileNotFoundError(f"target {name!r}: {path} has no config.json")
-    config = AutoConfig.from_pretrained(path, revision=revision)
-    if config.is_encoder_decoder:
-        raise ValueError(f"target {name!r} is an encoder-decoder; selfspec serves decoder-only models")
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -195,15 +256,29 @@ def load_target(
                 f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32"
             )
         dtype = found
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config)
+    model: Any
+    if isinstance(source, str):
+        path = resolve(source)
+        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+            raise FileNotFoundError(f"target {source!r}: {path} has no config.json")
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if config.is_encoder_decoder:
+            raise ValueError(f"target {source!r} is an encoder-decoder; selfspec serves decoder-only models")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config, **loading)
+    else:
+        if loading:
+            raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
+        model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
+        path = str(model.config.name_or_path)
     target = Target(model)
     if dtype not in ("auto", target.dtype):
         target.fingerprint = target.checksum(torch.bfloat16)  # float16 would round what it can not hold
         model.to(dtype)  # type: ignore[call-overload, arg-type]
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
+    probe(target)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
@@ -228,16 +303,29 @@ def drafter_folder(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
-def load(name: str, target: str | None = None, dtype: str | torch.dtype = "auto", device: str | None = None) -> Spec:
+def load(
+    name: str,
+    target: str | PreTrainedModel | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    **loading: Any,
+) -> Spec:
     """Load trained heads and their target for inference.
 
     name: an embedded name such as "tiny-medusa", a run folder, or a hub id; target: where to find the target instead of
-    the place the heads name (its weights must be the same); dtype: of the target and the heads, by default as saved.
-    Raises FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
+    the place the heads name, or the model itself (its weights must be the same); dtype: of the target and the heads, by
+    default as saved; `loading` goes to transformers' from_pretrained (device_map, attn_implementation, ...). Raises
+    FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
     """
+    if "torch_dtype" in loading:  # transformers' older name for it
+        dtype = loading.pop("torch_dtype")
     folder = drafter_folder(name)
     meta = read_meta(folder)
     frozen, tokenizer = load_target(
-        target or meta["target"]["name"], dtype, device, None if target else meta["target"].get("revision")
+        target if target is not None else meta["target"]["name"],
+        dtype,
+        device,
+        None if target is not None else meta["target"].get("revision"),
+        **loading,
     )
     return Spec(frozen, load_drafter(folder, frozen, tokenizer), tokenizer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cache import TreeCache
+from selfspec.families import refuse
+from selfspec.fingerprint import weights_hash
 from selfspec.tree import DraftTree
 
 
@@ -51,46 +51,26 @@ class Target:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises ValueError, with the reason, for a model that trees can not be verified on."""
+        refuse(model)
         config = model.config.get_text_config()
-        name = type(model).__name__
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if config.is_encoder_decoder:
-            raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
-        if not model.can_generate() or not isinstance(model.get_output_embeddings(), nn.Linear):
-            raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
-        if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
-            raise ValueError(
-                f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): "
-                "a tree would need one recurrent state per branch"
-            )
-        decoder = model.get_decoder()
-        inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
-        if inside or "position_ids" not in inspect.signature(decoder.forward).parameters:
-            raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
-        if config._attn_implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
-                'attn_implementation="sdpa"'
-            )
         self.model = model.eval().requires_grad_(False)
-        self.name = str(model.config.name_or_path or name)
+        self.name = str(model.config.name_or_path or type(model).__name__)
         self.fingerprint: str | None = None  # of the weights as saved, where they were cast after loading
-        self.decoder: nn.Module = decoder
+        self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.kinds = kinds or {"sliding_attention" if self.window else "full_attention"}
+        self.kinds = set(getattr(config, "layer_types", None) or ()) or {
+            "sliding_attention" if self.window else "full_attention"
+        }
         if not getattr(config, "use_sliding_window", True):
             self.window, self.kinds = None, self.kinds - {"sliding_attention"} or {"full_attention"}
-        stacks = [m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == self.n_layers]
-        if len(stacks) != 1:
-            raise ValueError(
-                f"{name}: expected one stack of {self.n_layers} layers in its decoder, found {len(stacks)}"
-            )
-        self.layers = stacks[0]
+        self.layers = next(
+            m for m in self.decoder.children() if isinstance(m, nn.ModuleList) and len(m) == self.n_layers
+        )
 
     @property
     def device(self) -> torch.device:
@@ -100,8 +80,9 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
 
-    def cache(self, rows: int, capacity: int) -> TreeCache:
-        return TreeCache(self.n_layers, rows, capacity)
+    def cache(self, rows: int, capacity: int, limit: int = 0) -> TreeCache:
+        """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
+        return TreeCache(self.n_layers, rows, capacity, limit)
 
     def forward(
         self,
@@ -180,10 +161,5 @@ class Target:
                 handle.remove()
 
     def checksum(self, dtype: torch.dtype | None = None) -> str:
-        """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are."""
-        digest = hashlib.sha256()
-        for name, tensor in self.model.named_parameters():
-            values = tensor.detach().to(dtype or tensor.dtype)
-            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
-            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """A hash over all weights, in `dtype` or as they are (see `weights_hash`)."""
+        return weights_hash(self.model, dtype)

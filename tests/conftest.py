@@ -28,11 +28,13 @@ from selfspec.checkpoint import save_drafter
 from selfspec.config import register
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.medusa import Medusa
+from selfspec.generate import Accepted, Context
 from selfspec.spec import load_target
 from selfspec.target import Target
 from selfspec.training.pretrain import train_tokenizer
+from selfspec.tree import DraftTree
 
-torch.set_num_threads(2)
+torch.set_num_threads(min(2, torch.get_num_threads()))
 
 VOCAB, HIDDEN = 61, 32
 
@@ -119,6 +121,32 @@ def randomize(drafter: Drafter) -> None:
     with torch.no_grad():
         for parameter in drafter.trained().values():
             parameter.normal_(std=0.1)
+
+
+class RandomTrees:
+    """Drafts arbitrary trees, another one each pass and row, of half the time right tokens; spare nodes included."""
+
+    def __init__(self, oracle: list[list[int]], seed: int = 0) -> None:
+        self.oracle, self.generator = oracle, torch.Generator().manual_seed(seed)
+
+    def propose(self, context: Context) -> DraftTree:
+        tokens, parents = [], []
+        for root, row in zip(context.roots.tolist(), context.tokens, strict=True):
+            full = next(o for o in self.oracle if o[: len(row)] == row)
+            drafted, above, depth = [root], [-1], [0]
+            for node in range(1, context.nodes):
+                parent = int(torch.randint(-1, node, (1,), generator=self.generator))
+                at = len(row) + (depth[parent] if parent >= 0 else 0)
+                right = parent >= 0 and at < len(full) and torch.rand(1, generator=self.generator) < 0.7
+                drafted.append(full[at] if right else int(torch.randint(VOCAB, (1,), generator=self.generator)))
+                above.append(parent)
+                depth.append(depth[parent] + 1 if parent >= 0 else 0)
+            tokens.append(drafted)
+            parents.append(above)
+        return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+
+    def observe(self, accepted: Accepted) -> None:
+        pass
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

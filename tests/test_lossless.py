@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, RandomTrees
 from transformers import MistralConfig, MistralForCausalLM
 
-from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
+from selfspec.generate import Context, Options, autoregressive, speculative
 from selfspec.sampling import Sampling
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
-
-
-class RandomTrees:
-    """Drafts arbitrary trees, another one each pass and row, of half the time right tokens; spare nodes included."""
-
-    def __init__(self, oracle: list[list[int]], seed: int = 0) -> None:
-        self.oracle, self.generator = oracle, torch.Generator().manual_seed(seed)
-
-    def propose(self, context: Context) -> DraftTree:
-        tokens, parents = [], []
-        for root, row in zip(context.roots.tolist(), context.tokens, strict=True):
-            full = next(o for o in self.oracle if o[: len(row)] == row)
-            drafted, above, depth = [root], [-1], [0]
-            for node in range(1, context.nodes):
-                parent = int(torch.randint(-1, node, (1,), generator=self.generator))
-                at = len(row) + (depth[parent] if parent >= 0 else 0)
-                right = parent >= 0 and at < len(full) and torch.rand(1, generator=self.generator) < 0.7
-                drafted.append(full[at] if right else int(torch.randint(VOCAB, (1,), generator=self.generator)))
-                above.append(parent)
-                depth.append(depth[parent] + 1 if parent >= 0 else 0)
-            tokens.append(drafted)
-            parents.append(above)
-        return DraftTree(torch.tensor(tokens), torch.tensor(parents))
-
-    def observe(self, accepted: Accepted) -> None:
-        pass
 
 
 def sampling(temperature: float) -> Sampling:

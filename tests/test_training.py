@@ -10,11 +10,15 @@ from conftest import compose_config
 
 from selfspec.build import run_heads
 from selfspec.checkpoint import load_drafter
-from selfspec.spec import load_target
+from selfspec.generate import autoregressive
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.spec import end_tokens, load_target
 from selfspec.training import loop as loop_module
 from selfspec.training.data import Stream, Windows, consecutive
 from selfspec.training.loop import LoopConfig
 from selfspec.training.losses import distance, masked_mean
+from selfspec.training.own_text import OwnTextConfig, write_own_text
 
 SMALL = (
     "drafter.heads=3",
@@ -210,3 +214,59 @@ def test_offline_wandb_needs_no_account(
     for name in ("one", "two"):  # two runs in one process
         run_heads(small(name, tiny_folder, source_root, "loop.steps=1", "heads.prompts=2"), tmp_path / name)
         assert list((tmp_path / name / "wandb").glob("offline-run-*"))
+
+
+OWN = ("heads.own_text.rows=80", "heads.own_text.prompt_tokens=8", "heads.own_text.new_tokens=16")
+
+
+def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Path, tiny_folder: str) -> None:
+    target, _ = load_target(tiny_folder)
+    stream = Stream(torch.arange(300) % 50, torch.arange(300) % 50 % 7 > 0, 0)
+    config = OwnTextConfig(rows=80, prompt_tokens=8, new_tokens=16)
+    whole = write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True)
+    assert len(whole.tokens) == len(whole.mask) == 80 * 24
+    rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
+    eos = end_tokens(target)
+    for row, temperature in ((0, 1.0), (31, 1.0), (32, 0.0), (79, 0.0)):
+        prompt = rows[row, :8].tolist()
+        assert masks[row, :8].tolist() == [t % 7 > 0 for t in prompt]
+        options = Options(16, Sampling(temperature), [3 + row], eos)
+        own = autoregressive(target, [prompt], options).token_ids[0]
+        assert rows[row, 8 : 8 + len(own)].tolist() == own
+        assert masks[row, 8:].sum() == len(own)
+    files = sorted((tmp_path / "a").iterdir())
+    assert len(files) == 2
+    files[1].unlink()
+    again = write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True)
+    assert torch.equal(again.tokens, whole.tokens)
+    files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
+    assert torch.equal(write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    other = write_own_text(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
+    assert not torch.equal(other.tokens, whole.tokens)
+    with pytest.raises(ValueError, match="too few for prompts"):
+        write_own_text(target, Stream(stream.tokens[:8], stream.mask[:8], 0), config, 3, tmp_path / "b")
+
+
+def test_training_on_own_text_resumes_bit_equal(
+    tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: Path, steps: int, total: int = 6) -> Any:
+        config = small("own", tiny_folder, source_root, *OWN, f"loop.steps={total}", "loop.checkpoint_every=2")
+        with monkeypatch.context() as patch:
+            if steps < total:
+                kept = loop_module._save
+                patch.setattr(loop_module, "_save", lambda path, state: stop_after(kept, path, state, steps))
+            return run_heads(config, folder)
+
+    whole = run(tmp_path / "whole", 6)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", 4)
+    assert run(tmp_path / "cut", 6)["loss"] == whole["loss"]
+    for name in ("drafter.safetensors", "lora/head_0/adapter_model.safetensors"):
+        assert (tmp_path / "cut/drafter" / name).read_bytes() == (tmp_path / "whole/drafter" / name).read_bytes()
+
+
+def stop_after(save: Any, path: Path, state: dict[str, Any], steps: int) -> None:
+    save(path, state)
+    if state["step"] == steps:
+        raise KeyboardInterrupt

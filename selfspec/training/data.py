@@ -47,14 +47,17 @@ def tokenize(documents: list[Document], tokenizer: Any) -> Stream:
 
 
 class Windows:
-    """Batches of windows of `length` tokens; every epoch shifts and shuffles them anew.
+    """Batches of windows of `length` tokens; every epoch shifts and shuffles them anew (`aligned`: shuffles only, for
+    a stream whose every `length` tokens are a text of their own).
 
     `batch(step)` depends on the arguments alone, so a resumed run sees the batches of an uninterrupted one.
     """
 
-    def __init__(self, stream: Stream, length: int, size: int, seed: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, stream: Stream, length: int, size: int, seed: int, rank: int = 0, world: int = 1, aligned: bool = False
+    ) -> None:
         """Raises ValueError where the stream is shorter than one window or `size` does not divide over `world`."""
-        if len(stream.tokens) < 2 * length:
+        if len(stream.tokens) < (1 if aligned else 2) * length:
             raise ValueError(
                 f"no usable example: {len(stream.tokens)} tokens of text, but a length of {length} needs at least "
                 f"{2 * length}; give more text or a smaller length"
@@ -63,13 +66,14 @@ class Windows:
             raise ValueError(f"loop.batch_size={size} does not divide over {world} processes")
         self.stream, self.length, self.size, self.seed = stream, length, size, seed
         self.rank, self.world = rank, world
-        self.per_epoch = len(stream.tokens) // length - 1
+        self.aligned = aligned
+        self.per_epoch = len(stream.tokens) // length - (not aligned)
         self._epoch = (-1, torch.empty(0))
 
     def _starts(self, epoch: int) -> Tensor:
         if self._epoch[0] != epoch:
             g = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            shift = int(torch.randint(self.length, (1,), generator=g))
+            shift = 0 if self.aligned else int(torch.randint(self.length, (1,), generator=g))
             self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g) * self.length + shift)
         return self._epoch[1]
 

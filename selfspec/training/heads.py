@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from selfspec.training.corpus import Document
 from selfspec.training.data import Windows, consecutive, tokenize
 from selfspec.training.loop import LoopConfig, autocast, fit
 from selfspec.training.measure import KINDS, own_text
+from selfspec.training.own_text import OwnTextConfig, write_own_text
 
 
 @dataclass
 class HeadsConfig:
-    """length: tokens per row; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of validation text
-    for the loss; prompts, prompt_tokens, new_tokens: the target's own text that trees are measured on."""
+    """length: tokens per row of the data; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of
+    validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that trees are measured on;
+    own_text: the target's own text to train on instead of the data's."""
 
     length: int = 512
     lr: float = 1e-3
@@ -35,6 +37,7 @@ class HeadsConfig:
     prompts: int = 64
     prompt_tokens: int = 64
     new_tokens: int = 128
+    own_text: OwnTextConfig = field(default_factory=OwnTextConfig)
 
     def __post_init__(self) -> None:
         for name in ("length", "validation_rows", "prompts", "new_tokens"):
@@ -90,20 +93,22 @@ def train_heads(
     accelerator = Accelerator(cpu=target.device.type == "cpu")
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
-    windows = Windows(
-        tokenize(train, tokenizer),
-        config.length,
-        loop.batch_size,
-        loop.seed,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
+    world, main = (accelerator.process_index, accelerator.num_processes), accelerator.is_main_process
+    stream = tokenize(train, tokenizer)
+    windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world)
     held_out = tokenize(validation, tokenizer)
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
     before = target.checksum()
     samples = {kind: own_text(target, prompts, config.new_tokens, kind, loop.seed) for kind in KINDS}
+    if config.own_text.rows:
+        with accelerator.main_process_first():  # the others then find it on disk
+            stream = write_own_text(target, stream, config.own_text, loop.seed, folder / "own_text", quiet=not main)
+        length = config.own_text.prompt_tokens + config.own_text.new_tokens
+        per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
+        size = per_process * accelerator.num_processes
+        windows = Windows(stream, length, size, loop.seed, *world, aligned=True)
     module = DraftLoss(drafter, target)
     optimizer = torch.optim.AdamW(
         drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
@@ -122,8 +127,8 @@ def train_heads(
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
     cost = _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
     summary = {**figures, **cost, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
-    if accelerator.is_main_process:
-        steps = f"{loop.steps} steps of {loop.batch_size} x {config.length} tokens"
+    if main:
+        steps = f"{loop.steps} steps of {windows.size} x {windows.length} tokens"
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, f"Trained for {steps}.")
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})

@@ -1,0 +1,211 @@
+"""The way in from transformers: `model.generate(..., custom_generate=spec)`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+
+from selfspec.generate import speculative_steps
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.stats import Stats
+from selfspec.target import Target
+
+# These keep a state that they expect to advance by one token a call, or run the model themselves.
+_STATEFUL = (
+    "AlternatingCodebooksLogitsProcessor",
+    "BarkEosPrioritizerLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSChannelFilterLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperNoSpeechDetection",
+    "WhisperTimeStampLogitsProcessor",
+)
+# What generate hands over beside the prompt and does not change what is generated.
+_HARMLESS = ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "token_type_ids")
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """transformers' output and ours. stats: see `selfspec.stats.Stats`; from_draft: bool [B, new tokens], True where
+    the draft tree held the token. In scores and logits, rows that have ended hold zeros."""
+
+    stats: Stats | None = None
+    from_draft: Tensor | None = None
+
+
+def custom_generate(
+    target: Target,
+    drafter: Any,
+    tokenizer: Any,
+    nodes: int,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: Sequence[LogitsProcessor],
+    stopping_criteria: Sequence[StoppingCriteria],
+    config: GenerationConfig,
+    seed: int | Sequence[int] | None,
+    stop_strings: str | list[str] | None,
+    streamer: Any,
+    relaxed: Any,
+    **model_kwargs: Any,
+) -> SpeculativeOutput | Tensor:
+    """What generate's own decoding methods do, with their arguments, prompts padded on either side. Noise comes from
+    `seed`, or else from torch's global generator; every row, so every return sequence, has its own.
+
+    Raises ValueError for modes, arguments and processors that can not be served, naming them.
+    """
+    outer = _arguments_of_generate(model)
+    streamer = streamer or outer.get("streamer")
+    _refuse(target, model, config, logits_processor, outer, model_kwargs)
+    rows, width = input_ids.shape
+    if streamer is not None and rows > 1:
+        raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
+    prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop_strings={stop_strings!r} need a tokenizer, which target {target.name!r} has not")
+        stopping_criteria = [*stopping_criteria, _stop_strings(tokenizer, stop_strings)]
+    eos = config.eos_token_id
+    ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+    native = (EosTokenCriteria, MaxLengthCriteria)
+    temperature = float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0
+    if seed is None:
+        seed = int(torch.randint(2**62, (1,))) if config.do_sample else 0
+    options = Options(
+        int(config.max_length) - width,
+        Sampling(temperature, None, config.top_p, config.min_p),  # not the warpers, but what they must satisfy
+        seed,
+        ends,
+        processors=list(logits_processor),
+        stops=[c for c in stopping_criteria if not isinstance(c, native)],
+        pads=pads,
+        relaxed=relaxed,
+        record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
+    )
+    stats, records = Stats(), [[] for _ in prompts]  # type: tuple[Stats, list[list[tuple[Tensor, Tensor]]]]
+    new: list[list[int]] = [[] for _ in prompts]
+    drafted: list[list[bool]] = [[] for _ in prompts]
+    for added in speculative_steps(target, prompts, options, drafter, nodes, stats, records):
+        for row, tokens, own in added:
+            new[row] += tokens
+            drafted[row] += own
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+    if streamer is not None:
+        streamer.end()
+    pad = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+    longest = max(map(len, new))
+    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=input_ids.device)
+    sequences = torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
+        scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
+        stats=stats,
+        from_draft=torch.tensor([row + [False] * (longest - len(row)) for row in drafted], device=input_ids.device),
+    )
+
+
+def _arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:
+    """The arguments of the `generate` we were called from: it keeps streamer and assistant_model to itself on the way
+    to a custom method, after it has already put the prompt into the streamer."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
+            return frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]
+    return {}
+
+
+def _refuse(
+    target: Target,
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    processors: Sequence[LogitsProcessor],
+    outer: dict[str, Any],
+    model_kwargs: dict[str, Any],
+) -> None:
+    if model is not target.model:
+        raise ValueError("custom_generate=spec was given to another model than spec.target.model; call that one")
+    mode = config.get_generation_mode(outer.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value} can not be served; speculative decoding is greedy or samples")
+    if outer.get("synced_gpus"):
+        raise ValueError("synced_gpus can not be used with custom_generate=spec: rows take passes of their own number")
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        raise ValueError("output_attentions and output_hidden_states can not be returned by custom_generate=spec")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(f"cache_implementation={config.cache_implementation!r}: trees need selfspec's own cache")
+    for processor in processors:
+        if type(processor).__name__ in _STATEFUL:
+            raise ValueError(
+                f"{type(processor).__name__} (guidance_scale, SynthID watermarks, audio) advances a state token by "
+                "token, so it can not score the nodes of a tree"
+            )
+    cache = model_kwargs.pop("past_key_values", None)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("past_key_values already holds tokens; give the whole text as input_ids instead")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _HARMLESS:
+            raise ValueError(f"{name} can not be used with custom_generate=spec, which takes text alone")
+
+
+def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's own tokens, and the padding that stood beside them."""
+    if mask is None:
+        return input_ids.tolist(), [[] for _ in input_ids]
+    prompts, pads = [], []
+    for row, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
+        if True not in kept:
+            raise ValueError(f"prompt {row} is empty: its attention_mask is all zero")
+        first, last = kept.index(True), len(kept) - kept[::-1].index(True)
+        if not all(kept[first:last]):
+            raise ValueError(f"attention_mask of prompt {row} has a gap; padding may stand on the left or the right")
+        prompts.append(ids[first:last])
+        pads.append(ids[:first] + ids[last:])
+    return prompts, pads
+
+
+def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
+    """Raises ValueError for a string that no sequence of the tokenizer's tokens can spell."""
+    strings = [strings] if isinstance(strings, str) else list(strings)
+    for string in strings:
+        if not string:
+            raise ValueError("stop_strings holds an empty string; give at least one character")
+        try:
+            ids = tokenizer(string, add_special_tokens=False)["input_ids"]
+        except TypeError:  # no Unicode text: a lone surrogate
+            ids = []
+        if not ids or string not in tokenizer.decode(ids):
+            raise ValueError(f"stop_strings: the tokenizer can not produce {string!r}; it would never stop anything")
+    return StopStringCriteria(tokenizer, strings)
+
+
+def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int) -> tuple[Tensor, ...]:
+    """Per generated token one float32 tensor [B, V]."""
+    some = next(row[0][which] for row in records if row)
+    return tuple(
+        torch.stack([row[i][which] if i < len(row) else torch.zeros_like(some) for row in records]).float()
+        for i in range(steps)
+    )

@@ -1,0 +1,40 @@
+"""Hashes by which heads know their target and tokenizer again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
+    quantized weights by what they store."""
+    digest = hashlib.sha256()
+    for name, tensor in model.named_parameters():
+        for part in _stored(tensor.detach()):
+            values = part.to(dtype or part.dtype) if part.is_floating_point() else part
+            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
+            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _stored(getattr(tensor, name))
+
+
+def tokenizer_hash(tokenizer: Any) -> str | None:
+    """SHA-256 of the vocabulary; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    vocab = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocab.encode()).hexdigest()

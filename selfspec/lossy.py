@@ -1,0 +1,59 @@
+"""Acceptance rules that change the output. Off unless asked for by name, and named lossy wherever they show."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Lossy:
+    """Emits a drafted token in place of the target's pick where `accepts` allows it; the likeliest if several are.
+
+    `altered` counts those tokens. Over a run, altered / tokens bounds the total variation distance between this rule's
+    next-token law and the exact one from above, since the two rules share their noise and differ only there.
+    """
+
+    def __init__(self, name: str, temperature: float) -> None:
+        """name: "typical" or "typical:epsilon,delta" (Medusa's typical acceptance, arXiv 2401.10774, section 2.3.2;
+        0.09 and 0.3 as in its code), or "top_k:k" (any drafted token among the target's k likeliest).
+
+        Raises ValueError for any other name and for numbers out of range.
+        """
+        kind, _, numbers = name.partition(":")
+        try:
+            values = [float(v) for v in numbers.split(",")] if numbers else []
+            if kind == "typical" and len(values) in (0, 2):
+                self.epsilon, self.delta = values or [0.09, 0.3]
+                good = 0 < self.epsilon <= 1 and 0 < self.delta <= 1
+            else:
+                (value,) = values
+                self.k = int(value)
+                good = kind == "top_k" and value == self.k >= 1
+        except ValueError:
+            good = False
+        if not good:
+            raise ValueError(
+                f'lossy={name!r} must be "typical", "typical:epsilon,delta" with both in (0, 1], or "top_k:k" with an '
+                "integer k of at least 1"
+            )
+        self.kind, self.name, self.temperature, self.altered = kind, name, temperature or 1.0, 0
+
+    def __call__(self, logits: Tensor, picks: list[int], candidates: list[list[int]]) -> list[int]:
+        """What to emit for logits [A, V], the target's picks and the drafted children of the A nodes."""
+        emitted = []
+        for row, pick, drafted in zip(logits, picks, candidates, strict=True):
+            if drafted and pick not in drafted:
+                best = drafted[int(row[drafted].argmax())]
+                if self.accepts(row, best):
+                    self.altered += 1
+                    pick = best
+            emitted.append(pick)
+        return emitted
+
+    def accepts(self, logits: Tensor, token: int) -> bool:
+        """Whether a token may stand in for the pick; logits [V]. What it refuses of the likeliest it refuses of all."""
+        if self.kind == "top_k":
+            return int((logits > logits[token]).sum()) < self.k
+        log_p = torch.log_softmax(logits.double() / self.temperature, -1)
+        entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum()
+        return float(log_p[token].exp()) > min(self.epsilon, self.delta * float(torch.exp(-entropy)))

@@ -1,0 +1,88 @@
+"""transformers' logits processors and stopping criteria on rows that have lengths of their own.
+
+Both are written for a batch of one length whose row i is prompt i. Rows of one pass stand at different nodes, so each
+call gets a whole batch of one length in which the rows that stand there hold their own true prefix and the others a
+copy of one of them, whose result is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
+    MinPLogitsWarper,
+    StoppingCriteria,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+_BLIND = (  # these never read the prefix
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+
+class PrefixRules:
+    """processors: those of the list, all of them in order, where any reads the prefix; else empty."""
+
+    def __init__(
+        self,
+        processors: Sequence[LogitsProcessor],
+        stops: Sequence[StoppingCriteria],
+        pads: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        self.processors = () if all(type(p) in _BLIND for p in processors) else tuple(processors)
+        self.stops, self.pads, self.device = stops, [list(p) for p in pads], device
+
+    def scores(self, logits: Tensor, rows: list[int], prefixes: list[list[int]]) -> Tensor:
+        """Processed scores [A, V], float32 or better, of logits [A, V] behind the prefixes of A rows (indices among
+        the prompts). Raises ValueError for a processor that changes the shape."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        result = torch.empty_like(logits)
+        full = [self.pads[row] + prefix for row, prefix in zip(rows, prefixes, strict=True)]
+        for length in {len(prefix) for prefix in full}:
+            group = [i for i, prefix in enumerate(full) if len(prefix) == length]
+            ids = torch.tensor([full[group[0]]], device=self.device).repeat(len(self.pads), 1)
+            scores = logits[group[:1]].repeat(len(self.pads), 1)
+            at = [rows[i] for i in group]
+            ids[at] = torch.tensor([full[i] for i in group], device=self.device)
+            scores[at] = logits[group]
+            for processor in self.processors:
+                before = scores.shape
+                scores = processor(ids, scores)  # type: ignore[arg-type]
+                if not isinstance(scores, Tensor) or scores.shape != before:
+                    got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                    raise ValueError(
+                        f"logits processor {type(processor).__name__} returned {got}; it must return scores of the "
+                        f"shape it was given, {list(before)}"
+                    )
+            result[group] = scores[at].to(result.dtype)
+        return result
+
+    def stop(self, row: int, prefix: list[int]) -> bool:
+        """Whether a criterion ends this row with the prefix's last token."""
+        ids = torch.tensor([self.pads[row] + prefix], device=self.device).repeat(len(self.pads), 1)
+        for criterion in self.stops:
+            done = criterion(ids, None)  # type: ignore[arg-type]
+            if bool(done[row] if isinstance(done, Tensor) and done.ndim else done):
+                return True
+        return False

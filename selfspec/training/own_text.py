@@ -1,0 +1,106 @@
+"""Training text that the target wrote itself: its own continuations of stretches of the training data.
+
+At inference heads draft the target's text, not the data's: greedy text repeats itself and follows the mode, which no
+data shows them (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from selfspec.generate import Options, autoregressive
+from selfspec.sampling import Sampling
+from selfspec.spec import end_tokens
+from selfspec.target import Target
+from selfspec.training.data import Stream
+
+_CHUNK = 64  # rows generated at once, and the least that an interruption loses
+
+
+@dataclass
+class OwnTextConfig:
+    """rows: texts the target continues (0: heads train on the data's own text); prompt_tokens: of the data that each
+    begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy."""
+
+    rows: int = 0
+    prompt_tokens: int = 128
+    new_tokens: int = 192
+    sampled: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise ValueError(f"heads.own_text.rows={self.rows} must be at least 0")
+        for name in ("prompt_tokens", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"heads.own_text.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.sampled <= 1:
+            raise ValueError(f"heads.own_text.sampled={self.sampled} must lie in [0, 1]")
+
+
+def write_own_text(
+    target: Target, stream: Stream, config: OwnTextConfig, seed: int, folder: Path, quiet: bool = False
+) -> Stream:
+    """The rows one after another as one stream, each of prompt_tokens + new_tokens tokens.
+
+    Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. Rows that reach an EOS token
+    early are filled up with it, outside the loss mask. Raises ValueError where the data are shorter than one prompt.
+    """
+    if len(stream.tokens) <= config.prompt_tokens:
+        raise ValueError(
+            f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
+            f"heads.own_text.prompt_tokens={config.prompt_tokens}"
+        )
+    settings = {"settings": f"{config} seed={seed} target={target.checksum()}"}
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):
+        path = folder / f"{first:06d}.safetensors"
+        part = _read(path, settings)
+        if part is None:
+            part = _write(target, stream, config, seed, first)
+            scratch = path.with_suffix(".tmp")
+            save_file(part, scratch, settings)
+            os.replace(scratch, path)
+        parts.append(part)
+    tokens = torch.cat([part["tokens"].flatten() for part in parts]).long()
+    return Stream(tokens, torch.cat([part["mask"].flatten() for part in parts]), 0)
+
+
+def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in ("tokens", "mask")} if file.metadata() == settings else None
+    except (FileNotFoundError, SafetensorError):
+        return None
+
+
+def _write(target: Target, stream: Stream, config: OwnTextConfig, seed: int, first: int) -> dict[str, Tensor]:
+    rows = min(_CHUNK, config.rows - first)
+    g = torch.Generator().manual_seed(seed * 1_000_003 + first)
+    starts = torch.randint(len(stream.tokens) - config.prompt_tokens, (rows,), generator=g)
+    at = starts[:, None] + torch.arange(config.prompt_tokens)
+    length = config.prompt_tokens + config.new_tokens
+    eos = end_tokens(target)
+    tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    tokens[:, : config.prompt_tokens] = stream.tokens[at].int()
+    mask[:, : config.prompt_tokens] = stream.mask[at]
+    sampled = int(rows * config.sampled + 0.5)
+    for temperature, part in ((1.0, range(sampled)), (0.0, range(sampled, rows))):
+        if not part:
+            continue
+        options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
+        for row, new in zip(
+            part, autoregressive(target, stream.tokens[at[list(part)]].tolist(), options).token_ids, strict=True
+        ):
+            tokens[row, config.prompt_tokens : config.prompt_tokens + len(new)] = torch.tensor(new, dtype=torch.int32)
+            mask[row, config.prompt_tokens : config.prompt_tokens + len(new)] = True
+    return {"tokens": tokens, "mask": mask}

@@ -1,0 +1,328 @@
+"""model.generate(custom_generate=spec): the same call, the same answer, as transformers' own generate."""
+
+from __future__ import annotations
+
+import io
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, randomize, tiny_model
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+
+import selfspec
+from selfspec.custom_generate import SpeculativeOutput
+from selfspec.drafters.medusa import Medusa
+from selfspec.generate import autoregressive
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.spec import Spec
+from selfspec.target import Target
+
+IDS = torch.tensor([[5, 9, 2, 7, 7, 1, 30, 12, 9, 2]])
+RAGGED = [[5, 9, 2, 7, 7, 1], [3, 8], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11]]
+PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def spec(request: pytest.FixtureRequest) -> Spec:
+    target = Target(tiny_model(request.param))
+    drafter = Medusa(target, heads=3, rank=4)
+    randomize(drafter)
+    return Spec(target, drafter)
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    width = max(map(len, RAGGED))
+    pads = [[0] * (width - len(row)) for row in RAGGED]
+    ones = [[1] * len(row) for row in RAGGED]
+    if side == "left":
+        return torch.tensor([p + r for p, r in zip(pads, RAGGED, strict=True)]), torch.tensor(
+            [p + o for p, o in zip(pads, ones, strict=True)]
+        )
+    return torch.tensor([r + p for p, r in zip(pads, RAGGED, strict=True)]), torch.tensor(
+        [o + p for p, o in zip(pads, ones, strict=True)]
+    )
+
+
+def both(spec: Spec, ids: Tensor = IDS, **settings: Any) -> tuple[Any, Any]:
+    settings = {**PLAIN, "attention_mask": torch.ones_like(ids), **settings}
+    ours = spec.target.model.generate(ids, custom_generate=spec, **settings)
+    return ours, spec.target.model.generate(ids, **settings)
+
+
+class ForbidsRepeats(LogitsProcessor):
+    """A user's own: no token twice among the last four, and a bonus that depends on the prefix's length."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.scatter(1, input_ids[:, -4:], -float("inf"))
+        scores[:, input_ids.shape[1] % VOCAB] += 2.0
+        return scores
+
+
+class PerRow(LogitsProcessor):
+    def __init__(self, bias: Tensor) -> None:
+        self.bias = bias
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + self.bias
+
+
+def allowed(row: int, ids: Tensor) -> list[int]:
+    start = (int(ids[-1]) * 7 + 20 * row) % VOCAB
+    return [(start + 3 * i) % VOCAB for i in range(9)]
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 20, "eos_token_id": [4, 11, 17, 30]},
+    "min_length": {"min_length": 25, "eos_token_id": [4, 11, 17, 30]},
+    "bad_words": {"bad_words_ids": [[4], [11, 17], [30, 30]]},
+    "sequence_bias": {"sequence_bias": {(9, 2): 4.0, (7,): -3.0}},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed},
+    "exponential_decay": {"exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 4},
+    "suppress_at_begin": {"begin_suppress_tokens": [4, 11, 17, 30, 9, 22]},
+    "forced_eos": {"forced_eos_token_id": 5},
+    "own": {"logits_processor": LogitsProcessorList([ForbidsRepeats()])},
+    "several_eos": {"eos_token_id": [4, 11, 17, 30]},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_prefix_processors_see_each_nodes_true_prefix(spec: Spec, name: str) -> None:
+    ours, reference = both(spec, **PROCESSORS[name])
+    assert ours.tolist() == reference.tolist()
+
+
+@pytest.mark.parametrize("name", ["none", *PROCESSORS])
+def test_left_padded_batches(spec: Spec, name: str) -> None:
+    ids, mask = padded("left")
+    ours, reference = both(spec, ids, attention_mask=mask, **PROCESSORS.get(name, {}))
+    assert ours.tolist() == reference.tolist()
+
+
+def test_processors_for_whole_batches_meet_their_own_row(spec: Spec) -> None:
+    ids, mask = padded("left")
+    torch.manual_seed(0)
+    bias = LogitsProcessorList([PerRow(4 * torch.randn(len(RAGGED), VOCAB))])
+    ours, reference = both(spec, ids, attention_mask=mask, logits_processor=bias)
+    assert ours.tolist() == reference.tolist()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_is_its_rows_alone(spec: Spec, side: str) -> None:
+    ids, mask = padded(side)
+    settings = {**PLAIN, "do_sample": True, "temperature": 0.8, "top_k": 40, "eos_token_id": [4, 11]}
+    seeds = [3, 4, 5]
+    together = spec.target.model.generate(ids, attention_mask=mask, custom_generate=spec, seed=seeds, **settings)
+    for row, prompt in enumerate(RAGGED):
+        one = torch.tensor([prompt])
+        alone = spec.target.model.generate(
+            one, attention_mask=torch.ones_like(one), custom_generate=spec, seed=[seeds[row]], **settings
+        )[0, len(prompt) :].tolist()
+        assert together[row, ids.shape[1] :].tolist()[: len(alone)] == alone
+
+
+def test_sampling_is_that_of_the_oracle(spec: Spec) -> None:
+    settings = {**PLAIN, "do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
+    ours = spec.target.model.generate(
+        IDS, attention_mask=torch.ones_like(IDS), custom_generate=spec, seed=5, nodes=9, **settings
+    )
+    options = Options(24, Sampling(0.7, 40, 0.9), 5)
+    assert ours[0, IDS.shape[1] :].tolist() == autoregressive(spec.target, IDS.tolist(), options).token_ids[0]
+
+
+def test_torch_seeds_the_noise_and_return_sequences_differ(spec: Spec) -> None:
+    settings = {**PLAIN, "do_sample": True, "num_return_sequences": 3, "attention_mask": torch.ones_like(IDS)}
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(spec.target.model.generate(IDS, custom_generate=spec, **settings).tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len({tuple(row) for row in drawn[0]}) == 3
+
+
+def test_returns_what_generate_returns(spec: Spec) -> None:
+    settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ours, reference = both(spec, repetition_penalty=1.4, **settings)
+    assert isinstance(ours, SpeculativeOutput)
+    assert ours.sequences.tolist() == reference.sequences.tolist()
+    for name in ("scores", "logits"):
+        assert len(getattr(ours, name)) == len(getattr(reference, name))
+        for a, b in zip(getattr(ours, name), getattr(reference, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert ours.stats.tokens == 24
+    assert ours.from_draft.shape == (1, 24)
+    assert int((~ours.from_draft).sum()) <= ours.stats.passes
+    ours, reference = both(spec, return_dict_in_generate=True)
+    assert ours.scores is None
+    assert ours.sequences.tolist() == reference.sequences.tolist()
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, tokens: set[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.tensor([int(row[-1]) in self.tokens for row in input_ids])
+
+
+def test_stopping_criteria_end_each_row(spec: Spec) -> None:
+    ids, mask = padded("left")
+    free, _ = both(spec, ids, attention_mask=mask)
+    unused = next(t for t in range(VOCAB) if t not in free)  # without an EOS, generate lets ended rows run on
+    stops = {int(free[0, ids.shape[1] + 5]), int(free[2, ids.shape[1] + 9])}
+    ours, reference = both(
+        spec,
+        ids,
+        attention_mask=mask,
+        stopping_criteria=StoppingCriteriaList([StopsAt(stops)]),
+        eos_token_id=unused,
+        max_new_tokens=20,
+    )
+    assert ours.tolist() == reference.tolist()
+    late = StoppingCriteriaList([MaxTimeCriteria(0.0)])
+    ours = spec.target.model.generate(IDS, custom_generate=spec, stopping_criteria=late, **PLAIN)
+    assert ours.shape[1] == IDS.shape[1] + 1
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Spec:
+    return selfspec.load("tiny-medusa", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny: Spec) -> dict[str, Tensor]:
+    return dict(tiny.tokenizer(["def main(argv=None):\n    "], return_tensors="pt", return_token_type_ids=False))
+
+
+def test_streamers(tiny: Spec, inputs: dict[str, Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.target.model
+    streamer = TextStreamer(tiny.tokenizer, skip_prompt=True)
+    out = model.generate(**inputs, max_new_tokens=40, do_sample=False, custom_generate=tiny, streamer=streamer)
+    text = tiny.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
+    assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+    pieces = TextIteratorStreamer(tiny.tokenizer, skip_prompt=True, timeout=60)
+    settings = {**inputs, "max_new_tokens": 40, "do_sample": False, "custom_generate": tiny, "streamer": pieces}
+    thread = Thread(target=model.generate, kwargs=settings)
+    thread.start()
+    assert "".join(pieces) == text
+    thread.join()
+
+
+def test_stop_strings(tiny: Spec, inputs: dict[str, Tensor]) -> None:
+    settings = {**inputs, "max_new_tokens": 60, "do_sample": False, "tokenizer": tiny.tokenizer}
+    free = tiny.target.model.generate(**settings)[0]
+    text = tiny.tokenizer.decode(free[inputs["input_ids"].shape[1] :])
+    stop = text[20:24]  # lies across tokens, as stop strings do
+    reference = tiny.target.model.generate(**settings, stop_strings=[stop])
+    ours = tiny.target.model.generate(**settings, stop_strings=[stop], custom_generate=tiny)
+    assert ours.tolist() == reference.tolist()
+    assert ours.shape[1] < len(free)
+    with pytest.raises(ValueError, match="can not produce"):
+        tiny.target.model.generate(**inputs, stop_strings=["\ud800"], custom_generate=tiny)
+    with pytest.raises(ValueError, match="empty string"):
+        tiny.target.model.generate(**inputs, stop_strings=[""], custom_generate=tiny)
+
+
+class WrongShape(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:, :5]
+
+
+class Forbids(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -float("inf"))
+
+
+def filled_cache(model: Any) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS[:, :4], past_key_values=cache)
+    return cache
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 2}, "beam_search can not be served"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search can not be served|contrastive"),
+    "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted_generation can not be served"),
+    "dola": ({"dola_layers": "low"}, "dola_generation can not be served|dola"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
+    "wrong_shape": ({"logits_processor": LogitsProcessorList([WrongShape()])}, "WrongShape returned"),
+    "nodes": ({"nodes": 0}, "nodes=0"),
+    "top_p": ({"do_sample": True, "top_p": 1.5}, "top_p"),
+    "temperature": ({"do_sample": True, "temperature": -1.0}, "temperature"),
+    "seed": ({"do_sample": True, "seed": [1, 2]}, "seed has 2 entries"),
+    "lossy": ({"lossy": "nearly"}, "lossy='nearly'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_served_is_refused_by_name(spec: Spec, name: str) -> None:
+    if name == "cache" and spec.target.model.config.model_type == "gpt2":
+        pytest.skip("transformers refuses it first")
+    settings, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        spec.target.model.generate(
+            IDS, attention_mask=torch.ones_like(IDS), custom_generate=spec, **{**PLAIN, **settings}
+        )
+
+
+def test_more_refusals(spec: Spec) -> None:
+    model = spec.target.model
+    ids, mask = padded("left")
+    with pytest.raises(ValueError, match="streamer"):
+        model.generate(ids, attention_mask=mask, custom_generate=spec, streamer=Silent(), **PLAIN)
+    with pytest.raises(ValueError, match="assisted_generation can not be served"):
+        model.generate(IDS, custom_generate=spec, assistant_model=model, **PLAIN)
+    with pytest.raises(ValueError, match="another model"):
+        tiny_model("llama").generate(IDS, custom_generate=spec, **PLAIN)
+    with pytest.raises(ValueError, match="already holds tokens"):
+        model.generate(IDS, custom_generate=spec, past_key_values=filled_cache(model), **PLAIN)
+    gap = torch.ones_like(IDS)
+    gap[0, 4] = 0
+    with pytest.raises(ValueError, match="has a gap"):
+        model.generate(IDS, attention_mask=gap, custom_generate=spec, **PLAIN)
+    with pytest.raises(FloatingPointError, match="left no token to choose"):
+        model.generate(IDS, custom_generate=spec, logits_processor=LogitsProcessorList([Forbids()]), **PLAIN)
+
+
+class Silent(TextStreamer):
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_generation_config_of_the_model_is_honoured(spec: Spec) -> None:
+    config = GenerationConfig(max_new_tokens=7, do_sample=False, no_repeat_ngram_size=1, pad_token_id=0)
+    model = spec.target.model
+    ours = model.generate(IDS, generation_config=config, custom_generate=spec)
+    assert ours.tolist() == model.generate(IDS, generation_config=config).tolist()
+
+
+def test_nan_logits_are_named(spec: Spec) -> None:
+    broken = tiny_model("llama")
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    with pytest.raises(FloatingPointError, match="logits are NaN"):
+        autoregressive(Target(broken), IDS.tolist(), Options(4))

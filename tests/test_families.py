@@ -1,0 +1,81 @@
+"""Every family of the table: lossless at T=0 and T=1 against the oracle, and at T=0 against transformers' generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RandomTrees
+from families import EAGER_ONLY, FAMILIES, build, listing
+
+from selfspec.families import probe
+from selfspec.generate import autoregressive, speculative
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.target import Target
+
+PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
+NEW = 24
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_lossless(name: str, attention: str) -> None:
+    if attention == "sdpa" and FAMILIES[name][0] in EAGER_ONLY:
+        pytest.skip("transformers has no sdpa for this family")
+    target = Target(build(name, attention))
+    probe(target)
+    for temperature in (0.0, 1.0):
+        options = Options(NEW, Sampling(temperature), seed=3)
+        plain = autoregressive(target, PROMPTS, options)
+        drafter = RandomTrees([p + t for p, t in zip(PROMPTS, plain.token_ids, strict=True)])
+        fast = speculative(target, PROMPTS, options, drafter, 10)
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.passes < plain.stats.passes
+        if temperature == 0:
+            assert len({tuple(row) for row in plain.token_ids}) == 2
+            for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
+                ids = torch.tensor([prompt])
+                settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+                reference = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                assert tokens == reference[0, len(prompt) :].tolist()
+
+
+def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build("Llama"))
+    probe(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target.cache(1, 4)), "mask", lambda self, tree, dtype, window=None: None)
+        with pytest.raises(ValueError, match="can not be served: a pass over a tree gave other logits"):
+            probe(target)
+    rotary = type(target.model.model.rotary_emb)
+    kept = rotary.forward
+
+    def by_slot(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return kept(self, x, torch.arange(position_ids.shape[1])[None] + position_ids[:, :1])
+
+    monkeypatch.setattr(rotary, "forward", by_slot)
+    with pytest.raises(ValueError, match="mask and positions"):
+        probe(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "Gemma 2 (alternating windows, soft-capping)", "GPT-2"])
+def test_rounding_does_not_alarm_the_probe(name: str, dtype: torch.dtype) -> None:
+    probe(Target(build(name, dtype=dtype)))
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_attention_without_tree_masks_is_refused(attention: str) -> None:
+    model = build("Llama")
+    model.config._attn_implementation = attention
+    with pytest.raises(ValueError, match=f"'{attention}', which takes no tree mask"):
+        Target(model)
+
+
+def test_readme_lists_the_families_of_the_table() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    between = readme.split("<!-- families -->")[1].split("<!-- end -->")[0]
+    assert " ".join(between.split()) == listing()

@@ -1,0 +1,108 @@
+"""Targets as people load them: already in memory, with adapters, tied, mapped to devices, quantized; and too large."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomize, save_tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
+
+import selfspec
+from selfspec.checkpoint import save_drafter
+from selfspec.drafters.medusa import Medusa
+from selfspec.generate import autoregressive
+from selfspec.options import Options
+from selfspec.spec import Spec, load_target
+
+PROMPTS = ["def main():", "import os\nclass"]
+
+
+def with_heads(folder: Path, source: Any, name: str, **loading: Any) -> Path:
+    target, tokenizer = load_target(source, **loading)
+    drafter = Medusa(target, heads=3, rank=4)
+    randomize(drafter)
+    save_drafter(drafter, folder, target, name, tokenizer, "For tests.")
+    return folder
+
+
+def check(spec: Spec) -> None:
+    for temperature in (0.0, 1.0):
+        settings: dict[str, Any] = {"max_new_tokens": 16, "temperature": temperature, "seed": 2}
+        ours, plain = spec.generate(PROMPTS, **settings), spec.autoregressive(PROMPTS, **settings)
+        assert ours.token_ids == plain.token_ids
+        assert sum(map(len, ours.token_ids)) == 32
+
+
+@pytest.mark.parametrize("loading", [{"device_map": "cpu"}, {"device_map": "auto"}, {"attn_implementation": "eager"}])
+def test_loading_options_go_to_transformers(heads_folder: Path, loading: dict[str, Any]) -> None:
+    spec = selfspec.load(str(heads_folder), torch_dtype=torch.float64, **loading)
+    assert spec.target.dtype == torch.float64
+    if "attn_implementation" in loading:
+        assert spec.target.model.config._attn_implementation == "eager"
+    check(spec)
+
+
+def test_a_loaded_model_is_taken_as_it_is(heads_folder: Path, tiny_folder: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    spec = selfspec.load(str(heads_folder), target=model)
+    assert spec.target.model is model
+    check(spec)
+    with pytest.raises(ValueError, match="device_map can not be applied to a target that is loaded already"):
+        selfspec.load(str(heads_folder), target=model, device_map="cpu")
+
+
+def adapted(folder: str) -> PeftModel:
+    torch.manual_seed(3)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+    )
+    return model.eval()
+
+
+def test_adapters_on_the_target_belong_to_it(tmp_path: Path, heads_folder: Path, tiny_folder: str) -> None:
+    model = adapted(tiny_folder)
+    heads = with_heads(tmp_path / "drafter", model, tiny_folder)
+    spec = selfspec.load(str(heads), target=adapted(tiny_folder))
+    check(spec)
+    ids = torch.tensor(spec.encode(PROMPTS[:1]))
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    reference = model.generate(input_ids=ids, **settings)[0, ids.shape[1] :].tolist()
+    assert spec.generate(PROMPTS[:1], max_new_tokens=16).token_ids[0] == reference
+    with model.disable_adapter():
+        plain = model.generate(input_ids=ids, **settings)[0, ids.shape[1] :].tolist()
+    assert plain != reference
+    with pytest.raises(ValueError, match="target"):  # heads of the plain model
+        selfspec.load(str(heads_folder), target=adapted(tiny_folder))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_embeddings(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, tied: bool) -> None:
+    folder = save_tiny(tmp_path / "target", tokenizer, tie_word_embeddings=tied)
+    spec = selfspec.load(str(with_heads(tmp_path / "drafter", folder, folder)))
+    same = spec.target.lm_head.weight is spec.target.model.get_input_embeddings().weight
+    assert same == tied
+    check(spec)
+
+
+def test_quantized_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = save_tiny(tmp_path / "target", tokenizer)
+    loading = {"quantization_config": QuantoConfig(weights="int8")}
+    heads = with_heads(tmp_path / "drafter", folder, folder, **loading)
+    spec = selfspec.load(str(heads), **loading)
+    assert type(spec.target.layers[0].self_attn.q_proj.weight).__name__ == "WeightQBytesTensor"
+    check(spec)
+    with pytest.raises(ValueError, match="target"):  # the weights the heads were trained for are the quantized ones
+        selfspec.load(str(heads))
+
+
+def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = selfspec.load(str(heads_folder))
+    monkeypatch.setattr("selfspec.cache.free_memory", lambda device: 200_000)
+    with pytest.raises(MemoryError, match=r"cache of 2 rows of \d+ tokens needs 0\.0 GiB on cpu"):
+        autoregressive(spec.target, spec.encode(PROMPTS), Options(200))
+    autoregressive(spec.target, spec.encode(PROMPTS), Options(4))
