@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from selfspec.evaluation.audit import AuditConfig, audit, law_tests, law_verdict
 from selfspec.evaluation.metrics import summarize
-from selfspec.evaluation.plots import plot_points
+from selfspec.evaluation.plots import plot_margins, plot_points
 from selfspec.evaluation.prompts import cut_prompts, read_prompts
-from selfspec.evaluation.report import read_points, table, write_point
-from selfspec.evaluation.runs import run_arms
+from selfspec.evaluation.report import audit_report, read_points, table, write_point
+from selfspec.evaluation.runs import DecodeConfig, run_arms
 from selfspec.log import RunLog, is_main_process
-from selfspec.spec import load, load_target
+from selfspec.spec import Spec, load, load_target
 from selfspec.training.heads import train_heads
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
@@ -87,16 +89,20 @@ def run_pretrain(config: DictConfig, folder: Path) -> dict[str, Any]:
         return pretrain(data.train(), data.validation(), run.pretrain, run.loop, folder, log)
 
 
+def evaluation_prompts(spec: Spec, data: DictConfig, config: DecodeConfig | AuditConfig) -> list[list[int]]:
+    """The prompts of a benchmark or audit: from its prompt file, or cut from the data's held-out text."""
+    if config.prompt_file is not None:
+        return read_prompts(config.prompt_file, spec.tokenizer)[: config.prompts]
+    documents = build_data(data, spec.tokenizer).evaluation()
+    return cut_prompts(documents, spec.tokenizer, config.prompts, config.prompt_tokens)
+
+
 def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
     """One benchmark point: its records, figures and plots in `folder`."""
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     run: Any = OmegaConf.to_object(config)
     spec = load(run.drafter.name, run.target, run.dtype, run.device)
-    if run.decode.prompt_file is not None:
-        prompts = read_prompts(run.decode.prompt_file, spec.tokenizer)[: run.decode.prompts]
-    else:
-        documents = build_data(config.data, spec.tokenizer).evaluation()
-        prompts = cut_prompts(documents, spec.tokenizer, run.decode.prompts, run.decode.prompt_tokens)
+    prompts = evaluation_prompts(spec, config.data, run.decode)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
@@ -104,6 +110,29 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
         log.write({key: point[key] for key in ("arms", "speedup", "speculative") if key in point})
         log.images(plot_points([point], folder))
     return point
+
+
+def run_audit(config: DictConfig, folder: Path) -> dict[str, Any]:
+    """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
+    plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    run: Any = OmegaConf.to_object(config)
+    spec = load(run.drafter.name, run.target, run.dtype, run.device)
+    prompts = evaluation_prompts(spec, config.data, run.audit)
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        found = audit(spec, prompts, run.audit)
+        tests = []
+        if run.audit.law_samples:
+            tests = law_tests(spec, prompts[:8], run.audit.law_samples, run.audit.law_top_k, run.audit.nodes[-1])
+        report = audit_report(found, tests)
+        figures = {**found.as_dict(), "law": [asdict(t) for t in tests], "config": plain}
+        figures["law_verdict"] = law_verdict(tests) if tests else None
+        (folder / "audit.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (folder / "report.md").write_text(report + "\n")
+        log.write({key: figures[key] for key in ("verdict", "rows", "tokens", "noise", "deviation", "law_verdict")})
+        margins = [(float(d.position), d.margin) for d in found.divergences]
+        log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
+    print(f"\n{report}\n{folder}")
+    return figures
 
 
 class SweepTable(Callback):

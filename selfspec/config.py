@@ -8,6 +8,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.runs import DecodeConfig
 from selfspec.generate import MAX_NODES
 from selfspec.log import WandbConfig
@@ -78,6 +79,18 @@ class EvalRun:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
+@dataclass
+class AuditRun:
+    name: str = MISSING
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    target: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    data: Any = MISSING
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
 def spell_out_drafter(arguments: list[str]) -> list[str]:
     """`drafter=x` becomes `drafter.name=x`: for Hydra `drafter` alone is the group that training chooses from."""
     return [a.replace("drafter=", "drafter.name=", 1) if a.startswith("drafter=") else a for a in arguments]
@@ -89,3 +102,4 @@ def register() -> None:
     store.store(name="pretrain_schema", node=PretrainRun)
     store.store(name="train_schema", node=TrainRun)
     store.store(name="eval_schema", node=EvalRun)
+    store.store(name="audit_schema", node=AuditRun)

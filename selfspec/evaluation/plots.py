@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,28 @@ def plot_points(points: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
     if not points:
         return {}
     drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
-    paths = {}
-    for name, draw in drawings.items():
-        figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-        draw(axes, points)
-        axes.spines[["top", "right"]].set_visible(False)
-        paths[name] = folder / f"{name}.png"
-        figure.savefig(paths[name], dpi=120)
-        plt.close(figure)
-    return paths
+    return {name: _saved(folder / f"{name}.png", draw, points) for name, draw in drawings.items()}
+
+
+def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -> Path:
+    """First divergences by (position, margin in logits), under the bound beyond which one is a bug."""
+    return _saved(path, _margins, margins, bound)
+
+
+def _saved(path: Path, draw: Callable[..., None], *data: Any) -> Path:
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    draw(axes, *data)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _margins(axes: Any, margins: list[tuple[float, float]], bound: float) -> None:
+    axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
+    axes.axhline(bound, color="C3", label="beyond this line: a bug")
+    axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
+    axes.legend(fontsize=8)
 
 
 def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from selfspec.evaluation.audit import Audit, LawTest, law_verdict
 from selfspec.evaluation.runs import Record
 
 _COLUMNS = (
@@ -58,6 +59,29 @@ def _row(point: dict[str, Any]) -> list[str]:
         f"{same['rows']}/{same['of']}" if same else "-",
         f"{arms['speculative']['distinct_4grams']:.2f}",
     ]
+
+
+def audit_report(audit: Audit, tests: list[LawTest]) -> str:
+    """The audit as Markdown: verdict, figures, every divergence, and the distribution test."""
+    lines = [
+        f"**{audit.verdict}** ({audit.dtype}): {audit.rows} texts, {audit.tokens} tokens up to each one's end or first "
+        f"divergence, {len(audit.divergences)} divergences.",
+        f"Noise between one-token and many-token passes of stock transformers: median {audit.noise_median:.2g}, "
+        f"largest {audit.noise:.2g} logits; between the two decodings at most {audit.deviation:.2g}. A margin beyond "
+        f"{audit.bound:.2g} would be a bug.",
+    ]
+    if audit.divergences:
+        lines += ["", "| prompt | T | seed | nodes | batch | position | plain | speculative | margin | explained |"]
+        lines += ["|---" * 10 + "|"]
+        for d in sorted(audit.divergences, key=lambda d: -d.margin):
+            where = f"{d.prompt} | {d.temperature:g} | {d.seed} | {d.nodes} | {d.batch_size} | {d.position}"
+            explained = "yes" if d.margin <= audit.bound else "**BUG**"
+            lines.append(f"| {where} | {d.plain_token} | {d.speculative_token} | {d.margin:.3g} | {explained} |")
+    if tests:
+        lines += ["", f"Law of the first three tokens: **{law_verdict(tests)}**", ""]
+        lines += ["| test | texts | bins | chi-square | p |", "|---|---|---|---|---|"]
+        lines += [f"| {t.name} | {t.samples} | {t.bins} | {t.statistic:.1f} | {t.p:.2g} |" for t in tests]
+    return "\n".join(lines)
 
 
 def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> None:

@@ -1,0 +1,158 @@
+"""The audit finds nothing where there is nothing, and finds what is put there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import compose_config, randomize, tiny_model
+
+from selfspec.build import run_audit
+from selfspec.cache import TreeCache
+from selfspec.drafters.medusa import Medusa
+from selfspec.evaluation.audit import (
+    Audit,
+    AuditConfig,
+    Divergence,
+    LawTest,
+    audit,
+    chi_square,
+    exact_law,
+    law_tests,
+    law_verdict,
+)
+from selfspec.evaluation.report import audit_report
+from selfspec.spec import Spec
+from selfspec.target import Target
+
+PROMPTS = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4], [3, 3, 12, 50, 6]]
+CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds=[0, 7])
+
+
+@pytest.fixture(scope="module")
+def spec() -> Spec:
+    target = Target(tiny_model())
+    drafter = Medusa(target, heads=3, rank=4)
+    randomize(drafter)
+    return Spec(target, drafter)
+
+
+def test_identical_output_is_called_identical(spec: Spec) -> None:
+    found = audit(spec, PROMPTS, CONFIG)
+    assert (found.verdict, found.divergences) == ("identical", [])
+    assert found.rows == 3 * 4 * (1 + 2 + 2)  # greedy takes one seed
+    assert found.tokens == 24 * found.rows
+    assert 0 < found.noise < 1e-10
+    assert found.deviation < 1e-10
+
+
+def test_a_wrong_mask_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TreeCache.mask
+
+    def all_above(self: TreeCache, tree: object, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        mask = right(self, tree, dtype, window)  # type: ignore[arg-type]
+        nodes = mask.shape[2]
+        mask[..., -nodes:] = torch.full((nodes, nodes), torch.finfo(dtype).min, dtype=dtype).triu(1)
+        return mask
+
+    monkeypatch.setattr(TreeCache, "mask", all_above)  # nodes see what was drafted beside them
+    found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[1]))
+    assert found.verdict == "BUG"
+    worst = max(found.divergences, key=lambda d: d.margin)
+    assert worst.margin > 1e6 * found.bound
+    assert worst.plain_token != worst.speculative_token
+    assert "**BUG**" in audit_report(found, [])
+
+
+def test_noise_of_a_dtype_is_told_from_a_bug() -> None:
+    target = Target(tiny_model(dtype=torch.bfloat16))
+    drafter = Medusa(target, heads=3, rank=4)
+    randomize(drafter)
+    found = audit(Spec(target, drafter), PROMPTS, CONFIG)
+    assert found.verdict in ("identical", "explained by numerics")
+    assert found.noise > 1e-3
+
+
+def test_the_verdict_follows_the_margin() -> None:
+    def verdict(*margins: float) -> str:
+        divergences = [Divergence(0, 0.0, 0, 8, 1, 5, 1, 2, margin, 0.1) for margin in margins]
+        return Audit("torch.bfloat16", 3, 100, 0.1, 0.05, 0.1, divergences).verdict
+
+    assert verdict() == "identical"
+    assert verdict(0.05, 0.19) == "explained by numerics"
+    assert verdict(0.05, 0.21) == "BUG"
+
+
+def test_the_law_is_the_models_and_bias_is_found(spec: Spec) -> None:
+    law = exact_law(spec, PROMPTS[0], 4)
+    assert len(law) == 64
+    assert sum(law.values()) == pytest.approx(1.0)
+    text = max(law, key=law.__getitem__)
+    wanted = 1.0
+    for i in range(3):
+        with torch.no_grad():
+            logits = spec.target.model(torch.tensor([[*PROMPTS[0], *text[:i]]])).logits[0, -1]
+        kept = logits.topk(4)
+        wanted *= float(kept.values.softmax(-1)[kept.indices.tolist().index(text[i])])
+    assert law[text] == pytest.approx(wanted)
+    tests = law_tests(spec, PROMPTS[:1], 2000, 4, 12)
+    assert law_verdict(tests) == "exact"
+    assert [t.p > 1e-4 for t in tests] == [True, True, False, True]
+
+
+def test_chi_square_is_pearsons() -> None:
+    statistic, p, bins = chi_square(torch.tensor([60.0, 40.0]).double(), torch.tensor([50.0, 50.0]).double())
+    assert (statistic, bins) == (4.0, 2)
+    assert p == pytest.approx(0.0455, abs=1e-4)  # of the tables
+    _, _, bins = chi_square(
+        torch.tensor([60.0, 40.0, 1.0, 2.0]).double(), torch.tensor([50.0, 50.0, 2.0, 1.0]).double()
+    )
+    assert bins == 3
+
+
+def test_law_verdicts() -> None:
+    def tests(ours: float, control: float) -> list[LawTest]:
+        return [
+            LawTest("speculative against the exact law", 1000, 9, 1.0, ours),
+            LawTest("biased on purpose against the exact law", 1000, 9, 1.0, control),
+        ]
+
+    assert law_verdict(tests(0.3, 1e-9)) == "exact"
+    assert law_verdict(tests(1e-9, 1e-9)) == "BUG: speculative against the exact law"
+    assert law_verdict(tests(0.3, 0.3)).startswith("undecided")
+
+
+def test_the_command_writes_report_figures_and_plot(tmp_path: Path, heads_folder: Path, source_root: Path) -> None:
+    config = compose_config(
+        "audit",
+        f"drafter.name={heads_folder}",
+        f"data.root={source_root}",
+        "audit.prompts=3",
+        "audit.prompt_tokens=12",
+        "audit.max_new_tokens=8",
+        "audit.nodes=[6]",
+        "audit.law_samples=500",
+    )
+    figures = run_audit(config, tmp_path)
+    assert figures["verdict"] == "identical"
+    assert figures["law_verdict"] == "exact"
+    assert json.loads((tmp_path / "audit.json").read_text())["tokens"] == figures["tokens"]
+    assert "Law of the first three tokens: **exact**" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "margins.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": 0}, "audit.prompts=0"),
+        ({"nodes": []}, "audit.nodes is empty"),
+        ({"batch_sizes": [0]}, "audit.batch_sizes holds 0"),
+        ({"temperatures": [-1.0]}, "temperature=-1"),
+        ({"law_samples": 20}, "can tell no law"),
+    ],
+)
+def test_bad_settings_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AuditConfig(**change)  # type: ignore[arg-type]
