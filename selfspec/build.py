@@ -15,10 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.evaluation.audit import AuditConfig, audit, law_tests, law_verdict
 from selfspec.evaluation.metrics import summarize
-from selfspec.evaluation.plots import plot_margins, plot_points
+from selfspec.evaluation.plots import plot_margins, plot_points, plot_rules
 from selfspec.evaluation.prompts import cut_prompts, read_prompts
 from selfspec.evaluation.report import audit_report, read_points, table, write_point
 from selfspec.evaluation.runs import DecodeConfig, run_arms
+from selfspec.evaluation.verifiers import VerifiersConfig, compare, comparison_table
 from selfspec.log import RunLog, is_main_process
 from selfspec.spec import Spec, load, load_target
 from selfspec.training.heads import train_heads
@@ -89,7 +90,9 @@ def run_pretrain(config: DictConfig, folder: Path) -> dict[str, Any]:
         return pretrain(data.train(), data.validation(), run.pretrain, run.loop, folder, log)
 
 
-def evaluation_prompts(spec: Spec, data: DictConfig, config: DecodeConfig | AuditConfig) -> list[list[int]]:
+def evaluation_prompts(
+    spec: Spec, data: DictConfig, config: DecodeConfig | AuditConfig | VerifiersConfig
+) -> list[list[int]]:
     """The prompts of a benchmark or audit: from its prompt file, or cut from the data's held-out text."""
     if config.prompt_file is not None:
         return read_prompts(config.prompt_file, spec.tokenizer)[: config.prompts]
@@ -133,6 +136,31 @@ def run_audit(config: DictConfig, folder: Path) -> dict[str, Any]:
         log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
     return figures
+
+
+def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
+    """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
+    plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    run: Any = OmegaConf.to_object(config)
+    spec = load(run.drafter.name, run.target, run.dtype, run.device)
+    project = getattr(spec.drafter, "project", None)
+    if project is None:
+        raise ValueError(
+            f"drafter={run.drafter.name!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
+            "depth without the tokens before it (medusa)"
+        )
+    prompts = evaluation_prompts(spec, config.data, run.verifiers)
+    documents = build_data(config.data, spec.tokenizer).validation()
+    measured = cut_prompts(documents, spec.tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        rows = compare(spec, lambda hidden: project(hidden)[:, 0], measured, prompts, run.verifiers)
+        (folder / "verifiers.json").write_text(json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
+        (folder / "table.md").write_text(comparison_table(rows) + "\n")
+        for row in rows:
+            log.write(row)
+        log.images({"verifiers": plot_rules(rows, folder / "verifiers.png")})
+    print(f"\n{comparison_table(rows)}\n{folder}")
+    return rows
 
 
 class SweepTable(Callback):

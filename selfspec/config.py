@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.runs import DecodeConfig
+from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.generate import MAX_NODES
 from selfspec.log import WandbConfig
 from selfspec.spec import NODES
@@ -91,6 +92,18 @@ class AuditRun:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
+@dataclass
+class VerifiersRun:
+    name: str = MISSING
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    target: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    data: Any = MISSING
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
 def spell_out_drafter(arguments: list[str]) -> list[str]:
     """`drafter=x` becomes `drafter.name=x`: for Hydra `drafter` alone is the group that training chooses from."""
     return [a.replace("drafter=", "drafter.name=", 1) if a.startswith("drafter=") else a for a in arguments]
@@ -103,3 +116,4 @@ def register() -> None:
     store.store(name="train_schema", node=TrainRun)
     store.store(name="eval_schema", node=EvalRun)
     store.store(name="audit_schema", node=AuditRun)
+    store.store(name="verifiers_schema", node=VerifiersRun)

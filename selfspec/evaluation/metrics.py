@@ -54,6 +54,8 @@ def summarize(records: list[Record]) -> dict[str, Any]:
         }
     if "speculative" in arms:
         summary["speculative"] = _speculative(arms["speculative"])
+        if arms["speculative"][0].altered is not None:
+            summary["lossy"] = _lossy(arms)
         for slow in ("autoregressive", "hf_generate"):
             if slow in arms:
                 summary["speedup"][slow] = speedup(arms[slow], arms["speculative"])
@@ -61,6 +63,17 @@ def summarize(records: list[Record]) -> dict[str, Any]:
                 same = [a == b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True)]
                 summary["identical"][slow] = {"rows": sum(same), "of": len(same)}
     return summary
+
+
+def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
+    """altered: share of tokens that are not the target's own pick, a bound of the next token's total variation
+    distance; log_prob: per token under the target, beside that of the exact output where it was measured."""
+    figures = {
+        f"log_prob_{arm}": sum(r.log_prob or 0.0 for r in rows) / sum(r.tokens for r in rows)
+        for arm, rows in arms.items()
+    }
+    rows = arms["speculative"]
+    return {"altered": sum(r.altered or 0 for r in rows) / sum(r.tokens for r in rows), **figures}
 
 
 def _speculative(rows: list[Record]) -> dict[str, Any]:

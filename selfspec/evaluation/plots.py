@@ -26,6 +26,22 @@ def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -
     return _saved(path, _margins, margins, bound)
 
 
+def plot_rules(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Acceptance length of verification rules against the temperature, with intervals."""
+    return _saved(path, _rules, rows)
+
+
+def _rules(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for i, rule in enumerate(dict.fromkeys(row["rule"] for row in rows)):
+        own = [row for row in rows if row["rule"] == rule]
+        errors = [[r["tau"] - r["low"] for r in own], [r["high"] - r["tau"] for r in own]]
+        at = [r["T"] + 0.006 * i for r in own]
+        style = "o:" if "chain" in rule else "o-"
+        axes.errorbar(at, [r["tau"] for r in own], yerr=errors, fmt=style, capsize=2, label=f"{rule}")
+    axes.set(xlabel="temperature", ylabel="tokens per pass")
+    axes.legend(fontsize=6)
+
+
 def _saved(path: Path, draw: Callable[..., None], *data: Any) -> Path:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     draw(axes, *data)

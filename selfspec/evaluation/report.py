@@ -34,6 +34,15 @@ def table(points: list[dict[str, Any]]) -> str:
     return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
 
 
+def _label(point: dict[str, Any]) -> str:
+    if (lossy := point.get("lossy")) is None:
+        return str(point["label"])
+    rule, exact = point["config"]["decode"]["lossy"], lossy.get("log_prob_autoregressive")
+    beside = "" if exact is None else f" (exact {exact:.2f})"
+    altered = f"{100 * lossy['altered']:.1f}% of tokens altered"
+    return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
+
+
 def _row(point: dict[str, Any]) -> list[str]:
     spec, arms = point.get("speculative"), point["arms"]
 
@@ -48,7 +57,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 6]
     same = point["identical"].get("autoregressive")
     return [
-        point["label"],
+        _label(point),
         f"{spec['acceptance_length']:.2f}",
         " ".join(f"{a:.2f}" for a in spec["full_acceptance"]),
         rate("autoregressive"),

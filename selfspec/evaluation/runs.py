@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from selfspec.generate import Options, check
+from selfspec.lossy import Lossy
+from selfspec.options import Options, check
 from selfspec.spec import Generated, Spec, end_tokens
 from selfspec.stats import Stats
 
@@ -21,7 +22,8 @@ ARMS = ("hf_generate", "autoregressive", "speculative")
 @dataclass
 class DecodeConfig:
     """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); repeats: timed runs
-    per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS."""
+    per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS; lossy: a rule that
+    changes the output (see `selfspec.lossy.Lossy`), whose distance from the exact distribution is then measured."""
 
     prompts: int = 24
     prompt_tokens: int = 128
@@ -35,6 +37,7 @@ class DecodeConfig:
     batch_size: int = 1
     repeats: int = 2
     arms: list[str] = field(default_factory=lambda: list(ARMS))
+    lossy: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
@@ -44,11 +47,14 @@ class DecodeConfig:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
         if unknown := set(self.arms) - set(ARMS):
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
+        if self.lossy is not None:
+            Lossy(self.lossy, self.temperature)
 
 
 @dataclass
 class Record:
-    """One arm on one batch of prompts. seconds: median wall-clock of a whole call, prompt included."""
+    """One arm on one batch of prompts. seconds: median wall-clock of a whole call, prompt included. Where a lossy rule
+    was asked for, altered: tokens it put in place of the target's pick; log_prob: of all tokens under the target."""
 
     prompt: int
     arm: str
@@ -56,6 +62,8 @@ class Record:
     tokens: int
     token_ids: list[list[int]]
     stats: Stats | None
+    altered: int | None = None
+    log_prob: float | None = None
 
 
 def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int) -> list[Record]:
@@ -66,7 +74,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
     calls: dict[str, Callable[[list[list[int]]], Generated]] = {
         "hf_generate": lambda batch: hf_generate(spec, batch, config),
         "autoregressive": lambda batch: spec.autoregressive(batch, **options),
-        "speculative": lambda batch: spec.generate(batch, **options, nodes=nodes),
+        "speculative": lambda batch: spec.generate(batch, **options, nodes=nodes, lossy=config.lossy),
     }
     check(spec.target, prompts, Options(config.max_new_tokens))  # all of them, before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
@@ -92,9 +100,25 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
             stats = results[arm].stats if arm != "hf_generate" else None
             records.append(Record(first, arm, statistics.median(seconds[arm]), sum(map(len, ids)), ids, stats))
             totals[arm] += records[-1].seconds
+            if config.lossy is not None:
+                records[-1].log_prob = log_prob(spec, batch, ids, config.temperature)
+                if (rule := results[arm].lossy) is not None:
+                    records[-1].altered = rule.altered
         if {"autoregressive", "speculative"} <= totals.keys():
             bar.set_postfix(speedup=f"{totals['autoregressive'] / totals['speculative']:.2f}")
     return records
+
+
+@torch.inference_mode()
+def log_prob(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], temperature: float) -> float:
+    """Sum of the new tokens' log-probabilities under the target at this temperature (at 1 for greedy text)."""
+    total = 0.0
+    for prompt, new in zip(prompts, token_ids, strict=True):
+        text = torch.tensor([prompt + new], device=spec.target.device)
+        logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        log_p = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
+        total += float(log_p.gather(1, text[0, len(prompt) :, None]).sum())
+    return total
 
 
 def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig) -> Generated:

@@ -101,7 +101,7 @@ def train_heads(
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
     before = target.checksum()
-    samples = {kind: own_text(target, prompts, config.new_tokens, kind, loop.seed) for kind in KINDS}
+    samples = {kind: own_text(target, prompts, config.new_tokens, t, loop.seed) for kind, t in KINDS.items()}
     if config.own_text.rows:
         with accelerator.main_process_first():  # the others then find it on disk
             stream = write_own_text(target, stream, config.own_text, loop.seed, folder / "own_text", quiet=not main)

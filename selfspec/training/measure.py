@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from selfspec.drafters.base import Sample
-from selfspec.generate import Options, autoregressive
+from selfspec.generate import autoregressive
+from selfspec.options import Options
 from selfspec.sampling import Sampling, gumbel, noise_bits
 from selfspec.spec import end_tokens
 from selfspec.target import Target
@@ -18,9 +19,8 @@ KINDS = {"greedy": 0.0, "sampled": 1.0}  # the temperatures trees are measured f
 _BATCH = 16
 
 
-def own_text(target: Target, prompts: list[list[int]], new_tokens: int, kind: str, seed: int) -> list[Sample]:
+def own_text(target: Target, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int) -> list[Sample]:
     """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states."""
-    temperature = KINDS[kind]
     samples = []
     for first in range(0, len(prompts), _BATCH):
         batch = prompts[first : first + _BATCH]

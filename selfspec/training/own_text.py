@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from selfspec.generate import Options, autoregressive
+from selfspec.generate import autoregressive
+from selfspec.options import Options
 from selfspec.sampling import Sampling
 from selfspec.spec import end_tokens
 from selfspec.target import Target

@@ -1,0 +1,320 @@
+"""The published lossless verifiers, for comparison with shared noise alone: nothing in the package decodes by them.
+
+Each draws its drafts from the drafter's distribution and corrects for it by rejection, so that what it emits has the
+target's law. They are written over any numbers (float64, or fractions for the proof by enumeration in the tests) and
+any source of chance.
+
+Legend: p[n], q[n] the target's and the drafter's distribution behind node n; a the chance to accept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from selfspec.generate import Accepted, Context, speculative
+from selfspec.options import Options
+from selfspec.sampling import Sampling, warp
+from selfspec.spec import Spec
+from selfspec.stats import Stats
+from selfspec.training.measure import own_text
+from selfspec.tree import DraftTree, chain, grow
+
+Vector = Any  # np.ndarray [V] of float64, or of fractions (dtype object)
+
+
+class Chance(Protocol):
+    """Where decisions come from: a random generator, or a proof that takes every branch."""
+
+    def flip(self, p: Any) -> bool: ...
+
+    def choose(self, weights: Vector) -> int: ...
+
+
+class Random:
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def flip(self, p: float) -> bool:
+        return bool(self.rng.random() < p)
+
+    def choose(self, weights: Vector) -> int:
+        total = np.cumsum(weights)
+        return min(int(np.searchsorted(total, self.rng.random() * total[-1], side="right")), len(weights) - 1)
+
+
+def residual(p: Vector, q: Vector, a: Any = 1) -> tuple[Vector, Any]:
+    """max(a p - q, 0), normalized, and its sum before; p itself where nothing is left (it is then never drawn from)."""
+    rest = np.maximum(a * p - q, 0 * p)
+    total = rest.sum()
+    return (rest / total if total > 0 else p), total
+
+
+def without(q: Vector, token: int) -> Vector:
+    """q after `token` was drawn from it and is not put back."""
+    rest = q.copy()
+    rest[token] = 0 * rest[token]
+    total = rest.sum()
+    return rest / total if total > 0 else rest
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A tree as lists: parents (root -1), children in the order they were drawn, and each node's token."""
+
+    parents: Sequence[int]
+    children: Sequence[Sequence[int]]
+    tokens: Sequence[int]
+
+
+def draft(parents: Sequence[int], root: int, q: Sequence[Vector], chance: Chance) -> Drafted:
+    """Draw tokens for a tree's shape, the children of a node from q[node] one after another without replacement."""
+    children: list[list[int]] = [[] for _ in parents]
+    left = list(q)
+    tokens = [root]
+    for node in range(1, len(parents)):
+        parent = parents[node]
+        token = chance.choose(left[parent])
+        left[parent] = without(left[parent], token)
+        children[parent].append(node)
+        tokens.append(token)
+    return Drafted(parents, children, tokens)
+
+
+class Verifier(Protocol):
+    __name__: str
+
+    def __call__(
+        self, tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: Chance
+    ) -> tuple[list[int], int]: ...
+
+
+def recursive_rejection(
+    tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: Chance
+) -> tuple[list[int], int]:
+    """Recursive rejection sampling without replacement (arXiv 2402.14160); on a chain it is the rejection sampling of
+    arXiv 2211.17192. Returns the accepted path, root first, and the bonus token."""
+    path = [0]
+    while True:
+        node = path[-1]
+        wanted, drawn = p[node], q[node]
+        for child in tree.children[node]:
+            token = tree.tokens[child]
+            if chance.flip(min(1, wanted[token] / drawn[token])):
+                path.append(child)
+                break
+            wanted, _ = residual(wanted, drawn)
+            drawn = without(drawn, token)
+        else:
+            return path, chance.choose(wanted)
+
+
+def block_verification(
+    tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: Chance
+) -> tuple[list[int], int]:
+    """Block verification of a chain (arXiv 2403.10444): the longest prefix that a joint test accepts."""
+    assert all(len(below) <= 1 for below in tree.children), "block verification knows chains alone"
+    a: Any = 1
+    longest, bonus = 0, residual(p[0], q[0])[0] if len(tree.parents) > 1 else p[0]
+    for node in range(1, len(tree.parents)):
+        token = tree.tokens[node]
+        a = min(1, a * p[node - 1][token] / q[node - 1][token])
+        if node + 1 < len(tree.parents):
+            rest, total = residual(p[node], q[node], a)
+            accept = total / (total + 1 - a) if total > 0 else 0 * total
+        else:
+            rest, accept = p[node], a
+        if chance.flip(accept):
+            longest, bonus = node, rest
+    return list(range(longest + 1)), chance.choose(bonus)
+
+
+def traversal(tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: Chance) -> tuple[list[int], int]:
+    """Traversal verification (arXiv 2505.12398): from the leaves up, a rejected node leaving its parent a residual."""
+
+    def visit(node: int, a: Any) -> tuple[list[int], int] | None:
+        wanted, drawn = p[node], q[node]
+        for child in tree.children[node]:
+            token = tree.tokens[child]
+            found = visit(child, min(1, a * wanted[token] / drawn[token]))
+            if found is not None:
+                return [node, *found[0]], found[1]
+            wanted, total = residual(wanted, drawn, a)
+            a = total / (total + 1 - a) if total > 0 else 0 * total
+            drawn = without(drawn, token)
+        return ([node], chance.choose(wanted)) if chance.flip(a) else None
+
+    found = visit(0, 1)
+    assert found is not None, "the root is always accepted"
+    return found
+
+
+# -- measured on a target with heads
+
+# logits [depth, V] of what follows depth 1, 2, ... behind a hidden state [1, H]: heads that do not look at the path
+Heads = Callable[[Tensor], Tensor]
+
+
+@torch.inference_mode()
+def acceptance_length(
+    spec: Spec,
+    heads: Heads,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    parents: Sequence[int],
+    verifier: Verifier,
+    seed: int = 0,
+) -> list[Stats]:
+    """Decode prompts one by one with a verifier over trees of one shape; per prompt, counts as `speculative` has."""
+    total, chance = [], Random(seed)
+    warpers = Sampling(temperature).warpers()
+    shape = torch.tensor([list(parents)])
+    depth = DraftTree(torch.zeros_like(shape), shape).depth[0].tolist()
+    for prompt in tqdm(prompts, desc=f"{verifier.__name__} T={temperature:g}", leave=False):
+        stats = Stats()
+        cache = spec.target.cache(1, len(prompt) + new_tokens + len(parents))
+        hidden = spec.target.forward(chain(torch.tensor([prompt[:-1]])), cache, logits=False).hidden[:, -1]
+        cache.keep([list(range(len(prompt) - 1))])
+        root, made = prompt[-1], 0
+        while made < new_tokens:
+            guesses = warp(heads(hidden), warpers).double().softmax(-1).numpy()
+            q = [guesses[min(d, len(guesses) - 1)] for d in depth]  # leaves' own are never read
+            tree = draft(parents, root, q, chance)
+            out = spec.target.forward(DraftTree(torch.tensor([list(tree.tokens)]), shape), cache)
+            assert out.logits is not None
+            p = warp(out.logits[0], warpers).double().softmax(-1).numpy()
+            path, root = verifier(tree, list(p), q, chance)
+            cache.keep([path])
+            hidden = out.hidden[:, path[-1]]
+            count = min(len(path), new_tokens - made)
+            stats.count(min(len(path) - 1, count), count)
+            made += count
+        total.append(stats)
+    return total
+
+
+@torch.inference_mode()
+def rejection_chances(
+    spec: Spec, heads: Heads, texts: list[list[int]], start: int, temperature: float, children: int = 8, seed: int = 0
+) -> list[list[float]]:
+    """How often the r-th child drawn at each depth is accepted by recursive rejection, given that its parent was, on
+    texts the target wrote from index `start` on: the table that shapes its trees."""
+    warpers = Sampling(temperature).warpers()
+    rng = np.random.default_rng(seed)
+    accepted: list[Any] = []
+    for text in texts:
+        out = spec.target.forward(chain(torch.tensor([text])), spec.target.cache(1, len(text)))
+        assert out.logits is not None
+        laws = warp(out.logits[0], warpers).double().softmax(-1).numpy()
+        for at in rng.integers(start - 2, len(text) - 6, 12):
+            guesses = warp(heads(out.hidden[:, at]), warpers).double().softmax(-1).numpy()
+            accepted = accepted or [np.zeros(children) for _ in guesses]
+            for d, guess in enumerate(guesses):
+                wanted, drawn, left = laws[at + 1 + d], guess, 1.0
+                for r in range(children):
+                    token = int(rng.choice(len(drawn), p=drawn / drawn.sum()))
+                    chance = min(1.0, wanted[token] / drawn[token])
+                    accepted[d][r] += left * chance
+                    left *= 1 - chance
+                    wanted, drawn = residual(wanted, drawn)[0], without(drawn, token)
+    return [(row / (12 * len(texts))).tolist() for row in accepted]
+
+
+@dataclass
+class VerifiersConfig:
+    """Prompts as in `AuditConfig`; nodes: of every tree; the chains are as deep as the drafter has heads."""
+
+    prompts: int = 24
+    prompt_tokens: int = 128
+    prompt_file: str | None = None
+    max_new_tokens: int = 128
+    temperatures: list[float] = field(default_factory=lambda: [0.3, 0.7, 1.0])
+    nodes: int = 16
+    measured_prompts: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "max_new_tokens", "nodes", "measured_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"verifiers.{name}={getattr(self, name)} must be at least 1")
+        if not self.temperatures or min(self.temperatures) <= 0:
+            raise ValueError(f"verifiers.temperatures={list(self.temperatures)} must all be above 0")
+
+
+class _Blind:
+    """A drafter that does not see the noise: top-k drafts under the same rule."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = copy.copy(drafter)
+
+    def propose(self, context: Context) -> DraftTree:
+        return self.drafter.propose(replace(context, noise=None))
+
+    def observe(self, accepted: Accepted) -> None:
+        self.drafter.observe(accepted)
+
+
+def compare(
+    spec: Spec, heads: Heads, validation: list[list[int]], prompts: list[list[int]], config: VerifiersConfig
+) -> list[dict[str, Any]]:
+    """Acceptance length of every rule at every temperature: same heads, same prompts, same number of nodes, and for
+    each rule the tree that its own table, measured on text continuing the `validation` prompts, grows."""
+    rows: list[dict[str, Any]] = []
+    for temperature in config.temperatures:
+        samples = own_text(spec.target, validation, config.max_new_tokens, temperature, config.seed)
+        texts, start = [s.tokens.tolist() for s in samples], samples[0].start
+        table = rejection_chances(spec, heads, texts, start, temperature, seed=config.seed)
+        tuned = copy.copy(spec.drafter)
+        tuned.chances = dict(spec.drafter.chances)
+        tuned.measure("sampled", samples)
+        depth = len(table)
+        line = copy.copy(spec.drafter)
+        line.chances = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
+
+        def noisy(drafter: Any, nodes: int, temperature: float = temperature) -> list[Stats]:
+            options = Options(config.max_new_tokens, Sampling(temperature), [config.seed])
+            return [speculative(spec.target, [prompt], options, drafter, nodes).stats for prompt in prompts]
+
+        def published(verifier: Verifier, parents: list[int], temperature: float = temperature) -> list[Stats]:
+            new = config.max_new_tokens
+            return acceptance_length(spec, heads, prompts, new, temperature, parents, verifier, config.seed)
+
+        tree, single = grow(table, config.nodes)[0], list(range(-1, depth))
+        arms = {
+            "shared noise": (config.nodes, noisy(spec.drafter, config.nodes)),
+            "shared noise, table measured at this T": (config.nodes, noisy(tuned.eval(), config.nodes)),
+            "same rule, drafts blind to the noise": (config.nodes, noisy(_Blind(spec.drafter), config.nodes)),
+            "recursive rejection (2402.14160)": (config.nodes, published(recursive_rejection, tree)),
+            "traversal (2505.12398)": (config.nodes, published(traversal, tree)),
+            "shared noise, chain": (depth + 1, noisy(line.eval(), depth + 1)),
+            "rejection, chain (2211.17192)": (depth + 1, published(recursive_rejection, single)),
+            "block verification, chain (2403.10444)": (depth + 1, published(block_verification, single)),
+        }
+        for rule, (nodes, stats) in arms.items():
+            figures = torch.tensor([[s.tokens, s.passes] for s in stats], dtype=torch.float64)
+            at = torch.randint(len(figures), (2000, len(figures)), generator=torch.Generator().manual_seed(0))
+            drawn = figures[at].sum(1)
+            low, high = (drawn[:, 0] / drawn[:, 1]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+            tau = float(figures[:, 0].sum() / figures[:, 1].sum())
+            rows.append({"rule": rule, "T": temperature, "nodes": nodes, "tau": tau, "low": low, "high": high})
+    return rows
+
+
+def comparison_table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table, one row a rule and one column a temperature, tau with its 95% interval over prompts."""
+    temperatures = sorted({row["T"] for row in rows})
+    lines = ["| rule | nodes | " + " | ".join(f"τ at T={t:g}" for t in temperatures) + " |"]
+    lines.append("|---" * (2 + len(temperatures)) + "|")
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = {row["T"]: row for row in rows if row["rule"] == rule}
+        cells = [f"{own[t]['tau']:.2f} [{own[t]['low']:.2f}, {own[t]['high']:.2f}]" for t in temperatures]
+        lines.append(f"| {rule} | {next(iter(own.values()))['nodes']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""The rules that change the output: off by default, named, and their distance measured."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, RandomTrees
+
+import selfspec
+from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.report import table
+from selfspec.evaluation.runs import DecodeConfig, log_prob, run_arms
+from selfspec.generate import autoregressive, speculative
+from selfspec.lossy import Lossy
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.target import Target
+
+LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.12, 0.06, 0.02]], dtype=torch.float64))
+
+
+def test_typical_acceptance_is_its_formula() -> None:
+    p = LOGITS[0].exp()
+    threshold = min(0.09, 0.3 * math.exp(float((p * p.log()).sum())))
+    rule = Lossy("typical", 1.0)
+    assert [rule.accepts(LOGITS[0], i) for i in range(5)] == [float(x) > threshold for x in p]
+    assert 0 < sum(float(x) > threshold for x in p) < 5
+    strict = Lossy("typical:0.4,1.0", 1.0)
+    assert [strict.accepts(LOGITS[0], i) for i in range(5)] == [True, True, False, False, False]
+    cold = Lossy("typical:0.4,1.0", 0.5)  # the temperature sharpens what counts as likely
+    assert not cold.accepts(LOGITS[0], 1)
+
+
+def test_the_pick_stays_where_it_was_drafted_and_the_likeliest_stands_in_elsewhere() -> None:
+    rule = Lossy("top_k:3", 0.0)
+    assert rule(LOGITS, [4], [[1, 4]]) == [4]
+    assert rule(LOGITS, [0], [[2, 1]]) == [1]
+    assert rule(LOGITS, [0], [[3, 4]]) == [0]
+    assert rule(LOGITS, [0], [[]]) == [0]
+    assert rule.altered == 1
+
+
+@pytest.mark.parametrize("name", ["none", "typical:0.3", "typical:0,1", "top_k", "top_k:0", "top_k:1.5", "typical:a,b"])
+def test_unknown_rules_are_named(name: str) -> None:
+    with pytest.raises(ValueError, match="lossy="):
+        Lossy(name, 1.0)
+
+
+def test_off_by_default_and_named_in_the_result(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    prompts = [[5, 9, 2], [8, 1, 30, 4]]
+    exact = spec.generate(prompts, max_new_tokens=40, nodes=12)
+    assert exact.lossy is None
+    assert exact.token_ids == spec.autoregressive(prompts, max_new_tokens=40, lossy="top_k:30").token_ids
+    loose = spec.generate(prompts, max_new_tokens=40, nodes=12, lossy="top_k:30")
+    assert loose.lossy is not None
+    assert (loose.lossy.name, loose.lossy.altered > 0) == ("top_k:30", True)
+    assert loose.token_ids != exact.token_ids
+    assert loose.stats.passes < exact.stats.passes
+
+
+def test_altered_tokens_bound_the_distance_from_the_exact_law(llama: Target) -> None:
+    """The two rules share their noise, so the first token's laws lie at most the altered share apart."""
+    prompt, samples = [5, 9, 2, 7], 1500
+    seeds = list(range(samples))
+    rule = Lossy("typical:0.05,1.0", 1.0)
+    options = Options(1, Sampling(1.0, top_k=8), seeds)
+    plain = autoregressive(llama, [prompt] * samples, options).token_ids
+    drafter = RandomTrees([[*prompt, 31, 31, 31]])
+    relaxed = Options(1, Sampling(1.0, top_k=8), seeds, relaxed=rule)
+    loose = speculative(llama, [prompt] * samples, relaxed, drafter, 6).token_ids
+    laws = [torch.bincount(torch.tensor(t).flatten(), minlength=VOCAB) / samples for t in (plain, loose)]
+    distance = float((laws[0] - laws[1]).abs().sum() / 2)
+    different = sum(a != b for a, b in zip(plain, loose, strict=True)) / samples
+    assert 0 < different <= rule.altered / samples
+    assert distance <= different + 1e-9
+
+
+def test_the_benchmark_names_and_measures_it(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    prompts = [[5, 9, 2], [8, 1, 30, 4]]
+    config = DecodeConfig(max_new_tokens=12, repeats=1, temperature=1.0, lossy="top_k:40")
+    records = run_arms(spec, prompts, config, 8)
+    point = {"label": "x", "config": {"decode": {"lossy": "top_k:40"}}, **summarize(records)}
+    assert 0 < point["lossy"]["altered"] < 1
+    assert "LOSSY top_k:40" in table([point])
+    exact = next(r for r in records if r.arm == "autoregressive")
+    scores = torch.log_softmax(spec.target.model(torch.tensor([[*prompts[0], *exact.token_ids[0]]])).logits[0], -1)
+    wanted = sum(float(scores[2 + i, t]) for i, t in enumerate(exact.token_ids[0]))
+    assert log_prob(spec, prompts[:1], exact.token_ids, 1.0) == pytest.approx(wanted, rel=1e-4)
+    with pytest.raises(ValueError, match="lossy="):
+        DecodeConfig(lossy="a bit")
