@@ -18,7 +18,7 @@ from selfspec.generate import Accepted, Context, Options, autoregressive, specul
 from selfspec.sampling import Sampling
 from selfspec.target import Target
 from selfspec.training.heads import DraftLoss
-from selfspec.training.measure import own_text
+from selfspec.training.measure import KINDS, own_text
 from selfspec.tree import DraftTree
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
@@ -93,7 +93,7 @@ def test_target_weights_are_views(row: Row, target: Target) -> None:
 def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> None:
     drafter = built(row, target)
     for kind in ("greedy", "sampled"):
-        drafter.measure(kind, own_text(target, PROMPTS[2:], 30, kind, 0))
+        drafter.measure(kind, own_text(target, PROMPTS[2:], 30, KINDS[kind], 0))
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)
     for nodes in (1, 4, 13):
@@ -123,7 +123,7 @@ def test_trees_keep_the_budget_and_the_root(row: Row, target: Target) -> None:
 def test_save_and_load_give_the_same_draft(row: Row, tmp_path: Path) -> None:
     target = Target(tiny_model())
     drafter = built(row, target)
-    drafter.measure("greedy", own_text(target, PROMPTS[2:], 20, "greedy", 0))
+    drafter.measure("greedy", own_text(target, PROMPTS[2:], 20, 0.0, 0))
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     again = load_drafter(tmp_path / "d", target)
     assert again.chances == drafter.chances

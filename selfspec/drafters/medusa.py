@@ -27,6 +27,15 @@ CHOICES = 16  # choices per depth that are measured, and that a tree may hold be
 _PRIOR = [0.5 * 0.5**r for r in range(CHOICES)]  # before anything was measured
 
 
+def _perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """By what children are ranked where the target samples: what it will add to its own logits, but with less weight.
+
+    A head's distribution is a mixture over the paths it can not see, so the target's own is sharper, and the more so
+    the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
+    """
+    return logits / temperature + min(1.0, 0.85 * temperature**2) * noise
+
+
 @dataclass(frozen=True)
 class _Plan:
     """A static tree for some number of rows: `index` finds each node's token among root and choices."""
@@ -175,7 +184,7 @@ class Medusa(Drafter):
         if context.noise is not None:
             # one position more than the heads reach: the bonus token's, so that the walk finds it in the same block
             ahead = context.noise.ahead([n + 1 for n in context.lengths], plan.depth + 1)
-            scores = scores / context.temperature + ahead[:, :-1]
+            scores = _perturbed(scores, ahead[:, :-1], context.temperature)
         choices = scores.topk(plan.choices, -1).indices  # [B, depth, choices]
         tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
         return plan.tree.with_tokens(tokens[:, plan.index])
@@ -224,7 +233,7 @@ class Medusa(Drafter):
                 truth = sample.tokens[at + 2 + k].to(scores.device)
                 values = scores[k].double()
                 if sample.noise is not None:
-                    values = values / sample.temperature + sample.noise(at + 2 + k)
+                    values = _perturbed(values, sample.noise(at + 2 + k), sample.temperature)
                 own = values.gather(1, truth[:, None])
                 rank = (values > own).sum(1).cpu()
                 agree[k] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])

@@ -280,8 +280,11 @@ def compare(
         line.chances = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
 
         def noisy(drafter: Any, nodes: int, temperature: float = temperature) -> list[Stats]:
-            options = Options(config.max_new_tokens, Sampling(temperature), [config.seed])
-            return [speculative(spec.target, [prompt], options, drafter, nodes).stats for prompt in prompts]
+            settings = (config.max_new_tokens, Sampling(temperature))
+            return [
+                speculative(spec.target, [prompt], Options(*settings, [config.seed + i]), drafter, nodes).stats
+                for i, prompt in enumerate(prompts)
+            ]
 
         def published(verifier: Verifier, parents: list[int], temperature: float = temperature) -> list[Stats]:
             new = config.max_new_tokens
