@@ -18,7 +18,7 @@ from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_margins, plot_points, plot_rules
 from selfspec.evaluation.prompts import cut_prompts, read_prompts
 from selfspec.evaluation.report import audit_report, read_points, table, write_point
-from selfspec.evaluation.runs import DecodeConfig, run_arms
+from selfspec.evaluation.runs import DecodeConfig, bookkeeping, run_arms
 from selfspec.evaluation.verifiers import VerifiersConfig, compare, comparison_table
 from selfspec.log import RunLog, is_main_process
 from selfspec.spec import Spec, load, load_target
@@ -109,6 +109,8 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        if "speculative" in point:
+            point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode.options(), run.tree.nodes)
         write_point(folder, point, records)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative") if key in point})
         log.images(plot_points([point], folder))
@@ -143,8 +145,7 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     run: Any = OmegaConf.to_object(config)
     spec = load(run.drafter.name, run.target, run.dtype, run.device)
-    project = getattr(spec.drafter, "project", None)
-    if project is None:
+    if spec.drafter.kind != "medusa":
         raise ValueError(
             f"drafter={run.drafter.name!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
             "depth without the tokens before it (medusa)"
@@ -153,7 +154,7 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     documents = build_data(config.data, spec.tokenizer).validation()
     measured = cut_prompts(documents, spec.tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
-        rows = compare(spec, lambda hidden: project(hidden)[:, 0], measured, prompts, run.verifiers)
+        rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
         (folder / "verifiers.json").write_text(json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
         (folder / "table.md").write_text(comparison_table(rows) + "\n")
         for row in rows:

@@ -49,7 +49,7 @@ def test_lora_folders_are_stock_peft(folder: Path, tiny_folder: str) -> None:
     with torch.no_grad():
         drafter.weight.zero_()
         drafter.bias.zero_()
-        ours = drafter.eval().project(hidden)
+        ours = drafter.eval()(hidden)
         for k in range(3):
             stock = PeftModel.from_pretrained(
                 AutoModelForCausalLM.from_pretrained(tiny_folder), str(folder / "lora" / f"head_{k}")

@@ -155,7 +155,7 @@ def test_stacked_product_is_pefts_own(llama: Target) -> None:
     for stacked in (False, True):
         drafter.train(not stacked)
         with torch.no_grad():
-            got = drafter.project(hidden)
+            got = drafter(hidden)
             for k in range(3):
                 want = layer(hidden, adapter_names=[f"head_{k}"] * 5) if not layer.training else None
                 if want is None:
@@ -169,7 +169,7 @@ def test_medusa_starts_as_the_targets_own_prediction(llama: Target) -> None:
     for projection in ("lora", "full"):
         drafter = Medusa(llama, heads=2, projection=projection)
         with torch.no_grad():
-            torch.testing.assert_close(drafter.project(hidden), llama.lm_head(hidden).expand(2, -1, -1))
+            torch.testing.assert_close(drafter(hidden), llama.lm_head(hidden).expand(2, -1, -1))
 
 
 def test_medusa_loss_is_the_definition(llama: Target) -> None:
@@ -189,7 +189,7 @@ def test_medusa_loss_is_the_definition(llama: Target) -> None:
             for b in range(3):
                 for t in range(24 - 1 - 3):
                     if data["mask"][b, t + 2 + k]:
-                        q = drafter.project(seen[0][b, t : t + 1])[k, 0].log_softmax(-1)
+                        q = drafter(seen[0][b, t : t + 1])[k, 0].log_softmax(-1)
                         p = logits[b, t + 1 + k].log_softmax(-1)
                         total, count = total + float((p.exp() * (p - q)).sum()), count + 1
             means.append(total / count)

@@ -178,7 +178,7 @@ def test_acceptance_on_a_target() -> None:
     spec = Spec(target, drafter)
 
     def heads(hidden: torch.Tensor) -> torch.Tensor:
-        return drafter.project(hidden)[:, 0]
+        return drafter(hidden)[:, 0]
 
     chances = rejection_chances(spec, heads, [list(range(40))], 8, 1.0)
     assert len(chances) == 3

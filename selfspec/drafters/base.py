@@ -31,6 +31,7 @@ class Drafter(nn.Module, ABC):
     """Proposes draft trees for a target. Nothing it does can change the output, only how many passes it takes.
 
     `kind` names the drafter on disk and its module here; `shape` is what its constructor needs to build it again.
+    `forward` is the product of its own weights and nothing else, so that benchmarks can tell it from bookkeeping.
     Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
     target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
     belongs to one call of generate.

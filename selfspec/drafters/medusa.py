@@ -143,7 +143,7 @@ class Medusa(Drafter):
                 self._stacked = tuple(w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
         return self
 
-    def project(self, hidden: Tensor, heads: int | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """Logits [K, n, V] of the first `heads` heads for hidden states [n, H] (post-norm, as lm_head reads them)."""
         heads = heads or self.heads
         weights = self._stacked or self._weights()
@@ -180,7 +180,7 @@ class Medusa(Drafter):
         plan = self._plan(kind, len(context.lengths), context.nodes, context.roots.device)
         if self._hidden is None or plan.depth == 0:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        scores = self.project(self._hidden, plan.depth).transpose(0, 1)  # [B, depth, V]
+        scores = self(self._hidden, plan.depth).transpose(0, 1)  # [B, depth, V]
         if context.noise is not None:
             # one position more than the heads reach: the bonus token's, so that the walk finds it in the same block
             ahead = context.noise.ahead([n + 1 for n in context.lengths], plan.depth + 1)
@@ -206,7 +206,7 @@ class Medusa(Drafter):
         n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
         if n < 1:
             raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
-        draft = self.project(hidden[:, :n].flatten(0, 1)).unflatten(1, (tokens.shape[0], n))  # [K, B, n, V]
+        draft = self(hidden[:, :n].flatten(0, 1)).unflatten(1, (tokens.shape[0], n))  # [K, B, n, V]
         per_head, mask = [], []
         for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
             wanted, ahead = logits[:, 1 + k : 1 + k + n], slice(2 + k, 2 + k + n)
@@ -226,7 +226,7 @@ class Medusa(Drafter):
             n = len(sample.tokens)
             # hidden states from which all heads have a truth; none where the target ended at once
             at = torch.arange(sample.start - 2, max(sample.start - 2, n - 1 - self.heads))
-            scores = self.project(sample.hidden[at].to(self.compute_dtype))  # [K, m, V]
+            scores = self(sample.hidden[at].to(self.compute_dtype))  # [K, m, V]
             alive = torch.ones(len(at), dtype=torch.bool)
             positions += len(at)
             for k in range(self.heads):

@@ -20,6 +20,7 @@ _COLUMNS = (
     "vs autoregressive",
     "vs hf_generate",
     "draft/target/other",
+    "bookkeeping",
     "identical",
     "distinct 4-grams",
 )
@@ -54,7 +55,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
 
     if spec is None:
-        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 6]
+        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 7]
     same = point["identical"].get("autoregressive")
     return [
         _label(point),
@@ -65,6 +66,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         ratio("autoregressive"),
         ratio("hf_generate"),
         "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
+        f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
         f"{same['rows']}/{same['of']}" if same else "-",
         f"{arms['speculative']['distinct_4grams']:.2f}",
     ]

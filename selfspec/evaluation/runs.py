@@ -50,6 +50,11 @@ class DecodeConfig:
         if self.lossy is not None:
             Lossy(self.lossy, self.temperature)
 
+    def options(self) -> dict[str, Any]:
+        """What generate is asked for."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass
 class Record:
@@ -68,9 +73,7 @@ class Record:
 
 def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int) -> list[Record]:
     """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
-    options: dict[str, Any] = {
-        key: getattr(config, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    }
+    options = config.options()
     calls: dict[str, Callable[[list[list[int]]], Generated]] = {
         "hf_generate": lambda batch: hf_generate(spec, batch, config),
         "autoregressive": lambda batch: spec.autoregressive(batch, **options),
@@ -92,8 +95,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
             for arm in arms[turn:] + arms[:turn]:
                 start = time.perf_counter()
                 results[arm] = calls[arm](batch)
-                if spec.target.device.type == "cuda":
-                    torch.cuda.synchronize()
+                _wait(spec)
                 seconds[arm].append(time.perf_counter() - start)
         for arm in arms:
             ids = results[arm].token_ids
@@ -107,6 +109,37 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
         if {"autoregressive", "speculative"} <= totals.keys():
             bar.set_postfix(speedup=f"{totals['autoregressive'] / totals['speculative']:.2f}")
     return records
+
+
+def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], nodes: int) -> float:
+    """Share of a step's time that is neither the target's forward nor the drafter's product: trees, masks, noise,
+    choices, the walk, the cache. Told apart by hooks, in runs of their own that no speedup counts."""
+    clock = {"start": 0.0, "inside": 0.0}
+
+    def enter(*_: Any) -> None:
+        _wait(spec)
+        clock["start"] = time.perf_counter()
+
+    def leave(*_: Any) -> None:
+        _wait(spec)
+        clock["inside"] += time.perf_counter() - clock["start"]
+
+    handles = [
+        hook
+        for module in (spec.target.model, spec.drafter)
+        for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    ]
+    try:
+        spent = [spec.generate([prompt], **options, nodes=nodes).stats for prompt in prompts]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return 1 - clock["inside"] / sum(s.seconds - s.seconds_prefill for s in spent)
+
+
+def _wait(spec: Spec) -> None:
+    if spec.target.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @torch.inference_mode()
