@@ -109,7 +109,7 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
-        if "speculative" in point:
+        if "speculative" in point and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode.options(), run.tree.nodes)
         write_point(folder, point, records)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative") if key in point})

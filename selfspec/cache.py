@@ -64,12 +64,13 @@ class TreeCache(Cache):
         """Make room for a pass over `nodes` nodes; call before the pass."""
         longest = max(self.lengths)
         if longest + nodes > self.capacity:
-            self.capacity = max(2 * self.capacity, longest + nodes)
-            self.storage = [
-                torch.cat([s, s.new_zeros(*s.shape[:3], self.capacity - s.shape[3], s.shape[4])], 3)
-                for s in self.storage
-            ]
-            self._share()
+            self.capacity = max(min(2 * self.capacity, self.limit + nodes), longest + nodes)
+            for i, old in enumerate(self.storage):  # one at a time, so that only one is held twice
+                new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
+                new[:, :, :, : old.shape[3]] = old
+                self.storage[i] = new
+                self._share()
+                del old
         self._slots = None
         if min(self.lengths) != longest:
             lengths = torch.tensor(self.lengths, device=device)[:, None]

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.generate import speculative_steps
-from selfspec.options import Options
+from selfspec.options import Options, as_seed
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -84,19 +84,19 @@ def custom_generate(
         if tokenizer is None:
             raise ValueError(f"stop_strings={stop_strings!r} need a tokenizer, which target {target.name!r} has not")
         stopping_criteria = [*stopping_criteria, _stop_strings(tokenizer, stop_strings)]
-    eos = config.eos_token_id
-    ends = frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
-    native = (EosTokenCriteria, MaxLengthCriteria)
+    # A criterion given by the user stands in the list instead of the one from the config.
+    limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+    ends = {int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
     temperature = float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0
     if seed is None:
         seed = int(torch.randint(2**62, (1,))) if config.do_sample else 0
     options = Options(
-        int(config.max_length) - width,
+        min(limits) - width,
         Sampling(temperature, None, config.top_p, config.min_p),  # not the warpers, but what they must satisfy
-        seed,
-        ends,
+        as_seed(seed),
+        frozenset(ends),
         processors=list(logits_processor),
-        stops=[c for c in stopping_criteria if not isinstance(c, native)],
+        stops=[c for c in stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))],
         pads=pads,
         relaxed=relaxed,
         record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),

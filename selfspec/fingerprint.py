@@ -14,9 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
-    quantized weights by what they store."""
+    quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
     digest = hashlib.sha256()
-    for name, tensor in model.named_parameters():
+    buffers = (
+        (f"{path}.{name}", buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    for name, tensor in (*model.named_parameters(), *buffers):
         for part in _stored(tensor.detach()):
             values = part.to(dtype or part.dtype) if part.is_floating_point() else part
             digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())

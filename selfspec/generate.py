@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.options import Options, check
+from selfspec.options import Options, check, integer
 from selfspec.prefix import PrefixRules
 from selfspec.sampling import Noise, pick, warp
 from selfspec.stats import Stats
@@ -89,19 +89,26 @@ class _Rows:
     def roots(self) -> Tensor:
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
 
-    def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
-        """The target's pick for some rows, each after its tokens and those this pass has emitted before."""
-        scores, warpers = logits, self.warpers
-        if self.rules.processors:
-            prefixes = [self.tokens[row] + new for row, new in zip(rows, ahead, strict=True)]
-            scores, warpers = self.rules.scores(logits, [self.alive[row] for row in rows], prefixes), ()
+    def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
+        scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
         if self.options.record:
-            for row, raw, processed in zip(rows, logits, warp(scores, warpers), strict=True):
+            for row, raw, processed in zip(rows, logits, scores, strict=True):
                 self.records[self.alive[row]].append((raw.clone(), processed.clone()))
         if self.noise is None:
-            return pick(scores, None, warpers)
+            return pick(scores, None), scores
         noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
-        return pick(scores, noise if len(rows) == len(self.alive) else noise[rows], warpers)
+        return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
+
+    def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
+        """Processors read no text that is not to be: rows that this pass has ended already keep their logits."""
+        eos = self.options.eos
+        ended = [len(new) >= self.left[row] or not eos.isdisjoint(new) for row, new in zip(rows, ahead, strict=True)]
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
+        if at := [i for i, done in enumerate(ended) if not done]:
+            prefixes = [self.tokens[rows[i]] + ahead[i] for i in at]
+            scores[at] = self.rules.scores(scores[at], [self.alive[rows[i]] for i in at], prefixes)
+        return scores
 
     def prefill(self, drafter: Any) -> None:
         """Cache every prompt but its last token, which becomes the root."""
@@ -170,7 +177,7 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
         logits = target.forward(root, rows.cache).logits
         t2 = _clock(target.device)
         assert logits is not None
-        picked = rows.picker(logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
+        picked, _ = rows.picker(logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
         rows.cache.keep([[0]] * len(rows.alive))
         tokens, going = rows.advance([[token] for token in picked.tolist()])
         for row, cut in zip(rows.alive, tokens, strict=True):
@@ -211,7 +218,7 @@ def speculative_steps(
     records: list[list[tuple[Tensor, Tensor]]] | None = None,
 ) -> Iterator[Added]:
     """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way."""
-    if not 1 <= nodes <= MAX_NODES:
+    if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     drafter = copy.copy(drafter)  # its state belongs to this call
     t0 = _clock(target.device)

@@ -13,7 +13,7 @@ class Lossy:
     next-token law and the exact one from above, since the two rules share their noise and differ only there.
     """
 
-    def __init__(self, name: str, temperature: float) -> None:
+    def __init__(self, name: str) -> None:
         """name: "typical" or "typical:epsilon,delta" (Medusa's typical acceptance, arXiv 2401.10774, section 2.3.2;
         0.09 and 0.3 as in its code), or "top_k:k" (any drafted token among the target's k likeliest).
 
@@ -29,19 +29,19 @@ class Lossy:
                 (value,) = values
                 self.k = int(value)
                 good = kind == "top_k" and value == self.k >= 1
-        except ValueError:
+        except (ValueError, OverflowError):
             good = False
         if not good:
             raise ValueError(
                 f'lossy={name!r} must be "typical", "typical:epsilon,delta" with both in (0, 1], or "top_k:k" with an '
                 "integer k of at least 1"
             )
-        self.kind, self.name, self.temperature, self.altered = kind, name, temperature or 1.0, 0
+        self.kind, self.name, self.altered = kind, name, 0
 
-    def __call__(self, logits: Tensor, picks: list[int], candidates: list[list[int]]) -> list[int]:
-        """What to emit for logits [A, V], the target's picks and the drafted children of the A nodes."""
+    def __call__(self, scores: Tensor, picks: list[int], candidates: list[list[int]]) -> list[int]:
+        """What to emit for warped and processed scores [A, V], the target's picks and the A nodes' drafted children."""
         emitted = []
-        for row, pick, drafted in zip(logits, picks, candidates, strict=True):
+        for row, pick, drafted in zip(scores, picks, candidates, strict=True):
             if drafted and pick not in drafted:
                 best = drafted[int(row[drafted].argmax())]
                 if self.accepts(row, best):
@@ -50,10 +50,12 @@ class Lossy:
             emitted.append(pick)
         return emitted
 
-    def accepts(self, logits: Tensor, token: int) -> bool:
-        """Whether a token may stand in for the pick; logits [V]. What it refuses of the likeliest it refuses of all."""
+    def accepts(self, scores: Tensor, token: int) -> bool:
+        """Whether a token may stand in for the pick; scores [V]. What warpers or processors forbid stays forbidden."""
+        if scores[token] == -torch.inf:
+            return False
         if self.kind == "top_k":
-            return int((logits > logits[token]).sum()) < self.k
-        log_p = torch.log_softmax(logits.double() / self.temperature, -1)
+            return int((scores > scores[token]).sum()) < self.k
+        log_p = torch.log_softmax(scores.double(), -1)
         entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum()
         return float(log_p[token].exp()) > min(self.epsilon, self.delta * float(torch.exp(-entropy)))

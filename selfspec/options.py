@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from selfspec.sampling import Sampling
@@ -35,6 +38,25 @@ class Options:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+
+
+def integer(name: str, value: Any) -> int:
+    """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name}={value!r} must be an integer")
+
+
+def as_seed(seed: Any) -> int | list[int]:
+    """One seed, or one per row, as plain ints. Raises ValueError for what is no integer of 64 bits."""
+    one = not isinstance(seed, (list, tuple, torch.Tensor)) or (isinstance(seed, torch.Tensor) and seed.ndim == 0)
+    seeds = [integer("seed", s) for s in ([seed] if one else seed)]
+    if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
+        raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
+    return seeds[0] if one else seeds
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:

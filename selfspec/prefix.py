@@ -2,7 +2,7 @@
 
 Both are written for a batch of one length whose row i is prompt i. Rows of one pass stand at different nodes, so each
 call gets a whole batch of one length in which the rows that stand there hold their own true prefix and the others a
-copy of one of them, whose result is dropped.
+copy of one of them, whose result is dropped. Neither may keep a state from call to call.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import (
     LogitNormalization,
     LogitsProcessor,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -54,9 +55,8 @@ class PrefixRules:
         self.stops, self.pads, self.device = stops, [list(p) for p in pads], device
 
     def scores(self, logits: Tensor, rows: list[int], prefixes: list[list[int]]) -> Tensor:
-        """Processed scores [A, V], float32 or better, of logits [A, V] behind the prefixes of A rows (indices among
+        """Processed scores [A, V] of logits [A, V], float32 or better, behind the prefixes of A rows (indices among
         the prompts). Raises ValueError for a processor that changes the shape."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         result = torch.empty_like(logits)
         full = [self.pads[row] + prefix for row, prefix in zip(rows, prefixes, strict=True)]
         for length in {len(prefix) for prefix in full}:
@@ -68,6 +68,9 @@ class PrefixRules:
             scores[at] = logits[group]
             for processor in self.processors:
                 before = scores.shape
+                if isinstance(processor, PrefixConstrainedLogitsProcessor):
+                    self._constrain(processor, scores, ids, at)
+                    continue
                 scores = processor(ids, scores)  # type: ignore[arg-type]
                 if not isinstance(scores, Tensor) or scores.shape != before:
                     got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -77,6 +80,18 @@ class PrefixRules:
                     )
             result[group] = scores[at].to(result.dtype)
         return result
+
+    def _constrain(
+        self, processor: PrefixConstrainedLogitsProcessor, scores: Tensor, ids: Tensor, rows: list[int]
+    ) -> None:
+        """The user's function meets these rows alone: it may know no answer for a row with another row's text."""
+        for row in rows:
+            allowed = processor._prefix_allowed_tokens_fn(row, ids[row])
+            if not len(allowed):
+                raise ValueError(f"prefix_allowed_tokens_fn allows no token for row {row}; allow at least one")
+            mask = torch.ones_like(scores[row], dtype=torch.bool)
+            mask[torch.as_tensor(allowed, device=mask.device)] = False
+            scores[row] = scores[row].masked_fill(mask, -torch.inf)
 
     def stop(self, row: int, prefix: list[int]) -> bool:
         """Whether a criterion ends this row with the prefix's last token."""

@@ -108,19 +108,21 @@ class Noise:
 
 def warp(logits: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
     """Warpers that look at no prefix, in float32 or better as in transformers; logits [A, V]."""
+    if not warpers:
+        return logits
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for warper in warpers:
         scores = warper(None, scores)  # type: ignore[arg-type]
     return scores
 
 
-def pick(logits: Tensor, noise: Tensor | None, warpers: Sequence[LogitsProcessor]) -> Tensor:
-    """The one rule: argmax(warp(logits) + noise). logits [A, V], noise float64 [A, V] or None for greedy; int64 [A].
+def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
+    """The one rule: argmax(scores + noise), scores = warp(logits) [A, V]; noise float64 [A, V], or None for greedy;
+    int64 [A].
 
-    By the Gumbel-max trick the result is an exact sample from softmax(warp(logits)). Raises FloatingPointError where
-    no token has a finite score.
+    By the Gumbel-max trick the result is an exact sample from softmax(scores). Raises FloatingPointError where no token
+    has a finite score.
     """
-    scores = warp(logits, warpers) if warpers or noise is not None else logits
     best, tokens = (scores if noise is None else noise + scores).max(-1)
     if not torch.isfinite(best).all():
         raise FloatingPointError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.families import probe
 from selfspec.generate import Added, autoregressive, speculative, speculative_steps
 from selfspec.lossy import Lossy
-from selfspec.options import Options
+from selfspec.options import Options, as_seed, integer
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -73,7 +72,7 @@ class Spec:
         `selfspec.lossy.Lossy`. Raises ValueError for arguments out of range and for empty or too long prompts.
         """
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
-        rule = None if lossy is None else Lossy(lossy, temperature)
+        rule = None if lossy is None else Lossy(lossy)
         result = speculative(
             self.target,
             self.encode(prompts),
@@ -103,7 +102,7 @@ class Spec:
         from torch's global generator. Raises ValueError for what can not be served.
         """
         config = generation_config or self.target.model.generation_config
-        rule = None if lossy is None else Lossy(lossy, float(config.temperature or 1.0) if config.do_sample else 0.0)
+        rule = None if lossy is None else Lossy(lossy)
         return custom_generate(
             self.target,
             self.drafter,
@@ -195,7 +194,7 @@ class Spec:
                     raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
                 encoded.append(list(self.tokenizer(prompt)["input_ids"]))
             else:
-                encoded.append([_integer(f"prompt {i}: token id", token) for token in prompt])
+                encoded.append([integer(f"prompt {i}: token id", token) for token in prompt])
         return encoded
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
@@ -204,22 +203,8 @@ class Spec:
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def _options(self, max_new_tokens: int, sampling: Sampling, seed: int | Sequence[int]) -> Options:
-        limit = _integer("max_new_tokens", max_new_tokens)
-        one = not isinstance(seed, (list, tuple, torch.Tensor))
-        seeds = [_integer("seed", s) for s in ([seed] if one else seed)]  # type: ignore[union-attr]
-        if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
-            raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
-        return Options(limit, sampling, seeds[0] if one else seeds, end_tokens(self.target))
-
-
-def _integer(name: str, value: Any) -> int:
-    """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ValueError(f"{name}={value!r} must be an integer")
+        limit = integer("max_new_tokens", max_new_tokens)
+        return Options(limit, sampling, as_seed(seed), end_tokens(self.target))
 
 
 def end_tokens(target: Target) -> frozenset[int]:
@@ -268,6 +253,12 @@ def load_target(
     else:
         if loading:
             raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
+        adapter = getattr(source, "active_peft_config", None)
+        if adapter is not None and adapter.is_prompt_learning:
+            raise ValueError(
+                f"target has a {adapter.peft_type.value} adapter, which lives outside the model's layers; only "
+                "adapters inside them (such as LoRA) can be part of a target"
+            )
         model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
         path = str(model.config.name_or_path)
     target = Target(model)

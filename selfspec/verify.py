@@ -8,9 +8,10 @@ from torch import Tensor
 
 from selfspec.tree import DraftTree
 
-# (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node) -> token ids [A]
-Picker = Callable[[Tensor, list[int], list[list[int]]], Tensor]
-# (the same logits, the picks, the drafted children of those nodes) -> what is emitted instead; such a rule is lossy
+# (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
+# -> the picked token ids [A], and the scores [A, V] they were picked from
+Picker = Callable[[Tensor, list[int], list[list[int]]], tuple[Tensor, Tensor]]
+# (those scores, the picks, the drafted children of those nodes) -> what is emitted instead; such a rule is lossy
 Relaxed = Callable[[Tensor, list[int], list[list[int]]], list[int]]
 
 
@@ -30,10 +31,11 @@ def verify(
     while rows:
         nodes = [paths[row][-1] for row in rows]
         level = logits[:, nodes[0]] if len(drafted) == 1 else logits[rows, nodes]
-        picked = picker(level, rows, [emitted[row] for row in rows]).tolist()
+        tokens, scores = picker(level, rows, [emitted[row] for row in rows])
+        picked = tokens.tolist()
         if relaxed is not None:
             below = [[drafted[row][c] for c in children[row][node]] for row, node in zip(rows, nodes, strict=True)]
-            picked = relaxed(level, picked, below)
+            picked = relaxed(scores, picked, below)
         walking = []
         for row, token in zip(rows, picked, strict=True):
             emitted[row].append(token)

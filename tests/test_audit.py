@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import compose_config, randomize, tiny_model
 
+from selfspec import generate
 from selfspec.build import run_audit
 from selfspec.cache import TreeCache
 from selfspec.drafters.medusa import Medusa
@@ -22,6 +24,7 @@ from selfspec.evaluation.audit import (
     exact_law,
     law_tests,
     law_verdict,
+    two_samples,
 )
 from selfspec.evaluation.report import audit_report
 from selfspec.spec import Spec
@@ -66,6 +69,33 @@ def test_a_wrong_mask_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatc
     assert "**BUG**" in audit_report(found, [])
 
 
+def test_a_text_that_ends_early_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = generate._Rows.advance
+
+    def cut(self: Any, emitted: list[list[int]]) -> Any:
+        tokens, going = kept(self, emitted)
+        return tokens, [] if self.cache.lengths[0] > 20 and max(map(len, tokens)) > 1 else going
+
+    monkeypatch.setattr(generate._Rows, "advance", cut)
+    found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[1]))
+    assert found.verdict == "BUG"
+    assert all(d.speculative_token == -1 for d in found.divergences)
+
+
+def test_a_bug_in_both_loops_is_called_one(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TreeCache.mask
+
+    def forgets(self: TreeCache, tree: object, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+        mask = right(self, tree, dtype, window).clone()  # type: ignore[arg-type]
+        mask[..., 0] = torch.finfo(dtype).min
+        mask[..., -1, -1] = 0
+        return mask
+
+    monkeypatch.setattr(TreeCache, "mask", forgets)  # the text's first token is never seen
+    found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=8, nodes=[4], batch_sizes=[1], temperatures=[0.0]))
+    assert (found.verdict, found.deviation_plain > found.bound) == ("BUG", True)
+
+
 def test_noise_of_a_dtype_is_told_from_a_bug() -> None:
     target = Target(tiny_model(dtype=torch.bfloat16))
     drafter = Medusa(target, heads=3, rank=4)
@@ -76,13 +106,16 @@ def test_noise_of_a_dtype_is_told_from_a_bug() -> None:
 
 
 def test_the_verdict_follows_the_margin() -> None:
-    def verdict(*margins: float) -> str:
+    def verdict(*margins: float, plain: float = 0.1, apart: float = 0.1) -> str:
         divergences = [Divergence(0, 0.0, 0, 8, 1, 5, 1, 2, margin, 0.1) for margin in margins]
-        return Audit("torch.bfloat16", 3, 100, 0.1, 0.05, 0.1, divergences).verdict
+        return Audit("torch.bfloat16", 3, 100, 0.1, 0.05, plain, apart, divergences).verdict
 
     assert verdict() == "identical"
-    assert verdict(0.05, 0.19) == "explained by numerics"
-    assert verdict(0.05, 0.21) == "BUG"
+    assert verdict(0.05, 0.29) == "explained by numerics"
+    assert verdict(0.05, 0.31) == "BUG"
+    assert verdict(plain=0.31) == "BUG"
+    assert verdict(apart=0.31) == "BUG"
+    assert verdict(float("inf")) == "BUG"
 
 
 def test_the_law_is_the_models_and_bias_is_found(spec: Spec) -> None:
@@ -106,10 +139,25 @@ def test_chi_square_is_pearsons() -> None:
     statistic, p, bins = chi_square(torch.tensor([60.0, 40.0]).double(), torch.tensor([50.0, 50.0]).double())
     assert (statistic, bins) == (4.0, 2)
     assert p == pytest.approx(0.0455, abs=1e-4)  # of the tables
-    _, _, bins = chi_square(
-        torch.tensor([60.0, 40.0, 1.0, 2.0]).double(), torch.tensor([50.0, 50.0, 2.0, 1.0]).double()
-    )
-    assert bins == 3
+    observed, expected = torch.tensor([60.0, 40, 1, 2, 0]).double(), torch.tensor([50.0, 48, 2, 3, 0]).double()
+    statistic, _, bins = chi_square(observed, expected)
+    assert bins == 3  # 0, 2 and 3 make the first bin of 5
+    assert statistic == pytest.approx(100 / 50 + 64 / 48 + 4 / 5)
+    assert two_samples(expected, expected)[0] == 0
+    statistic, p, bins = two_samples(torch.tensor([60.0, 40]).double(), torch.tensor([40.0, 60]).double())
+    assert (statistic, bins) == (pytest.approx(8.0), 2)
+    assert p == pytest.approx(0.00468, abs=1e-4)
+
+
+def test_ties_belong_to_the_law(spec: Spec) -> None:
+    weight = spec.target.lm_head.weight
+    kept = weight.detach().clone()
+    best = int(spec.target.model(torch.tensor([PROMPTS[0]])).logits[0, -1].argmax())
+    try:
+        weight.data[(best + 1) % len(weight)] = weight.data[best]
+        assert sorted(exact_law(spec, PROMPTS[0], 1, length=1).values()) == [0.5, 0.5]
+    finally:
+        weight.data.copy_(kept)
 
 
 def test_law_verdicts() -> None:

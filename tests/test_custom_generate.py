@@ -12,9 +12,11 @@ from conftest import VOCAB, randomize, tiny_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -326,3 +328,41 @@ def test_nan_logits_are_named(spec: Spec) -> None:
         broken.lm_head.weight[3] = float("nan")
     with pytest.raises(FloatingPointError, match="logits are NaN"):
         autoregressive(Target(broken), IDS.tolist(), Options(4))
+
+
+def test_prefix_functions_meet_only_texts_that_occur(spec: Spec) -> None:
+    """A function that knows its own row's texts alone, as a trie does."""
+    ids, mask = padded("left")
+    free, _ = both(spec, ids, attention_mask=mask)
+    texts = [row[: ids.shape[1] + 20].tolist() for row in free]
+
+    def only(row: int, prefix: Tensor) -> list[int]:
+        known = prefix.tolist()
+        return [texts[row][len(known)], 3] if texts[row][: len(known)] == known and len(known) < len(texts[row]) else []
+
+    settings = {"attention_mask": mask, "max_new_tokens": 18, "prefix_allowed_tokens_fn": only}
+    ours = spec.target.model.generate(ids, custom_generate=spec, **{**PLAIN, **settings})
+    assert ours.tolist() == [text[: ids.shape[1] + 18] for text in texts]
+    with pytest.raises(ValueError, match="allows no token for row"):
+        spec.target.model.generate(
+            ids, custom_generate=spec, **{**PLAIN, **settings, "prefix_allowed_tokens_fn": lambda row, prefix: []}
+        )
+
+
+def test_criteria_given_by_the_user_count(spec: Spec) -> None:
+    free, _ = both(spec)
+    end = int(free[0, IDS.shape[1] + 6])
+    criteria = StoppingCriteriaList([EosTokenCriteria([end])])
+    ours, reference = both(spec, stopping_criteria=criteria)
+    assert ours.tolist() == reference.tolist()
+    assert ours.shape[1] <= IDS.shape[1] + 7
+    ours = spec.target.model.generate(
+        IDS, custom_generate=spec, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(14)]), **PLAIN
+    )
+    assert ours.shape[1] == 14
+
+
+@pytest.mark.parametrize("seed", [1.5, 2**70, [0.5], True])
+def test_seeds_are_integers_of_64_bits(spec: Spec, seed: Any) -> None:
+    with pytest.raises(ValueError, match="seed="):
+        spec.target.model.generate(IDS, custom_generate=spec, seed=seed, **{**PLAIN, "do_sample": True})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import randomize, save_tiny
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
 
 import selfspec
@@ -17,6 +17,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.generate import autoregressive
 from selfspec.options import Options
 from selfspec.spec import Spec, load_target
+from selfspec.tree import chain
 
 PROMPTS = ["def main():", "import os\nclass"]
 
@@ -78,6 +79,26 @@ def test_adapters_on_the_target_belong_to_it(tmp_path: Path, heads_folder: Path,
     assert plain != reference
     with pytest.raises(ValueError, match="target"):  # heads of the plain model
         selfspec.load(str(heads_folder), target=adapted(tiny_folder))
+
+
+def test_adapters_outside_the_layers_are_refused(heads_folder: Path, tiny_folder: str) -> None:
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32),
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    )
+    with pytest.raises(ValueError, match="PROMPT_TUNING adapter, which lives outside"):
+        selfspec.load(str(heads_folder), target=model)
+
+
+def test_a_cache_grows_no_further_than_it_was_checked_for(heads_folder: Path) -> None:
+    target = selfspec.load(str(heads_folder)).target
+    cache = target.cache(1, 10, limit=40)
+    with torch.inference_mode():
+        for _ in range(9):
+            target.forward(chain(torch.tensor([[5, 9, 2, 7]])), cache, logits=False)
+            cache.keep([[0, 1, 2, 3]])
+    assert cache.lengths == [36]
+    assert cache.capacity <= 44
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -25,17 +25,16 @@ LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.12, 0.06, 0.02]], dtype=torch.floa
 def test_typical_acceptance_is_its_formula() -> None:
     p = LOGITS[0].exp()
     threshold = min(0.09, 0.3 * math.exp(float((p * p.log()).sum())))
-    rule = Lossy("typical", 1.0)
+    rule = Lossy("typical")
     assert [rule.accepts(LOGITS[0], i) for i in range(5)] == [float(x) > threshold for x in p]
     assert 0 < sum(float(x) > threshold for x in p) < 5
-    strict = Lossy("typical:0.4,1.0", 1.0)
+    strict = Lossy("typical:0.4,1.0")
     assert [strict.accepts(LOGITS[0], i) for i in range(5)] == [True, True, False, False, False]
-    cold = Lossy("typical:0.4,1.0", 0.5)  # the temperature sharpens what counts as likely
-    assert not cold.accepts(LOGITS[0], 1)
+    assert not strict.accepts(LOGITS[0] / 0.5, 1)  # the temperature sharpens what counts as likely
 
 
 def test_the_pick_stays_where_it_was_drafted_and_the_likeliest_stands_in_elsewhere() -> None:
-    rule = Lossy("top_k:3", 0.0)
+    rule = Lossy("top_k:3")
     assert rule(LOGITS, [4], [[1, 4]]) == [4]
     assert rule(LOGITS, [0], [[2, 1]]) == [1]
     assert rule(LOGITS, [0], [[3, 4]]) == [0]
@@ -43,10 +42,12 @@ def test_the_pick_stays_where_it_was_drafted_and_the_likeliest_stands_in_elsewhe
     assert rule.altered == 1
 
 
-@pytest.mark.parametrize("name", ["none", "typical:0.3", "typical:0,1", "top_k", "top_k:0", "top_k:1.5", "typical:a,b"])
+@pytest.mark.parametrize(
+    "name", ["none", "typical:0.3", "typical:0,1", "top_k", "top_k:0", "top_k:1.5", "typical:a,b", "top_k:inf"]
+)
 def test_unknown_rules_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="lossy="):
-        Lossy(name, 1.0)
+        Lossy(name)
 
 
 def test_off_by_default_and_named_in_the_result(heads_folder: Path) -> None:
@@ -66,7 +67,7 @@ def test_altered_tokens_bound_the_distance_from_the_exact_law(llama: Target) -> 
     """The two rules share their noise, so the first token's laws lie at most the altered share apart."""
     prompt, samples = [5, 9, 2, 7], 1500
     seeds = list(range(samples))
-    rule = Lossy("typical:0.05,1.0", 1.0)
+    rule = Lossy("typical:0.05,1.0")
     options = Options(1, Sampling(1.0, top_k=8), seeds)
     plain = autoregressive(llama, [prompt] * samples, options).token_ids
     drafter = RandomTrees([[*prompt, 31, 31, 31]])
@@ -93,3 +94,18 @@ def test_the_benchmark_names_and_measures_it(heads_folder: Path) -> None:
     assert log_prob(spec, prompts[:1], exact.token_ids, 1.0) == pytest.approx(wanted, rel=1e-4)
     with pytest.raises(ValueError, match="lossy="):
         DecodeConfig(lossy="a bit")
+
+
+def test_what_is_forbidden_stays_forbidden(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    ids = torch.tensor([[5, 9, 2, 7]])
+    settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"attention_mask": torch.ones_like(ids), "custom_generate": spec, "nodes": 16, "lossy": "top_k:1000"}
+    free = spec.target.model.generate(ids, **settings)[0, 4:].tolist()
+    banned = sorted(set(free))[: len(set(free)) // 2]
+    made = spec.target.model.generate(ids, bad_words_ids=[[token] for token in banned], **settings)[0, 4:].tolist()
+    assert not set(made) & set(banned)
+    rule = Lossy("top_k:5")
+    forbidden = LOGITS.clone()
+    forbidden[0, 1] = -torch.inf
+    assert rule(forbidden, [0], [[1]]) == [0]

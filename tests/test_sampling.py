@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
-from selfspec.sampling import Noise, Sampling, gumbel, noise_bits, pick
+from selfspec.sampling import Noise, Sampling, gumbel, noise_bits, pick, warp
 
 MASK = 2**64 - 1
 
@@ -117,7 +117,7 @@ def test_gumbel_max_samples_the_warped_softmax(temperature: float) -> None:
     logits = torch.randn(12)
     seeds = torch.arange(40_000)[:, None]
     noise = gumbel(noise_bits(seeds, scalar(0), scalar(5), torch.arange(12)))
-    picked = pick(logits.expand(len(seeds), -1), noise, Sampling(temperature).warpers())
+    picked = pick(warp(logits.expand(len(seeds), -1), Sampling(temperature).warpers()), noise)
     counts = torch.bincount(picked, minlength=12).double()
 
     def statistic(p: torch.Tensor) -> float:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selfspec.evaluation.runs import Record
 from selfspec.stats import Stats
@@ -19,16 +21,21 @@ def by_arm(records: list[Record]) -> dict[str, list[Record]]:
     return arms
 
 
-def speedup(slow: list[Record], fast: list[Record], resamples: int = 2000) -> dict[str, float]:
+def bootstrap(figures: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 2000) -> tuple[float, float, float]:
+    """A ratio of column sums and its 95% interval over prompts; figures float64 [prompts, columns]."""
+    at = torch.randint(len(figures), (resamples, len(figures)), generator=torch.Generator().manual_seed(0))
+    ratios = ratio(torch.cat([figures.sum(0, keepdim=True), figures[at].sum(1)]))
+    low, high = ratios[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(ratios[0]), low, high
+
+
+def speedup(slow: list[Record], fast: list[Record]) -> dict[str, float]:
     """Ratio of seconds per token, and its 95% bootstrap interval over prompts."""
     figures = torch.tensor(
         [[a.seconds, a.tokens, b.seconds, b.tokens] for a, b in zip(slow, fast, strict=True)], dtype=torch.float64
     )
-    at = torch.randint(len(figures), (resamples, len(figures)), generator=torch.Generator().manual_seed(0))
-    drawn = torch.cat([figures.sum(0, keepdim=True), figures[at].sum(1)])
-    ratios = (drawn[:, 0] / drawn[:, 1]) / (drawn[:, 2] / drawn[:, 3])
-    low, high = ratios[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return {"ratio": float(ratios[0]), "low": low, "high": high}
+    ratio, low, high = bootstrap(figures, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]))
+    return {"ratio": ratio, "low": low, "high": high}
 
 
 def distinct_4grams(token_ids: list[list[int]]) -> float:

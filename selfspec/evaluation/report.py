@@ -78,8 +78,9 @@ def audit_report(audit: Audit, tests: list[LawTest]) -> str:
         f"**{audit.verdict}** ({audit.dtype}): {audit.rows} texts, {audit.tokens} tokens up to each one's end or first "
         f"divergence, {len(audit.divergences)} divergences.",
         f"Noise between one-token and many-token passes of stock transformers: median {audit.noise_median:.2g}, "
-        f"largest {audit.noise:.2g} logits; between the two decodings at most {audit.deviation:.2g}. A margin beyond "
-        f"{audit.bound:.2g} would be a bug.",
+        f"largest {audit.noise:.2g} logits; between them and plain decoding at most {audit.deviation_plain:.2g}, "
+        f"between plain and speculative decoding at most {audit.deviation:.2g}. Any of these, or a margin below, would "
+        f"be a bug beyond {audit.bound:.2g}.",
     ]
     if audit.divergences:
         lines += ["", "| prompt | T | seed | nodes | batch | position | plain | speculative | margin | explained |"]

@@ -48,7 +48,7 @@ class DecodeConfig:
         if unknown := set(self.arms) - set(ARMS):
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
         if self.lossy is not None:
-            Lossy(self.lossy, self.temperature)
+            Lossy(self.lossy)
 
     def options(self) -> dict[str, Any]:
         """What generate is asked for."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from selfspec.evaluation.metrics import bootstrap
 from selfspec.generate import Accepted, Context, speculative
-from selfspec.options import Options
+from selfspec.options import Options, check
 from selfspec.sampling import Sampling, warp
 from selfspec.spec import Spec
 from selfspec.stats import Stats
@@ -162,6 +163,10 @@ def traversal(tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: C
 Heads = Callable[[Tensor], Tensor]
 
 
+def _laws(logits: Tensor, warpers: list[Any]) -> Vector:
+    return warp(logits, warpers).double().softmax(-1).cpu().numpy()
+
+
 @torch.inference_mode()
 def acceptance_length(
     spec: Spec,
@@ -176,21 +181,23 @@ def acceptance_length(
     """Decode prompts one by one with a verifier over trees of one shape; per prompt, counts as `speculative` has."""
     total, chance = [], Random(seed)
     warpers = Sampling(temperature).warpers()
-    shape = torch.tensor([list(parents)])
+    shape = torch.tensor([list(parents)], device=spec.target.device)
     depth = DraftTree(torch.zeros_like(shape), shape).depth[0].tolist()
+    device = spec.target.device
     for prompt in tqdm(prompts, desc=f"{verifier.__name__} T={temperature:g}", leave=False):
         stats = Stats()
         cache = spec.target.cache(1, len(prompt) + new_tokens + len(parents))
-        hidden = spec.target.forward(chain(torch.tensor([prompt[:-1]])), cache, logits=False).hidden[:, -1]
+        hidden = spec.target.forward(chain(torch.tensor([prompt[:-1]], device=device)), cache, logits=False).hidden
+        hidden = hidden[:, -1]
         cache.keep([list(range(len(prompt) - 1))])
         root, made = prompt[-1], 0
         while made < new_tokens:
-            guesses = warp(heads(hidden), warpers).double().softmax(-1).numpy()
+            guesses = _laws(heads(hidden), warpers)
             q = [guesses[min(d, len(guesses) - 1)] for d in depth]  # leaves' own are never read
             tree = draft(parents, root, q, chance)
-            out = spec.target.forward(DraftTree(torch.tensor([list(tree.tokens)]), shape), cache)
+            out = spec.target.forward(DraftTree(torch.tensor([list(tree.tokens)], device=device), shape), cache)
             assert out.logits is not None
-            p = warp(out.logits[0], warpers).double().softmax(-1).numpy()
+            p = _laws(out.logits[0], warpers)
             path, root = verifier(tree, list(p), q, chance)
             cache.keep([path])
             hidden = out.hidden[:, path[-1]]
@@ -208,15 +215,18 @@ def rejection_chances(
     """How often the r-th child drawn at each depth is accepted by recursive rejection, given that its parent was, on
     texts the target wrote from index `start` on: the table that shapes its trees."""
     warpers = Sampling(temperature).warpers()
-    rng = np.random.default_rng(seed)
+    rng, positions = np.random.default_rng(seed), 0
     accepted: list[Any] = []
     for text in texts:
-        out = spec.target.forward(chain(torch.tensor([text])), spec.target.cache(1, len(text)))
+        tokens = torch.tensor([text], device=spec.target.device)
+        out = spec.target.forward(chain(tokens), spec.target.cache(1, len(text)))
         assert out.logits is not None
-        laws = warp(out.logits[0], warpers).double().softmax(-1).numpy()
-        for at in rng.integers(start - 2, len(text) - 6, 12):
-            guesses = warp(heads(out.hidden[:, at]), warpers).double().softmax(-1).numpy()
+        laws = _laws(out.logits[0], warpers)
+        depth = len(heads(out.hidden[:, 0]))
+        for at in rng.choice(range(start - 2, len(text) - 1 - depth), 12) if len(text) > start + depth else ():
+            guesses = _laws(heads(out.hidden[:, at]), warpers)
             accepted = accepted or [np.zeros(children) for _ in guesses]
+            positions += 1
             for d, guess in enumerate(guesses):
                 wanted, drawn, left = laws[at + 1 + d], guess, 1.0
                 for r in range(children):
@@ -225,7 +235,9 @@ def rejection_chances(
                     accepted[d][r] += left * chance
                     left *= 1 - chance
                     wanted, drawn = residual(wanted, drawn)[0], without(drawn, token)
-    return [(row / (12 * len(texts))).tolist() for row in accepted]
+    if not positions:
+        raise ValueError("no usable example: every text the target wrote ends at once; raise max_new_tokens")
+    return [(row / positions).tolist() for row in accepted]
 
 
 @dataclass
@@ -265,9 +277,11 @@ class _Blind:
 def compare(
     spec: Spec, heads: Heads, validation: list[list[int]], prompts: list[list[int]], config: VerifiersConfig
 ) -> list[dict[str, Any]]:
-    """Acceptance length of every rule at every temperature: same heads, same prompts, same number of nodes, and for
-    each rule the tree that its own table, measured on text continuing the `validation` prompts, grows."""
+    """Acceptance length of every rule at every temperature: same heads, same prompts, same number of nodes, trees grown
+    from tables measured at that temperature on text continuing the `validation` prompts (for recursive rejection, whose
+    tree traversal takes too; for shared noise; for drafts blind to it), beside shared noise with its table as saved."""
     rows: list[dict[str, Any]] = []
+    check(spec.target, [*validation, *prompts], Options(config.max_new_tokens))
     for temperature in config.temperatures:
         samples = own_text(spec.target, validation, config.max_new_tokens, temperature, config.seed)
         texts, start = [s.tokens.tolist() for s in samples], samples[0].start
@@ -275,6 +289,9 @@ def compare(
         tuned = copy.copy(spec.drafter)
         tuned.chances = dict(spec.drafter.chances)
         tuned.measure("sampled", samples)
+        blind = copy.copy(spec.drafter)
+        blind.chances = dict(spec.drafter.chances)
+        blind.measure("greedy", [replace(sample, noise=None) for sample in samples])
         depth = len(table)
         line = copy.copy(spec.drafter)
         line.chances = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
@@ -294,7 +311,7 @@ def compare(
         arms = {
             "shared noise": (config.nodes, noisy(spec.drafter, config.nodes)),
             "shared noise, table measured at this T": (config.nodes, noisy(tuned.eval(), config.nodes)),
-            "same rule, drafts blind to the noise": (config.nodes, noisy(_Blind(spec.drafter), config.nodes)),
+            "same rule, drafts blind to the noise": (config.nodes, noisy(_Blind(blind.eval()), config.nodes)),
             "recursive rejection (2402.14160)": (config.nodes, published(recursive_rejection, tree)),
             "traversal (2505.12398)": (config.nodes, published(traversal, tree)),
             "shared noise, chain": (depth + 1, noisy(line.eval(), depth + 1)),
@@ -303,10 +320,7 @@ def compare(
         }
         for rule, (nodes, stats) in arms.items():
             figures = torch.tensor([[s.tokens, s.passes] for s in stats], dtype=torch.float64)
-            at = torch.randint(len(figures), (2000, len(figures)), generator=torch.Generator().manual_seed(0))
-            drawn = figures[at].sum(1)
-            low, high = (drawn[:, 0] / drawn[:, 1]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-            tau = float(figures[:, 0].sum() / figures[:, 1].sum())
+            tau, low, high = bootstrap(figures, lambda total: total[:, 0] / total[:, 1])
             rows.append({"rule": rule, "T": temperature, "nodes": nodes, "tau": tau, "low": low, "high": high})
     return rows
 

@@ -6,6 +6,7 @@ data shows them (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,13 @@ def write_own_text(
             f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
             f"heads.own_text.prompt_tokens={config.prompt_tokens}"
         )
-    settings = {"settings": f"{config} seed={seed} target={target.checksum()}"}
+    if target.max_positions is not None and config.prompt_tokens + config.new_tokens > target.max_positions:
+        raise ValueError(
+            f"heads.own_text: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
+            f"{target.max_positions} positions"
+        )
+    text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
+    settings = {"settings": f"{config} seed={seed} target={target.checksum()} text={text}"}
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):
