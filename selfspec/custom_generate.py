@@ -112,7 +112,9 @@ def custom_generate(
                 streamer.put(torch.tensor(tokens))
     if streamer is not None:
         streamer.end()
-    pad = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+    eos = config.eos_token_id
+    first = eos[0] if isinstance(eos, list) and eos else eos  # what transformers pads with where there is no pad token
+    pad = config.pad_token_id if config.pad_token_id is not None else (first or 0)
     longest = max(map(len, new))
     tail = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=input_ids.device)
     sequences = torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
@@ -163,9 +165,9 @@ def _refuse(
                 f"{type(processor).__name__} (guidance_scale, SynthID watermarks, audio) advances a state token by "
                 "token, so it can not score the nodes of a tree"
             )
-    cache = model_kwargs.pop("past_key_values", None)
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values already holds tokens; give the whole text as input_ids instead")
+    model_kwargs.pop("past_key_values", None)  # the empty one that generate always makes
+    if outer.get("kwargs", {}).get("past_key_values") is not None:
+        raise ValueError("past_key_values: trees need selfspec's own cache; give the whole text as input_ids instead")
     for name, value in model_kwargs.items():
         if value is not None and name not in _HARMLESS:
             raise ValueError(f"{name} can not be used with custom_generate=spec, which takes text alone")
@@ -175,6 +177,8 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
     """Each row's own tokens, and the padding that stood beside them."""
     if mask is None:
         return input_ids.tolist(), [[] for _ in input_ids]
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask has the shape {list(mask.shape)}, input_ids {list(input_ids.shape)}")
     prompts, pads = [], []
     for row, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
         if True not in kept:
@@ -189,7 +193,9 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
 
 def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
     """Raises ValueError for a string that no sequence of the tokenizer's tokens can spell."""
-    strings = [strings] if isinstance(strings, str) else list(strings)
+    strings = [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
+        raise ValueError(f"stop_strings={strings!r} must be a string or a list of strings")
     for string in strings:
         if not string:
             raise ValueError("stop_strings holds an empty string; give at least one character")
@@ -199,7 +205,7 @@ def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteri
             ids = []
         if not ids or string not in tokenizer.decode(ids):
             raise ValueError(f"stop_strings: the tokenizer can not produce {string!r}; it would never stop anything")
-    return StopStringCriteria(tokenizer, strings)
+    return StopStringCriteria(tokenizer, list(strings))
 
 
 def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int) -> tuple[Tensor, ...]:

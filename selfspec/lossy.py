@@ -19,10 +19,10 @@ class Lossy:
 
         Raises ValueError for any other name and for numbers out of range.
         """
-        kind, _, numbers = name.partition(":")
+        kind, colon, numbers = name.partition(":") if isinstance(name, str) else ("", "", "")
         try:
             values = [float(v) for v in numbers.split(",")] if numbers else []
-            if kind == "typical" and len(values) in (0, 2):
+            if kind == "typical" and len(values) == (2 if colon else 0):
                 self.epsilon, self.delta = values or [0.09, 0.3]
                 good = 0 < self.epsilon <= 1 and 0 < self.delta <= 1
             else:

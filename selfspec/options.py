@@ -36,7 +36,7 @@ class Options:
     record: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
+        if integer("max_new_tokens", self.max_new_tokens) < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 

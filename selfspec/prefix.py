@@ -2,7 +2,8 @@
 
 Both are written for a batch of one length whose row i is prompt i. Rows of one pass stand at different nodes, so each
 call gets a whole batch of one length in which the rows that stand there hold their own true prefix and the others a
-copy of one of them, whose result is dropped. Neither may keep a state from call to call.
+copy of one of them, whose result is dropped. Neither may keep a state from call to call or compare rows; criteria
+get no scores.
 """
 
 from __future__ import annotations
@@ -94,10 +95,18 @@ class PrefixRules:
             scores[row] = scores[row].masked_fill(mask, -torch.inf)
 
     def stop(self, row: int, prefix: list[int]) -> bool:
-        """Whether a criterion ends this row with the prefix's last token."""
+        """Whether a criterion ends this row with the prefix's last token. Raises ValueError for no such answer."""
         ids = torch.tensor([self.pads[row] + prefix], device=self.device).repeat(len(self.pads), 1)
         for criterion in self.stops:
-            done = criterion(ids, None)  # type: ignore[arg-type]
-            if bool(done[row] if isinstance(done, Tensor) and done.ndim else done):
+            answer = criterion(ids, None)  # type: ignore[arg-type]
+            known = isinstance(answer, (bool, Tensor)) or type(answer).__module__ == "numpy"
+            done = torch.as_tensor(answer) if known else None
+            if done is None or done.dtype != torch.bool or done.shape not in ((), (1,), (len(self.pads),)):
+                got = type(answer).__name__ if done is None else f"{done.dtype} of shape {list(done.shape)}"
+                raise ValueError(
+                    f"stopping criterion {type(criterion).__name__} returned {got}; it must return one bool per row, "
+                    f"a tensor of shape [{len(self.pads)}]"
+                )
+            if bool(done.expand(len(self.pads))[row]):
                 return True
         return False

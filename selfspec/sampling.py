@@ -48,7 +48,8 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
+        number = isinstance(self.temperature, (int, float))
+        if not number or not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 0.0001, and finite")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
@@ -127,6 +128,6 @@ def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
     if not torch.isfinite(best).all():
         raise FloatingPointError(
             "the target's logits are NaN, infinite or all forbidden by logits processors: its weights may be damaged, "
-            "its dtype may overflow (float16: try bfloat16), or a processor left no token to choose"
+            "its dtype may overflow (float16: try bfloat16), or a processor set +inf or left no token to choose"
         )
     return tokens

@@ -203,8 +203,7 @@ class Spec:
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def _options(self, max_new_tokens: int, sampling: Sampling, seed: int | Sequence[int]) -> Options:
-        limit = integer("max_new_tokens", max_new_tokens)
-        return Options(limit, sampling, as_seed(seed), end_tokens(self.target))
+        return Options(max_new_tokens, sampling, as_seed(seed), end_tokens(self.target))
 
 
 def end_tokens(target: Target) -> frozenset[int]:
@@ -221,34 +220,36 @@ def resolve(name: str) -> str:
 
 
 def load_target(
-    source: str | PreTrainedModel,
+    source: str | Path | PreTrainedModel,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     revision: str | None = None,
     **loading: Any,
 ) -> tuple[Target, Any]:
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
-    loaded (PEFT adapters on it are then part of the target). `loading` goes to transformers' from_pretrained:
-    device_map, quantization_config, attn_implementation and the like.
+    loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
+    in place). `loading` goes to transformers' from_pretrained: device_map, quantization_config, attn_implementation and
+    the like.
 
     A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
     FileNotFoundError for a folder without a model.
     """
-    if isinstance(dtype, str) and dtype != "auto":
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise ValueError(
-                f"dtype={dtype!r} is not a floating-point type of torch; give bfloat16, float16 or float32"
-            )
-        dtype = found
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and kind not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={device!r} can not be used here: {error}") from error
     model: Any
-    if isinstance(source, str):
-        path = resolve(source)
-        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-            raise FileNotFoundError(f"target {source!r}: {path} has no config.json")
+    if isinstance(source, (str, Path)):
+        path = resolve(str(source))
+        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or _is_path(path)):
+            raise FileNotFoundError(f"target {str(source)!r}: {path} has no config.json")
         config = AutoConfig.from_pretrained(path, revision=revision)
         if config.is_encoder_decoder:
-            raise ValueError(f"target {source!r} is an encoder-decoder; selfspec serves decoder-only models")
+            raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config, **loading)
     else:
         if loading:
@@ -260,19 +261,28 @@ def load_target(
                 "adapters inside them (such as LoRA) can be part of a target"
             )
         model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
         path = str(model.config.name_or_path)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     target = Target(model)
-    if dtype not in ("auto", target.dtype):
+    if kind is not None and kind != target.dtype:
         target.fingerprint = target.checksum(torch.bfloat16)  # float16 would round what it can not hold
-        model.to(dtype)  # type: ignore[call-overload, arg-type]
+        model.to(kind)
     if device is not None:
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
     probe(target)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: no hub id looks so."""
+    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
 
 
 def drafter_folder(name: str) -> Path:
@@ -283,7 +293,7 @@ def drafter_folder(name: str) -> Path:
     for folder in (Path(resolve(name)) / "drafter", Path(resolve(name))):
         if (folder / "drafter.json").is_file():
             return folder
-    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "runs/")):
+    if Path(name).exists() or _is_path(name):
         embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
         raise FileNotFoundError(
             f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, a hub id owner/name, or one "
@@ -295,8 +305,8 @@ def drafter_folder(name: str) -> Path:
 
 
 def load(
-    name: str,
-    target: str | PreTrainedModel | None = None,
+    name: str | Path,
+    target: str | Path | PreTrainedModel | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     **loading: Any,
@@ -309,8 +319,12 @@ def load(
     FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
+        if dtype != "auto":
+            raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
         dtype = loading.pop("torch_dtype")
-    folder = drafter_folder(name)
+    if not isinstance(name, (str, Path)):
+        raise ValueError(f"name={name!r} must be an embedded name, a run folder or a hub id")
+    folder = drafter_folder(str(name))
     meta = read_meta(folder)
     frozen, tokenizer = load_target(
         target if target is not None else meta["target"]["name"],

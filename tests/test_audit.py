@@ -199,6 +199,9 @@ def test_the_command_writes_report_figures_and_plot(tmp_path: Path, heads_folder
         ({"batch_sizes": [0]}, "audit.batch_sizes holds 0"),
         ({"temperatures": [-1.0]}, "temperature=-1"),
         ({"law_samples": 20}, "can tell no law"),
+        ({"law_samples": -5}, "can tell no law"),
+        ({"nodes": [8, 5000]}, "audit.nodes holds 5000"),
+        ({"seeds": [2**70]}, "does not fit into 64 bits"),
     ],
 )
 def test_bad_settings_are_named(change: dict[str, object], message: str) -> None:

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))
 FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama"}
 QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.validate_every=2", "loop.compile=false")
-QUICK_HEADS = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=8")
+QUICK_OWN = ("heads.own_text.rows=8", "heads.own_text.prompt_tokens=8", "heads.own_text.new_tokens=16")
+QUICK_HEADS = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=8", *QUICK_OWN)
 
 
 def is_pretrain(name: str) -> bool:

@@ -294,7 +294,7 @@ def test_more_refusals(spec: Spec) -> None:
         model.generate(IDS, custom_generate=spec, assistant_model=model, **PLAIN)
     with pytest.raises(ValueError, match="another model"):
         tiny_model("llama").generate(IDS, custom_generate=spec, **PLAIN)
-    with pytest.raises(ValueError, match="already holds tokens"):
+    with pytest.raises(ValueError, match="past_key_values"):
         model.generate(IDS, custom_generate=spec, past_key_values=filled_cache(model), **PLAIN)
     gap = torch.ones_like(IDS)
     gap[0, 4] = 0
@@ -366,3 +366,31 @@ def test_criteria_given_by_the_user_count(spec: Spec) -> None:
 def test_seeds_are_integers_of_64_bits(spec: Spec, seed: Any) -> None:
     with pytest.raises(ValueError, match="seed="):
         spec.target.model.generate(IDS, custom_generate=spec, seed=seed, **{**PLAIN, "do_sample": True})
+
+
+def test_padding_is_that_of_transformers(spec: Spec) -> None:
+    ids, mask = padded("left")
+    free, _ = both(spec, ids, attention_mask=mask)
+    ends = [int(free[0, ids.shape[1] + 5]), int(free[2, ids.shape[1] + 9])]
+    for eos in (ends, ends[::-1]):
+        ours, reference = both(spec, ids, attention_mask=mask, eos_token_id=eos, pad_token_id=None)
+        assert ours.tolist() == reference.tolist()
+
+
+@pytest.mark.parametrize("answer", [[False], None, "no", torch.zeros(1), torch.zeros(1, 2, dtype=torch.bool)])
+def test_criteria_that_answer_something_else_are_named(spec: Spec, answer: Any) -> None:
+    class Odd(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+            return answer
+
+    with pytest.raises(ValueError, match="stopping criterion Odd returned"):
+        spec.target.model.generate(IDS, custom_generate=spec, stopping_criteria=StoppingCriteriaList([Odd()]), **PLAIN)
+
+
+def test_masks_and_limits_that_do_not_fit_are_named(spec: Spec) -> None:
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[1, 3\]"):
+        spec(spec.target.model, IDS, generation_config=GenerationConfig(), attention_mask=torch.tensor([[0, 1, 1]]))
+    with pytest.raises(ValueError, match=r"max_new_tokens=5\.0 must be an integer"):
+        spec.target.model.generate(IDS, custom_generate=spec, **{**PLAIN, "max_new_tokens": 5.0})
+    with pytest.raises(ValueError, match="past_key_values"):
+        spec.target.model.generate(IDS, custom_generate=spec, past_key_values=DynamicCache(), **PLAIN)

@@ -127,3 +127,26 @@ def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monk
     with pytest.raises(MemoryError, match=r"cache of 2 rows of \d+ tokens needs 0\.0 GiB on cpu"):
         autoregressive(spec.target, spec.encode(PROMPTS), Options(200))
     autoregressive(spec.target, spec.encode(PROMPTS), Options(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": 5}, ValueError, "target is a int"),
+        ({"target": "/nowhere"}, FileNotFoundError, "has no config.json"),
+        ({"target": Path("/nowhere")}, FileNotFoundError, "has no config.json"),
+        ({"name": 5}, ValueError, "name=5"),
+        ({"name": Path("/nowhere")}, FileNotFoundError, "no drafter at"),
+        ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
+        ({"dtype": 32}, ValueError, "dtype=32"),
+        ({"dtype": "float8_e4m3fn"}, ValueError, "dtype='float8_e4m3fn'"),
+        ({"dtype": "float32", "torch_dtype": "float16"}, ValueError, "both given"),
+        ({"device": "gpu"}, ValueError, "device='gpu' can not be used here"),
+        ({"device_map": "meta"}, ValueError, "on disk or on the meta device"),
+    ],
+)
+def test_what_can_not_be_loaded_is_named(
+    heads_folder: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        selfspec.load(**{"name": str(heads_folder), **change})

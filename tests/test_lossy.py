@@ -43,7 +43,8 @@ def test_the_pick_stays_where_it_was_drafted_and_the_likeliest_stands_in_elsewhe
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "typical:0.3", "typical:0,1", "top_k", "top_k:0", "top_k:1.5", "typical:a,b", "top_k:inf"]
+    "name",
+    ["none", "typical:0.3", "typical:0,1", "top_k", "top_k:0", "top_k:1.5", "typical:a,b", "top_k:inf", "typical:", 5],
 )
 def test_unknown_rules_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="lossy="):

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from selfspec.generate import autoregressive, speculative
-from selfspec.options import Options, check
+from selfspec.generate import MAX_NODES, autoregressive, speculative
+from selfspec.options import Options, as_seed, check
 from selfspec.sampling import Sampling, gumbel, noise_bits, warp
 from selfspec.spec import Spec, end_tokens
 from selfspec.verify import Relaxed
@@ -56,7 +56,10 @@ class AuditConfig:
         for name in ("nodes", "batch_sizes"):
             if bad := [v for v in getattr(self, name) if v < 1]:
                 raise ValueError(f"audit.{name} holds {bad[0]}; it must be at least 1")
-        if 0 < self.law_samples < 500:
+        if bad := [v for v in self.nodes if v > MAX_NODES]:
+            raise ValueError(f"audit.nodes holds {bad[0]}; it must be at most {MAX_NODES}")
+        as_seed(list(self.seeds))
+        if self.law_samples < 0 or 0 < self.law_samples < 500:
             raise ValueError(
                 f"audit.law_samples={self.law_samples} can tell no law; give at least 500, or 0 for no test"
             )

@@ -236,7 +236,10 @@ def rejection_chances(
                     left *= 1 - chance
                     wanted, drawn = residual(wanted, drawn)[0], without(drawn, token)
     if not positions:
-        raise ValueError("no usable example: every text the target wrote ends at once; raise max_new_tokens")
+        raise ValueError(
+            "no usable example: every text the target wrote is too short; raise max_new_tokens, or lower prompt_tokens "
+            "where prompts reach the target's last position"
+        )
     return [(row / positions).tolist() for row in accepted]
 
 
