@@ -92,19 +92,20 @@ class TreeCache(Cache):
         if not self.storage:
             self._allocate()
         depth = max(map(len, paths))
-        if any(path != list(range(len(path))) for path in paths):
+        if len(paths) == 1 and paths[0] != list(range(depth)):
+            first = self.lengths[0]
+            for store in self.storage:
+                source = torch.tensor([first + node for node in paths[0]], device=store.device)
+                store[:, :, :, first : first + depth] = store.index_select(3, source)
+        elif any(path != list(range(len(path))) for path in paths):
             # Rows that keep fewer copy their last slot again; it lies beyond their length and is overwritten later.
             padded = [path + [path[-1] if path else 0] * (depth - len(path)) for path in paths]
             for store in self.storage:
                 start = torch.tensor(self.lengths, device=store.device)[:, None]
                 source = start + torch.tensor(padded, device=store.device)
-                if len(paths) == 1:
-                    first = self.lengths[0]
-                    store[:, :, :, first : first + depth] = store.index_select(3, source[0])
-                else:
-                    rows = torch.arange(len(paths), device=store.device)[:, None]
-                    target = start + torch.arange(depth, device=store.device)
-                    store[:, rows, :, target] = store[:, rows, :, source]
+                rows = torch.arange(len(paths), device=store.device)[:, None]
+                target = start + torch.arange(depth, device=store.device)
+                store[:, rows, :, target] = store[:, rows, :, source]
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
     has a finite score.
     """
     best, tokens = (scores if noise is None else noise + scores).max(-1)
-    if not torch.isfinite(best).all():
+    if not math.isfinite(float(best.sum())):
         raise FloatingPointError(
             "the target's logits are NaN, infinite or all forbidden by logits processors: its weights may be damaged, "
             "its dtype may overflow (float16: try bfloat16), or a processor set +inf or left no token to choose"
