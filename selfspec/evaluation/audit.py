@@ -43,7 +43,7 @@ class AuditConfig:
     seeds: list[int] = field(default_factory=lambda: [0])
     nodes: list[int] = field(default_factory=lambda: [8, 32])
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
-    law_samples: int = 4000
+    law_samples: int = 2000
     law_top_k: int = 5
 
     def __post_init__(self) -> None:
