@@ -68,40 +68,32 @@ class DrafterConfig:
 
 
 @dataclass
-class EvalRun:
+class Measurement:
+    """What every measurement of a drafter on its target is told."""
+
     name: str = MISSING
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     target: str | None = None
     dtype: str = "auto"
     device: str | None = None
     data: Any = MISSING
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class EvalRun(Measurement):
     tree: TreeConfig = field(default_factory=TreeConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass
-class AuditRun:
-    name: str = MISSING
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    target: str | None = None
-    dtype: str = "auto"
-    device: str | None = None
-    data: Any = MISSING
+class AuditRun(Measurement):
     audit: AuditConfig = field(default_factory=AuditConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass
-class VerifiersRun:
-    name: str = MISSING
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    target: str | None = None
-    dtype: str = "auto"
-    device: str | None = None
-    data: Any = MISSING
+class VerifiersRun(Measurement):
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 def spell_out_drafter(arguments: list[str]) -> list[str]:
