@@ -26,7 +26,7 @@ def refuse(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
     head = model.get_output_embeddings() if model.can_generate() else None
-    if head is None or not hasattr(head, "out_features"):
+    if getattr(head, "out_features", None) is None:
         raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     kinds = set(getattr(config, "layer_types", None) or ())
     if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
