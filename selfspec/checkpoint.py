@@ -23,7 +23,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.fingerprint import tokenizer_hash
 from selfspec.target import Target
 
-FORMAT = 1
+FORMAT = 2
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
 
 
@@ -79,7 +79,7 @@ def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: st
             "vocab_size": target.vocab_size,
         },
         "tokenizer": tokenizer_hash(tokenizer),
-        "chances": drafter.chances,
+        "measured": drafter.measured,
         "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
     }
@@ -100,7 +100,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no drafter in {folder}: drafter.json is missing")
     try:
         meta: dict[str, Any] = json.loads(path.read_text())
-        complete = {"format", "kind", "shape", "target", "tokenizer", "chances", "files"} <= meta.keys()
+        complete = {"format", "kind", "shape", "target", "tokenizer", "measured", "files"} <= meta.keys()
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's JSON: {error}") from error
     if not complete or meta["format"] != FORMAT:
@@ -140,7 +140,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
         expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
         _compare(state, expected, path)
         set_peft_model_state_dict(module, state, adapter_name=name)
-    drafter.chances = meta["chances"]
+    drafter.measured = meta["measured"]
     drafter.requires_grad_(False)
     drafter.eval()
     return drafter

@@ -44,13 +44,13 @@ class DraftTree:
     @cached_property
     def mask(self) -> Tensor:
         """bool [B, N, N], True where node i is node j or descends from it."""
-        rows, nodes = self.parents.shape
-        mask = torch.eye(nodes, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
-        for node in range(1, nodes):
-            parent = self.parents[:, node]
-            above = mask[torch.arange(rows, device=parent.device), parent] & (parent >= 0)[:, None]
-            mask[:, node] |= above
-        return mask
+        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
+        above = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)  # itself and its parent
+        while True:  # every product doubles how far up a node sees
+            further = (above.float() @ above.float()) > 0
+            if torch.equal(further, above):
+                return above
+            above = further
 
     @cached_property
     def depth(self) -> Tensor:

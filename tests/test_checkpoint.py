@@ -123,7 +123,7 @@ def test_broken_json_and_missing_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a drafter's JSON"):
         read_meta(folder)
     (folder / "drafter.json").write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="not of format 1"):
+    with pytest.raises(ValueError, match="not of format 2"):
         read_meta(folder)
     with pytest.raises(FileNotFoundError, match=r"drafter\.json is missing"):
         read_meta(tmp_path / "nowhere")

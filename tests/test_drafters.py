@@ -14,6 +14,7 @@ from conftest import HIDDEN, VOCAB, randomize, tiny_model
 from selfspec.checkpoint import load_drafter, save_drafter
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.sequential import Sequential
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
 from selfspec.sampling import Sampling
 from selfspec.target import Target
@@ -34,11 +35,18 @@ def medusa(**shape: Any) -> Row:
     return Row(lambda target: Medusa(target, **shape), Medusa.parameter_count(HIDDEN, VOCAB, **shape))
 
 
+def sequential(**shape: Any) -> Row:
+    return Row(lambda target: Sequential(target, **shape), Sequential.parameter_count(HIDDEN, VOCAB, **shape))
+
+
 TABLE = {
     "medusa": medusa(heads=4, rank=8),
     "medusa_deep": medusa(heads=2, blocks=3, rank=4),
     "medusa_full": medusa(heads=3, projection="full"),
     "medusa_ce": medusa(heads=3, rank=4, loss="ce"),
+    "sequential": sequential(heads=4, rank=4, width=3),
+    "sequential_deep": sequential(heads=3, rank=4, blocks=3, least=0.0, loss="ce"),
+    "sequential_markov": sequential(heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
 
 
@@ -126,7 +134,7 @@ def test_save_and_load_give_the_same_draft(row: Row, tmp_path: Path) -> None:
     drafter.measure("greedy", own_text(target, PROMPTS[2:], 20, 0.0, 0))
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     again = load_drafter(tmp_path / "d", target)
-    assert again.chances == drafter.chances
+    assert again.measured == drafter.measured
     options = Options(20, Sampling(1.0), 1)
     drafts = []
     for one in (drafter, again):
@@ -151,7 +159,7 @@ def test_stacked_product_is_pefts_own(llama: Target) -> None:
         drafter.weight.zero_()
         drafter.bias.zero_()
     hidden = torch.randn(5, HIDDEN, dtype=torch.float64)
-    layer: Any = drafter.lora[drafter.lora_name]  # type: ignore[index]
+    layer: Any = drafter.shared.lora[drafter.shared.name]  # type: ignore[union-attr]
     for stacked in (False, True):
         drafter.train(not stacked)
         with torch.no_grad():

@@ -17,12 +17,13 @@ from selfspec.tree import DraftTree
 @dataclass(frozen=True)
 class Sample:
     """Text that the target itself generated. tokens: int64 [S], a prompt and its continuation from index
-    `start` >= 2; hidden: [S, H], the target's last hidden states on it; noise: positions int64 [n] -> float64 [n, V],
-    or None where the text is greedy."""
+    `start` >= 2; hidden: [S, H], the target's last hidden states on it; features: outputs [S, H] of the layers that
+    the drafter asked for, by index; noise: positions int64 [n] -> float64 [n, V], or None where the text is greedy."""
 
     tokens: Tensor
     start: int
     hidden: Tensor
+    features: dict[int, Tensor]
     temperature: float
     noise: Callable[[Tensor], Tensor] | None
 
@@ -34,12 +35,14 @@ class Drafter(nn.Module, ABC):
     `forward` is the product of its own weights and nothing else, so that benchmarks can tell it from bookkeeping.
     Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
     target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
-    belongs to one call of generate.
+    belongs to one call of generate. `measured` is what `measure` found by kind of decoding and depth, by which the
+    drafter shapes its trees. `features` are the target layers whose outputs it wants to see.
     """
 
     kind: str
     shape: dict[str, Any]
-    chances: dict[str, list[list[float]]]
+    measured: dict[str, list[list[float]]]
+    features: tuple[int, ...] = ()
 
     @abstractmethod
     def propose(self, context: Context) -> DraftTree:
@@ -54,7 +57,7 @@ class Drafter(nn.Module, ABC):
         """Training loss (a scalar) and figures per depth to log.
 
         batch: tokens int64 [B, S], mask bool [B, S] (which tokens count), and from the frozen target on those tokens
-        hidden [B, S, H] and logits [B, S, V].
+        hidden [B, S, H], logits [B, S, V] and features, outputs [B, S, H] by layer.
         """
 
     @abstractmethod

@@ -6,35 +6,21 @@ product with the shared weights serves all heads; `projection="full"` gives each
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafting import last_hidden, measure_along, perturbed, unmeasured
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
 from selfspec.training.losses import KINDS, distance, masked_mean
 from selfspec.tree import DraftTree, chain, grow
-
-CHOICES = 16  # choices per depth that are measured, and that a tree may hold below one node
-_PRIOR = [0.5 * 0.5**r for r in range(CHOICES)]  # before anything was measured
-
-
-def _perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """By what children are ranked where the target samples: what it will add to its own logits, but with less weight.
-
-    A head's distribution is a mixture over the paths it can not see, so the target's own is sharper, and the more so
-    the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
-    """
-    return logits / temperature + min(1.0, 0.85 * temperature**2) * noise
-
+from selfspec.views import SharedHeads, view
 
 @dataclass(frozen=True)
 class _Plan:
@@ -87,28 +73,15 @@ class Medusa(Drafter):
         # Zero blocks: every head starts as the target's own next-token prediction.
         self.weight = nn.Parameter(torch.zeros(blocks, heads, hidden, hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(blocks, heads, 1, hidden, device=device, dtype=dtype))
-        shared = {id(p): p for p in target.lm_head.parameters()}
-        view = copy.deepcopy(target.lm_head, dict(shared))
-        self.lora: nn.Module | None = None
+        self.shared: SharedHeads | None = None
         if projection == "lora":
-            path = next(n for n, m in target.model.named_modules() if m is target.lm_head)
-            self.lora_name = path.rsplit(".", 1)[-1]
-            self.lora = nn.ModuleDict({self.lora_name: view})
-            with warnings.catch_warnings():  # PEFT warns of a second adapter, and of tied weights it might merge into
-                warnings.simplefilter("ignore", UserWarning)
-                for k in range(heads):
-                    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=[self.lora_name])
-                    inject_adapter_in_model(config, self.lora, adapter_name=f"head_{k}")
-            for name, parameter in self.lora.named_parameters():
-                if "lora_" in name:
-                    parameter.data = parameter.data.to(dtype)
-                    parameter.requires_grad_(True)
+            self.shared = SharedHeads(target, heads, rank, dtype)
         else:
-            self.full = nn.Parameter(view.weight.detach().to(dtype).repeat(heads, 1, 1))
-            self.view = view  # keeps a bias, should the target have one
+            self.view = view(target.lm_head)  # keeps a bias, should the target have one
+            self.full = nn.Parameter(self.view.weight.detach().to(dtype).repeat(heads, 1, 1))
         self.vocab, self.compute_dtype = target.vocab_size, target.dtype
-        # chances[kind][d][r]: the r-th choice of head d is right, given that its parent was
-        self.chances = {kind: [list(_PRIOR) for _ in range(heads)] for kind in ("greedy", "sampled")}
+        # measured[kind][d][r]: the chance that the r-th choice of head d is right, given that its parent was
+        self.measured = unmeasured(heads)
         self._stacked: tuple[Tensor, ...] | None = None
         self._plans: dict[tuple[str, int, int], _Plan] = {}
         self._hidden: Tensor | None = None
@@ -126,13 +99,9 @@ class Medusa(Drafter):
     def _weights(self) -> tuple[Tensor, ...]:
         """Block weights [L, K, H, H], biases [L, K, 1, H]; then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
         blocks = (self.weight.transpose(-1, -2), self.bias)
-        if self.lora is None:
+        if self.shared is None:
             return (*blocks, self.full.transpose(1, 2))
-        layer: Any = self.lora[self.lora_name]  # type: ignore[index]
-        names = [f"head_{k}" for k in range(self.heads)]
-        a = torch.stack([layer.lora_A[n].weight.t() for n in names])
-        b = torch.stack([layer.lora_B[n].weight.t() * layer.scaling[n] for n in names])
-        return (*blocks, a, b)
+        return (*blocks, *self.shared.weights())
 
     def train(self, mode: bool = True) -> Medusa:
         """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding."""
@@ -150,21 +119,18 @@ class Medusa(Drafter):
         x = hidden.expand(heads, -1, -1)  # [K, n, H]
         for weight, bias in zip(weights[0], weights[1], strict=True):
             x = x + F.silu(torch.baddbmm(bias[:heads].to(x.dtype), x, weight[:heads].to(x.dtype)))
-        if self.lora is None:
+        if self.shared is None:
             logits = x @ weights[2][:heads].to(x.dtype)
             bias = self.view.bias
             return logits if bias is None else logits + bias
-        base: nn.Linear = self.lora[self.lora_name].base_layer  # type: ignore[index, union-attr, assignment]
-        logits = F.linear(x, base.weight, base.bias)
-        a, b = weights[2][:heads], weights[3][:heads]
-        return torch.baddbmm(logits, (x @ a.to(x.dtype)), b.to(x.dtype))
+        return self.shared(x, *weights[2:])
 
     # -- decoding
 
     def _plan(self, kind: str, rows: int, nodes: int, device: torch.device) -> _Plan:
         key = (kind, rows, nodes)
         if key not in self._plans:
-            parents, ranks, chance = grow(self.chances[kind], nodes)
+            parents, ranks, chance = grow(self.measured[kind], nodes)
             depths = [0]
             for parent in parents[1:]:
                 depths.append(depths[parent] + 1)
@@ -184,20 +150,13 @@ class Medusa(Drafter):
         if context.noise is not None:
             # one position more than the heads reach: the bonus token's, so that the walk finds it in the same block
             ahead = context.noise.ahead([n + 1 for n in context.lengths], plan.depth + 1)
-            scores = _perturbed(scores, ahead[:, :-1], context.temperature)
+            scores = perturbed(scores, ahead[:, :-1], context.temperature)
         choices = scores.topk(plan.choices, -1).indices  # [B, depth, choices]
         tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
         return plan.tree.with_tokens(tokens[:, plan.index])
 
     def observe(self, accepted: Accepted) -> None:
-        if all(accepted.paths):
-            self._hidden = accepted.last_hidden()
-            return
-        if self._hidden is None:
-            self._hidden = accepted.hidden.new_zeros(len(accepted.rows), accepted.hidden.shape[-1])
-        for i, (row, path) in enumerate(zip(accepted.rows, accepted.paths, strict=True)):
-            if path:
-                self._hidden[i] = accepted.hidden[row, path[-1]]
+        self._hidden = last_hidden(self._hidden, accepted)
 
     # -- training
 
@@ -218,39 +177,17 @@ class Medusa(Drafter):
 
     @torch.no_grad()
     def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        right = torch.zeros(self.heads, CHOICES)
-        tried = torch.zeros(self.heads)
-        agree = torch.zeros(self.heads, 2)
-        positions = 0
-        for sample in samples:
-            n = len(sample.tokens)
-            # hidden states from which all heads have a truth; none where the target ended at once
-            at = torch.arange(sample.start - 2, max(sample.start - 2, n - 1 - self.heads))
-            scores = self(sample.hidden[at].to(self.compute_dtype))  # [K, m, V]
-            alive = torch.ones(len(at), dtype=torch.bool)
-            positions += len(at)
-            for k in range(self.heads):
-                truth = sample.tokens[at + 2 + k].to(scores.device)
-                values = scores[k].double()
-                if sample.noise is not None:
-                    values = _perturbed(values, sample.noise(at + 2 + k), sample.temperature)
-                own = values.gather(1, truth[:, None])
-                rank = (values > own).sum(1).cpu()
-                agree[k] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
-                tried[k] += alive.sum()
-                right[k] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
-                alive &= rank < CHOICES
-        self.chances[kind] = (right / tried.clamp(min=1)[:, None]).tolist()
-        self._plans = {}
-        share = agree / max(1, positions)
-        simulated = {str(n): sum(grow(self.chances[kind], n)[2]) for n in (8, 16, 32)}
-        return {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "tau": simulated, "positions": positions}
+        chances, _, figures = measure_along(
+            samples, self.heads, lambda sample, at: self(sample.hidden[at].to(self.compute_dtype))
+        )
+        self.measured[kind], self._plans = chances, {}
+        return figures
 
     # -- on disk
 
     def adapters(self) -> dict[str, nn.Module]:
-        return {} if self.lora is None else {f"head_{k}": self.lora for k in range(self.heads)}
+        return {} if self.shared is None else self.shared.adapters()
 
     def own_state(self) -> dict[str, Tensor]:
-        names = ("weight", "bias") if self.lora is not None else ("weight", "bias", "full")
+        names = ("weight", "bias") if self.shared is not None else ("weight", "bias", "full")
         return {name: getattr(self, name) for name in names}

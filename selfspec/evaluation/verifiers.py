@@ -290,14 +290,14 @@ def compare(
         texts, start = [s.tokens.tolist() for s in samples], samples[0].start
         table = rejection_chances(spec, heads, texts, start, temperature, seed=config.seed)
         tuned = copy.copy(spec.drafter)
-        tuned.chances = dict(spec.drafter.chances)
+        tuned.measured = dict(spec.drafter.measured)
         tuned.measure("sampled", samples)
         blind = copy.copy(spec.drafter)
-        blind.chances = dict(spec.drafter.chances)
+        blind.measured = dict(spec.drafter.measured)
         blind.measure("greedy", [replace(sample, noise=None) for sample in samples])
         depth = len(table)
         line = copy.copy(spec.drafter)
-        line.chances = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
+        line.measured = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
 
         def noisy(drafter: Any, nodes: int, temperature: float = temperature) -> list[Stats]:
             settings = (config.max_new_tokens, Sampling(temperature))

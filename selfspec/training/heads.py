@@ -59,19 +59,26 @@ class DraftLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            hidden, logits = bare_forward(self.__dict__["target"], batch["tokens"])
-        return self.drafter.loss({**batch, "hidden": hidden, "logits": logits})
+            seen = bare_forward(self.__dict__["target"], batch["tokens"], self.drafter.features)
+        return self.drafter.loss({**batch, **seen})
 
 
-def bare_forward(target: Target, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Last hidden states [B, S, H] and logits [B, S, V] of plain text, tokens int64 [B, S]; no cache."""
-    seen: list[Tensor] = []
-    hook = target.decoder.register_forward_hook(lambda m, a, out: seen.append(out.last_hidden_state))
+def bare_forward(target: Target, tokens: Tensor, features: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What the target says of plain text, tokens int64 [B, S], without a cache: last hidden states `hidden` [B, S, H],
+    `logits` [B, S, V], and `features`, the outputs [B, S, H] of the layers so named."""
+    seen: dict[int, Tensor] = {}
+
+    def record(layer: int, out: Any) -> None:
+        seen[layer] = out if isinstance(out, Tensor) else out[0]
+
+    watched = {-1: target.decoder, **{layer: target.layers[layer] for layer in features}}
+    hooks = [m.register_forward_hook(lambda m, a, out, i=i: record(i, out)) for i, m in watched.items()]
     try:
         logits = target.model(input_ids=tokens, use_cache=False).logits
     finally:
-        hook.remove()
-    return seen[0], logits
+        for hook in hooks:
+            hook.remove()
+    return {"hidden": seen.pop(-1), "logits": logits, "features": seen}
 
 
 def train_heads(
@@ -101,10 +108,11 @@ def train_heads(
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
     before = target.checksum()
-    samples = {kind: own_text(target, prompts, config.new_tokens, t, loop.seed) for kind, t in KINDS.items()}
+    samples = {kind: own_text(target, prompts, config.new_tokens, t, loop.seed, drafter.features) for kind, t in KINDS.items()}
     if config.own_text.rows:
         with accelerator.main_process_first():  # the others then find it on disk
-            stream = write_own_text(target, stream, config.own_text, loop.seed, folder / "own_text", quiet=not main)
+            texts = Path(config.own_text.folder or folder / "own_text")
+            stream = write_own_text(target, stream, config.own_text, loop.seed, texts, quiet=not main)
         length = config.own_text.prompt_tokens + config.own_text.new_tokens
         per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
         size = per_process * accelerator.num_processes
@@ -145,7 +153,7 @@ def _relative_cost(
     for _ in range(6):
         start = time.perf_counter()
         with torch.no_grad(), precision:
-            bare_forward(target, batch["tokens"])
+            bare_forward(target, batch["tokens"])  # what any drafter trained online has to run
         _wait(target.device)
         middle = time.perf_counter()
         with precision:

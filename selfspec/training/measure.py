@@ -19,8 +19,16 @@ KINDS = {"greedy": 0.0, "sampled": 1.0}  # the temperatures trees are measured f
 _BATCH = 16
 
 
-def own_text(target: Target, prompts: list[list[int]], new_tokens: int, temperature: float, seed: int) -> list[Sample]:
-    """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states."""
+def own_text(
+    target: Target,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    features: tuple[int, ...] = (),
+) -> list[Sample]:
+    """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states, and
+    the outputs of the layers named by `features`."""
     samples = []
     for first in range(0, len(prompts), _BATCH):
         batch = prompts[first : first + _BATCH]
@@ -30,9 +38,10 @@ def own_text(target: Target, prompts: list[list[int]], new_tokens: int, temperat
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():
                 tree = chain(tokens[None].to(target.device))
-                hidden = target.forward(tree, target.cache(1, len(tokens)), logits=False).hidden[0]
+                out = target.forward(tree, target.cache(1, len(tokens)), logits=False, features=features)
+            kept = {layer: states[0].clone() for layer, states in out.features.items()}
             noise = _noise(own, target) if temperature > 0 else None
-            samples.append(Sample(tokens, len(prompt), hidden.clone(), temperature, noise))
+            samples.append(Sample(tokens, len(prompt), out.hidden[0].clone(), kept, temperature, noise))
     return samples
 
 

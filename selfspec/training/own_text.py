@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -30,12 +30,14 @@ _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 @dataclass
 class OwnTextConfig:
     """rows: texts the target continues (0: heads train on the data's own text); prompt_tokens: of the data that each
-    begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy."""
+    begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy; folder:
+    where the texts are kept, so that several drafters can train on the same (by default inside the run)."""
 
     rows: int = 0
     prompt_tokens: int = 128
     new_tokens: int = 192
     sampled: float = 0.5
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 0:
@@ -66,7 +68,8 @@ def write_own_text(
             f"{target.max_positions} positions"
         )
     text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
-    settings = {"settings": f"{config} seed={seed} target={target.checksum()} text={text}"}
+    written = {name: value for name, value in asdict(config).items() if name != "folder"}
+    settings = {"settings": f"{written} seed={seed} target={target.checksum()} text={text}"}
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):

@@ -1,0 +1,277 @@
+"""Sequential heads: head k also reads the tokens drafted before it along its path.
+
+`form="hydra"` (Hydra, arXiv 2402.05109): the embeddings of the root and of all drafted ancestors enter the head's first
+layer beside the target's last hidden state. `form="markov"`: Medusa's heads (arXiv 2401.10774) plus a low-rank
+correction of their logits from the parent token alone.
+
+The root is known when drafting begins, so one product gives all heads' logits with the root as their only path. It
+picks a shortlist of tokens per depth; the tree is then grown from real conditional scores on the shortlists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafting import Growth, last_hidden, measure_along, perturbed
+from selfspec.generate import Accepted, Context
+from selfspec.target import Target
+from selfspec.training.losses import KINDS, distance, masked_mean
+from selfspec.tree import DraftTree, chain
+from selfspec.views import SharedHeads
+
+_SHORTLIST = 128  # tokens per depth that conditional scores are computed for
+_FORGET = 0.15  # share of positions that train without drafted tokens, so that the shortlist's scores are trained too
+
+
+class Sequential(Drafter):
+    """K heads on a frozen target, each reading its path.
+
+    Parameters: hydra K*blocks*(H*H + H) + K*(K+1)/2*H*H + K*rank*(H + V);
+    markov K*blocks*(H*H + H) + K*H*correction + correction*V + K*rank*(H + V).
+    """
+
+    kind = "sequential"
+
+    def __init__(
+        self,
+        target: Target,
+        heads: int = 5,
+        form: str = "hydra",
+        blocks: int = 2,
+        rank: int = 32,
+        correction: int = 128,
+        width: int = 6,
+        least: float = 0.1,
+        loss: str = "kl",
+        depth_decay: float = 0.9,
+    ) -> None:
+        """heads: K; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head;
+        correction: rank of the parent's correction (markov); width: nodes expanded per depth; least: drafting ends
+        where the nodes to expand have less chance than this to be on the accepted path; loss: kl or ce; depth_decay:
+        weight of each head's loss relative to the head before it.
+
+        Raises ValueError for a number below 1, an unknown form or loss, or a share outside its range.
+        """
+        super().__init__()
+        sizes = {"heads": heads, "blocks": blocks, "rank": rank, "correction": correction, "width": width}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"drafter.{name}={value} must be at least 1")
+        if form not in ("hydra", "markov"):
+            raise ValueError(f"drafter.form={form!r} must be 'hydra' or 'markov'")
+        if loss not in KINDS:
+            raise ValueError(f"drafter.loss={loss!r} must be one of {', '.join(KINDS)}")
+        if not depth_decay > 0:
+            raise ValueError(f"drafter.depth_decay={depth_decay} must be above 0")
+        if not 0 <= least < 1:
+            raise ValueError(f"drafter.least={least} must lie in [0, 1)")
+        self.shape: dict[str, Any] = {"heads": heads, "form": form, "blocks": blocks, "rank": rank}
+        self.shape |= {"correction": correction, "width": width, "least": least}
+        self.shape |= {"loss": loss, "depth_decay": depth_decay}
+        self.heads, self.form, self.width, self.least = heads, form, width, least
+        self.loss_kind, self.depth_decay = loss, depth_decay
+        hidden = target.hidden_size
+        made: dict[str, Any] = {"device": target.device, "dtype": training_dtype(target.dtype)}
+        # Zero blocks: every head starts as the target's own next-token prediction.
+        self.weight = nn.Parameter(torch.zeros(blocks, heads, hidden, hidden, **made))
+        self.bias = nn.Parameter(torch.zeros(blocks, heads, 1, hidden, **made))
+        if form == "hydra":
+            self.path = nn.ParameterList([torch.zeros((k + 1) * hidden, hidden, **made) for k in range(heads)])
+        else:
+            start = torch.randn(heads, hidden, correction, **made) / math.sqrt(hidden)
+            self.path = nn.ParameterList([start, torch.zeros(correction, target.vocab_size, **made)])
+        self.shared = SharedHeads(target, heads, rank, training_dtype(target.dtype))
+        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        self.compute_dtype = target.dtype
+        # measured[kind][d]: the factor on scores at depth d + 1 that makes their softmax the best forecast
+        self.measured = {kind: [[1.0] for _ in range(heads)] for kind in ("greedy", "sampled")}
+        self._fast: dict[str, Any] = {}
+        self._hidden: Tensor | None = None
+
+    @staticmethod
+    def parameter_count(
+        hidden: int,
+        vocab: int,
+        heads: int = 5,
+        form: str = "hydra",
+        blocks: int = 2,
+        rank: int = 32,
+        correction: int = 128,
+        **_: Any,
+    ) -> int:
+        """Trained parameters of this shape."""
+        path = heads * (heads + 1) // 2 * hidden**2 if form == "hydra" else (heads * hidden + vocab) * correction
+        return heads * blocks * (hidden**2 + hidden) + path + heads * rank * (hidden + vocab)
+
+    # -- the heads
+
+    def _weights(self) -> dict[str, Any]:
+        a, b = self.shared.weights()
+        return {"weight": self.weight.transpose(-1, -2), "bias": self.bias, "path": list(self.path), "a": a, "b": b}
+
+    def train(self, mode: bool = True) -> Sequential:
+        """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding."""
+        super().train(mode)
+        self._fast = {}
+        if not mode:
+            with torch.no_grad():
+                made = {"dtype": self.compute_dtype}
+                weights = self._weights()
+                self._fast = {n: w.to(**made).contiguous() for n, w in weights.items() if n != "path"}
+                path = [w.detach().to(**made) for w in weights["path"]]
+                self._fast["path"] = path
+                if self.form == "hydra":  # what the root adds, for all heads at once
+                    self._fast["root"] = torch.stack([w[: self.weight.shape[-1]] for w in path])
+                # one row per token, so that a shortlist's columns are gathered whole
+                self._fast["columns"] = weights["b"].to(**made).transpose(1, 2).contiguous()
+                if self.form == "markov":
+                    self._fast["correction"] = path[1].t().contiguous()
+        return self
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
+        return F.rms_norm(F.embedding(tokens, self.embedding), self.embedding.shape[-1:])
+
+    def _blocks(self, weights: dict[str, Any], hidden: Tensor, first: Tensor, k: int | None = None) -> Tensor:
+        """Hidden states [K, n, H] of all heads, or [1, n, H] of head k, from the first layer's sums `first`."""
+        x = hidden + F.silu(first)
+        part = slice(k, None if k is None else k + 1)
+        for weight, bias in zip(weights["weight"][1:, part], weights["bias"][1:, part], strict=True):
+            x = x + F.silu(torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype)))
+        return x
+
+    def forward(
+        self,
+        hidden: Tensor,
+        roots: Tensor,
+        first: Tensor | None = None,
+        path: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """For decoding: (first, logits).
+
+        From hidden states [B, H] and embedded roots [B, H] alone: the first layer's sums [K, B, H], and all heads'
+        logits [K, B, V] with no path but the root. With those sums, embedded paths [B, m, k, H] beyond the root and a
+        shortlist int64 [B, C]: head k's logits [B, m, C].
+        """
+        fast = self._fast
+        if first is None:
+            x = hidden.expand(self.heads, -1, -1)
+            first = torch.baddbmm(fast["bias"][0], x, fast["weight"][0])
+            if self.form == "hydra":
+                first = first + roots.expand(self.heads, -1, -1) @ fast["root"]
+            logits = self.shared(self._blocks(fast, x, first), fast["a"], fast["b"])
+            if self.form == "markov":  # only the first head's parent is the root
+                logits[0] += roots @ fast["path"][0][0] @ fast["path"][1]
+            return first, logits
+        assert path is not None and ids is not None
+        k = path.shape[2]
+        sums, width = first[k][:, None].expand(-1, path.shape[1], -1), hidden.shape[-1]
+        if self.form == "hydra":
+            sums = sums + path.flatten(2) @ fast["path"][k][width:]
+        x = self._blocks(fast, hidden[:, None].expand_as(sums).flatten(0, 1)[None], sums.flatten(0, 1)[None], k)
+        x = x.view(*path.shape[:2], width)
+        logits = x @ F.embedding(ids, self.shared.base.weight).transpose(1, 2)
+        logits += x @ fast["a"][k] @ F.embedding(ids, fast["columns"][k]).transpose(1, 2)
+        if self.form == "markov":
+            parents = path[:, :, -1] @ fast["path"][0][k]
+            logits += parents @ F.embedding(ids, fast["correction"]).transpose(1, 2)
+        bias = self.shared.base.bias
+        return first, logits if bias is None else logits + bias[ids][:, None]
+
+    def along(self, hidden: Tensor, embedded: Tensor, forget: Tensor | None = None) -> Tensor:
+        """Logits [K, n, V] of all heads for hidden states [n, H] with the text itself as path: embedded [n, K, H] holds
+        the root and the tokens after it. Where forget, bool [n], is True, the path is the root alone."""
+        weights = self._fast or self._weights()
+        x = hidden.expand(self.heads, -1, -1)
+        first = torch.baddbmm(weights["bias"][0].to(x.dtype), x, weights["weight"][0].to(x.dtype))
+        drafted = embedded if forget is None else embedded.masked_fill(forget[:, None, None], 0)
+        if self.form == "hydra":
+            paths = [torch.cat([embedded[:, :1], drafted[:, 1 : k + 1]], 1).flatten(1) for k in range(self.heads)]
+            first = first + torch.stack([p @ w.to(p.dtype) for p, w in zip(paths, weights["path"], strict=True)])
+        logits = self.shared(self._blocks(weights, x, first), weights["a"], weights["b"])
+        if self.form == "markov":
+            start, end = (w.to(x.dtype) for w in weights["path"])
+            parents = torch.cat([embedded[:, :1], drafted[:, 1:]], 1).transpose(0, 1)  # [K, n, H]
+            logits = logits + parents @ start @ end
+        return logits
+
+    # -- decoding
+
+    def propose(self, context: Context) -> DraftTree:
+        if self._hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
+            return chain(context.roots[:, None])
+        sharpness = self.measured["greedy" if context.noise is None else "sampled"]
+        roots = self.embed(context.roots)
+        first, scores = self(self._hidden, roots)
+        if context.noise is not None:
+            # one position more than the heads reach: the bonus token's, so that the walk finds it in the same block
+            noise = context.noise.ahead([n + 1 for n in context.lengths], self.heads + 1)[:, :-1].transpose(0, 1)
+            scores = perturbed(scores, noise, context.temperature)
+        short = scores.topk(min(_SHORTLIST, scores.shape[-1]), -1)
+        ids = short.indices  # [K, B, C]
+        growth = Growth(context.roots, context.nodes, self.width)
+        growth.extend(short.values[0][:, None] * sharpness[0][0], ids[0])
+        path = self.embed(growth.tokens[:, growth.frontier[0]])[:, :, None]  # [B, m, 1, H]
+        for k in range(1, min(self.heads, context.nodes - 1)):
+            if growth.hope() < self.least:
+                break
+            _, scores = self(self._hidden, roots, first, path, ids[k])
+            if context.noise is not None:
+                scores = perturbed(scores, noise[k].gather(1, ids[k])[:, None], context.temperature)
+            before = growth.frontier[0, 0]
+            growth.extend(scores * sharpness[k][0], ids[k])
+            if k + 1 < self.heads:
+                at = growth.frontier[0]
+                above = growth.parents[:, at] - before  # [B, m]: which of the expanded nodes
+                path = path.gather(1, above[:, :, None, None].expand(-1, -1, *path.shape[2:]))
+                path = torch.cat([path, self.embed(growth.tokens[:, at])[:, :, None]], 2)
+        return growth.tree()
+
+    def observe(self, accepted: Accepted) -> None:
+        self._hidden = last_hidden(self._hidden, accepted)
+
+    # -- training
+
+    def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, hidden, logits = batch["tokens"], batch["hidden"], batch["logits"]
+        n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
+        if n < 1:
+            raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
+        paths = self.embed(tokens[:, 1:].unfold(1, self.heads, 1)[:, :n].flatten(0, 1))
+        generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
+        forget = torch.rand(len(paths), generator=generator).to(tokens.device) < _FORGET
+        draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
+        per_head, mask = [], []
+        for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
+            wanted, ahead = logits[:, 1 + k : 1 + k + n], slice(2 + k, 2 + k + n)
+            per_head.append(distance(self.loss_kind, guess, wanted, tokens[:, ahead]))
+            mask.append(batch["mask"][:, ahead])
+        means = masked_mean(torch.stack(per_head), torch.stack(mask))  # [K]
+        weights = self.depth_decay ** torch.arange(self.heads, device=means.device)
+        return (means * weights).sum() / weights.sum(), {self.loss_kind: means.detach()}
+
+    @torch.no_grad()
+    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
+        def scores(sample: Sample, at: Tensor) -> Tensor:
+            path = sample.tokens[at[:, None] + 1 + torch.arange(self.heads)].to(sample.hidden.device)
+            return self.along(sample.hidden[at].to(self.compute_dtype), self.embed(path))
+
+        _, sharpness, figures = measure_along(samples, self.heads, scores)
+        self.measured[kind] = [[factor] for factor in sharpness]
+        return figures
+
+    # -- on disk
+
+    def adapters(self) -> dict[str, nn.Module]:
+        return self.shared.adapters()
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {"weight": self.weight, "bias": self.bias, **{f"path.{i}": p for i, p in enumerate(self.path)}}

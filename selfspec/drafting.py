@@ -1,0 +1,134 @@
+"""What drafters share: ranking with the target's noise, trees grown from conditional scores, measuring on own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.drafters.base import Sample
+from selfspec.generate import Accepted
+from selfspec.tree import DraftTree, grow
+
+CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
+_PRIOR = [0.5 * 0.5**r for r in range(CHOICES)]  # before anything was measured
+_SHARPNESS = [2 ** (i / 4) for i in range(-6, 13)]
+
+
+def perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """By what children are ranked where the target samples: what it will add to its own logits, but with less weight.
+
+    A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
+    the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
+    """
+    return logits / temperature + min(1.0, 0.85 * temperature**2) * noise
+
+
+def last_hidden(before: Tensor | None, accepted: Accepted) -> Tensor:
+    """The target's hidden state before each row's root, [B, H]; `before` holds that of rows that kept nothing."""
+    if all(accepted.paths):
+        return accepted.last_hidden()
+    if before is None:
+        before = accepted.hidden.new_zeros(len(accepted.rows), accepted.hidden.shape[-1])
+    for i, (row, path) in enumerate(zip(accepted.rows, accepted.paths, strict=True)):
+        if path:
+            before[i] = accepted.hidden[row, path[-1]]
+    return before
+
+
+class Growth:
+    """Trees of B rows grown depth by depth from real conditional scores, best-first by the chance of a node's whole
+    path (EAGLE-2, arXiv 2406.16858): the `width` best nodes of a depth are expanded, and of all nodes the best make the
+    tree."""
+
+    def __init__(self, roots: Tensor, nodes: int, width: int) -> None:
+        """roots: int64 [B]; nodes: the budget, root included."""
+        self.nodes, self.width = nodes, width
+        self.tokens = roots[:, None]
+        self.parents = torch.full_like(self.tokens, -1)
+        self.scores = torch.zeros_like(self.tokens, dtype=torch.float32)  # log of the path's chance
+        self.frontier = torch.zeros_like(self.tokens)  # [B, m]: what is expanded next
+
+    def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
+        """Children of the frontier: scores [B, m, C], already sharpened; ids int64 [B, C]: whose scores they are (by
+        default token ids themselves)."""
+        # A certain child would tie with its parent, and might then be taken without it.
+        chance = torch.log_softmax(scores.float(), -1).clamp_(max=-1e-4)
+        total = (chance + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
+        choices = scores.shape[-1]
+        best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
+        tokens = best.indices % choices
+        first = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, tokens if ids is None else ids.gather(1, tokens)], 1)
+        self.parents = torch.cat([self.parents, self.frontier.gather(1, best.indices // choices)], 1)
+        self.scores = torch.cat([self.scores, best.values], 1)
+        wide = min(self.width, tokens.shape[1])
+        self.frontier = torch.arange(first, first + wide, device=tokens.device).expand(len(tokens), -1)
+
+    def hope(self) -> float:
+        """The chance that the accepted path passes through the frontier, of the row where it is largest."""
+        return float(self.scores.gather(1, self.frontier).exp().sum(1).max())
+
+    def tree(self) -> DraftTree:
+        """The best nodes within the budget; every parent is better than its children, so none is missing."""
+        if self.tokens.shape[1] <= self.nodes:
+            return DraftTree(self.tokens, self.parents, self.scores.exp())
+        best = self.scores[:, 1:].topk(self.nodes - 1, -1).indices.sort(-1).values + 1
+        kept = torch.cat([torch.zeros_like(best[:, :1]), best], 1)
+        place = torch.zeros_like(self.parents).scatter_(
+            1, kept, torch.arange(self.nodes, device=kept.device).expand_as(kept)
+        )
+        parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents[:, 0] = -1
+        return DraftTree(self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp())
+
+
+def unmeasured(depths: int) -> dict[str, list[list[float]]]:
+    """What a drafter holds before `measure`: chances that halve from choice to choice, by kind and depth."""
+    return {kind: [list(_PRIOR) for _ in range(depths)] for kind in ("greedy", "sampled")}
+
+
+def measure_along(
+    samples: Sequence[Sample], depths: int, scores: Callable[[Sample, Tensor], Tensor]
+) -> tuple[list[list[float]], list[float], dict[str, Any]]:
+    """Measure a drafter along the target's own text.
+
+    scores(sample, at): logits [depths, n, V] that the drafter gives, from positions at (int64 [n]), to the tokens
+    2, 3, ... places on, each with the text itself as the path before it.
+    Returns chances[d][r] that the r-th choice at depth d + 1 is right given that its parent was; per depth the factor
+    on the scores that makes their softmax the best forecast of the target's token; and the figures of
+    `Drafter.measure`, with `tau` of a static tree.
+    """
+    right, tried = torch.zeros(depths, CHOICES), torch.zeros(depths)
+    agree = torch.zeros(depths, 2)
+    surprise = torch.zeros(depths, len(_SHARPNESS), dtype=torch.float64)
+    positions = 0
+    for sample in samples:
+        # positions from which all depths have a truth; none where the target ended at once
+        at = torch.arange(sample.start - 2, max(sample.start - 2, len(sample.tokens) - 1 - depths))
+        if not len(at):
+            continue
+        logits = scores(sample, at)
+        alive = torch.ones(len(at), dtype=torch.bool)
+        positions += len(at)
+        for d in range(depths):
+            truth = sample.tokens[at + 2 + d].to(logits.device)
+            values = logits[d].double()
+            if sample.noise is not None:
+                values = perturbed(values, sample.noise(at + 2 + d), sample.temperature)
+            own = values.gather(1, truth[:, None])
+            rank = (values > own).sum(1).cpu()
+            agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
+            tried[d] += alive.sum()
+            right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
+            short = values.topk(min(4 * CHOICES, values.shape[1]), -1).values - own  # the rest weighs nothing
+            for i, factor in enumerate(_SHARPNESS):
+                surprise[d, i] += (short * factor).logsumexp(1)[alive & (rank < CHOICES)].sum().cpu()
+            alive &= rank < CHOICES
+    chances = (right / tried.clamp(min=1)[:, None]).tolist()
+    share = agree / max(1, positions)
+    figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
+    figures["tau"] = {str(n): sum(grow(chances, n)[2]) for n in (8, 16, 32)}
+    return chances, [_SHARPNESS[int(i)] for i in surprise.argmin(1)], figures
