@@ -32,7 +32,7 @@ class _Layer(CacheLayerMixin):
         return self.cache.append(self.keys, key_states), self.cache.append(self.values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.cache.lengths) + query_length, 0
+        return max(self.cache.lengths) + self.cache._ran + query_length, 0
 
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)
@@ -50,7 +50,8 @@ class TreeCache(Cache):
     """
 
     def __init__(self, n_layers: int, rows: int, capacity: int, limit: int = 0) -> None:
-        """limit: slots per row that the whole generation will need; MemoryError where they would not fit."""
+        """limit: slots per row that the whole generation will need (0: not known); MemoryError where they would not
+        fit."""
         super().__init__(layers=[_Layer(self) for _ in range(n_layers)])
         self.lengths = [0] * rows
         self.capacity, self.limit = capacity, limit
@@ -58,13 +59,15 @@ class TreeCache(Cache):
         self.first: dict[_Layer, tuple[Tensor, Tensor]] = {}
         self._members: list[list[tuple[_Layer, str]]] = []
         self._slots: tuple[Tensor, Tensor] | None = None  # (row, slot) of every appended node where lengths differ
+        self._ran = 0  # nodes of this tree that the layers to come hold already
         self._below: tuple[Tensor, Tensor] | None = None  # parents of the last tree and its additive mask
 
-    def begin(self, nodes: int, device: torch.device) -> None:
-        """Make room for a pass over `nodes` nodes; call before the pass."""
-        longest = max(self.lengths)
+    def begin(self, nodes: int, device: torch.device, ran: int = 0) -> None:
+        """Make room for a pass over a tree of `nodes` nodes, of which the first `ran` went through the same layers
+        before; call before the pass."""
+        self._ran, longest = ran, max(self.lengths)
         if longest + nodes > self.capacity:
-            self.capacity = max(min(2 * self.capacity, self.limit + nodes), longest + nodes)
+            self.capacity = max(min(2 * self.capacity, (self.limit or 2**62) + nodes), longest + nodes)
             for i, old in enumerate(self.storage):  # one at a time, so that only one is held twice
                 new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
                 new[:, :, :, : old.shape[3]] = old
@@ -75,17 +78,17 @@ class TreeCache(Cache):
         if min(self.lengths) != longest:
             lengths = torch.tensor(self.lengths, device=device)[:, None]
             rows = torch.arange(len(self.lengths), device=device)[:, None]
-            self._slots = (rows, lengths + torch.arange(nodes, device=device))
+            self._slots = (rows, lengths + torch.arange(ran, nodes, device=device))
 
     def append(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Write new [B, heads, N, D] behind every row's length; returns all of the row up to there."""
-        longest = max(self.lengths)
+        """Write new [B, heads, N, D] behind every row's length and what ran before; returns the row up to there."""
+        end = max(self.lengths) + self._ran + new.shape[2]
         if self._slots is None:
-            kept[:, :, longest : longest + new.shape[2]] = new
+            kept[:, :, end - new.shape[2] : end] = new
         else:
             rows, slots = (index.to(new.device) for index in self._slots)
             kept[rows, :, slots] = new.transpose(1, 2)
-        return kept[:, :, : longest + new.shape[2]]
+        return kept[:, :, :end]
 
     def keep(self, paths: list[list[int]]) -> None:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
@@ -124,7 +127,7 @@ class TreeCache(Cache):
         device = tree.tokens.device
         if self._slots is None and window is None:
             if self._below is None or self._below[0] is not tree.parents:
-                self._below = (tree.parents, _additive(tree.mask, dtype)[:, None])
+                self._below = (tree.parents, additive(tree.mask, dtype)[:, None])
             below = self._below[1]
             return torch.cat([below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest), below], -1)
         lengths = torch.tensor(self.lengths, device=device)[:, None, None]
@@ -137,7 +140,7 @@ class TreeCache(Cache):
             depth = tree.depth.expand(len(self.lengths), -1)
             positions.scatter_(1, index[:, 0], lengths[:, 0] + depth)
             allowed &= (lengths + depth[:, :, None]) - positions[:, None, :] < window
-        return _additive(allowed, dtype)[:, None]
+        return additive(allowed, dtype)[:, None]
 
     def _allocate(self) -> None:
         groups: dict[tuple[Any, ...], list[tuple[_Layer, str, Tensor]]] = {}
@@ -170,5 +173,6 @@ class TreeCache(Cache):
                 setattr(layer, name, store[i])
 
 
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where attention is allowed, the dtype's lowest value elsewhere."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)

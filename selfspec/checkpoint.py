@@ -51,7 +51,7 @@ def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: st
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     save_file(
-        {name: t.detach().to(target.dtype).contiguous().cpu() for name, t in drafter.own_state().items()},
+        {name: _at_rest(t, target.saved_dtype) for name, t in drafter.own_state().items()},
         scratch / "drafter.safetensors",
     )
     for name, module in drafter.adapters().items():
@@ -59,7 +59,7 @@ def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: st
         out.mkdir(parents=True)
         state = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
         save_file(
-            {_PREFIX + key: t.detach().to(target.dtype).contiguous().cpu() for key, t in state.items()},
+            {_PREFIX + key: _at_rest(t, target.saved_dtype) for key, t in state.items()},
             out / "adapter_model.safetensors",
         )
         config: LoraConfig = module.peft_config[name]  # type: ignore[index, union-attr, assignment]
@@ -91,6 +91,10 @@ def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: st
         os.replace(folder, old)
     os.replace(scratch, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _at_rest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfspec.drafters.base import Sample
 from selfspec.generate import Accepted
-from selfspec.tree import DraftTree, grow
+from selfspec.tree import DraftTree
 
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
 _PRIOR = [0.5 * 0.5**r for r in range(CHOICES)]  # before anything was measured
@@ -41,15 +41,16 @@ def last_hidden(before: Tensor | None, accepted: Accepted) -> Tensor:
 class Growth:
     """Trees of B rows grown depth by depth from real conditional scores, best-first by the chance of a node's whole
     path (EAGLE-2, arXiv 2406.16858): the `width` best nodes of a depth are expanded, and of all nodes the best make the
-    tree."""
+    tree. With `reserve`, whatever was expanded stays in the tree, ahead of the leaves; fewer are then expanded."""
 
-    def __init__(self, roots: Tensor, nodes: int, width: int) -> None:
+    def __init__(self, roots: Tensor, nodes: int, width: int, reserve: bool = False) -> None:
         """roots: int64 [B]; nodes: the budget, root included."""
-        self.nodes, self.width = nodes, width
+        self.nodes, self.width, self.reserve = nodes, width, reserve
         self.tokens = roots[:, None]
         self.parents = torch.full_like(self.tokens, -1)
         self.scores = torch.zeros_like(self.tokens, dtype=torch.float32)  # log of the path's chance
         self.frontier = torch.zeros_like(self.tokens)  # [B, m]: what is expanded next
+        self.expanded = self.frontier[:, :0]
 
     def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
         """Children of the frontier: scores [B, m, C], already sharpened; ids int64 [B, C]: whose scores they are (by
@@ -64,25 +65,63 @@ class Growth:
         self.tokens = torch.cat([self.tokens, tokens if ids is None else ids.gather(1, tokens)], 1)
         self.parents = torch.cat([self.parents, self.frontier.gather(1, best.indices // choices)], 1)
         self.scores = torch.cat([self.scores, best.values], 1)
+        self.expanded = torch.cat([self.expanded, self.frontier], 1)
         wide = min(self.width, tokens.shape[1])
+        if self.reserve:
+            wide = min(wide, (self.nodes - self.expanded.shape[1]) // 2)
         self.frontier = torch.arange(first, first + wide, device=tokens.device).expand(len(tokens), -1)
 
     def hope(self) -> float:
         """The chance that the accepted path passes through the frontier, of the row where it is largest."""
         return float(self.scores.gather(1, self.frontier).exp().sum(1).max())
 
+    def stem(self) -> DraftTree:
+        """What was expanded and what is to be expanded next, in that order."""
+        return self._pick(torch.cat([self.expanded, self.frontier], 1))
+
     def tree(self) -> DraftTree:
-        """The best nodes within the budget; every parent is better than its children, so none is missing."""
-        if self.tokens.shape[1] <= self.nodes:
-            return DraftTree(self.tokens, self.parents, self.scores.exp())
-        best = self.scores[:, 1:].topk(self.nodes - 1, -1).indices.sort(-1).values + 1
-        kept = torch.cat([torch.zeros_like(best[:, :1]), best], 1)
-        place = torch.zeros_like(self.parents).scatter_(
-            1, kept, torch.arange(self.nodes, device=kept.device).expand_as(kept)
-        )
+        """The best nodes within the budget. Every parent is better than its children, so none is missing."""
+        nodes = min(self.nodes, self.tokens.shape[1])
+        if self.reserve:
+            leaves = self.scores.scatter(1, self.expanded, -torch.inf).topk(nodes - self.expanded.shape[1], -1).indices
+            return self._pick(torch.cat([self.expanded, leaves], 1))
+        return self._pick(self.scores.topk(nodes, -1).indices.sort(-1).values)
+
+    def _pick(self, kept: Tensor) -> DraftTree:
+        """The tree of these nodes, int64 [B, n], the root first and parents before their children."""
+        order = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        place = torch.zeros_like(self.parents).scatter_(1, kept, order)
         parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
         parents[:, 0] = -1
         return DraftTree(self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp())
+
+
+def grow(chances: list[list[float]], nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
+
+    chances[d][r]: the chance that the drafter's r-th choice at depth d + 1 is right, given that its parent was; the
+    same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
+    Returns parents, ranks (the choice each node takes at its depth) and the chance of every node to be on the accepted
+    path; node 0 is the root. The sum of the chances is the expected acceptance length.
+    """
+    parents, ranks, chance, depths = [-1], [0], [1.0], [0]
+    # A node's candidates enter best first: its own next sibling and its first child.
+    frontier = [(chances[0][0], 0, 0)] if chances and chances[0] else []  # (chance, parent, rank)
+    while frontier and len(parents) < nodes:
+        best = max(range(len(frontier)), key=lambda i: frontier[i][0])
+        value, parent, rank = frontier.pop(best)
+        if value <= 0.0:
+            break
+        node, depth = len(parents), depths[parent] + 1
+        parents.append(parent)
+        ranks.append(rank)
+        chance.append(value)
+        depths.append(depth)
+        if rank + 1 < len(chances[depth - 1]):
+            frontier.append((chance[parent] * chances[depth - 1][rank + 1], parent, rank + 1))
+        if depth < len(chances) and chances[depth]:
+            frontier.append((value * chances[depth][0], node, 0))
+    return parents, ranks, chance
 
 
 def unmeasured(depths: int) -> dict[str, list[list[float]]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.cache import TreeCache
 from selfspec.options import Options, check, integer
 from selfspec.prefix import PrefixRules
 from selfspec.sampling import Noise, pick, warp
@@ -38,7 +39,8 @@ class Result:
 @dataclass
 class Context:
     """What a drafter may look at. roots: int64 [B]; lengths: each row's cached tokens, which is its root's position;
-    tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy."""
+    tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy;
+    target and cache: for drafters that run the target's first layers on their nodes."""
 
     roots: Tensor
     lengths: list[int]
@@ -46,14 +48,18 @@ class Context:
     nodes: int
     temperature: float
     noise: Noise | None
+    target: Target
+    cache: TreeCache
 
 
 @dataclass
 class Accepted:
-    """What a pass kept. hidden: [B, N, H] of the pass; rows: which of its B rows go on, in order; paths: the kept nodes
-    of each of those rows (empty while a longer prompt of the batch is still read)."""
+    """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter asked for; rows:
+    which of its B rows go on, in order; paths: the kept nodes of each of those rows (empty while a longer prompt of the
+    batch is still read)."""
 
     hidden: Tensor
+    features: dict[int, Tensor]
     rows: list[int]
     paths: list[list[int]]
 
@@ -118,11 +124,11 @@ class _Rows:
             width = max(map(len, parts))
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
-            hidden = self.target.forward(tree, self.cache, logits=False).hidden
+            out = self.target.forward(tree, self.cache, logits=False, features=() if drafter is None else drafter.features)
             paths = [list(range(len(part))) for part in parts]
             self.cache.keep(paths)
             if drafter is not None:
-                drafter.observe(Accepted(hidden, list(range(len(parts))), paths))
+                drafter.observe(Accepted(out.hidden, out.features, list(range(len(parts))), paths))
 
     def advance(self, emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Add one pass's tokens, cut where the row ends; returns the cut lists and the rows that go on."""
@@ -229,10 +235,12 @@ def speculative_steps(
     stats.seconds_prefill += t1 - t0
     roots = rows.roots()
     while rows.alive:
-        context = Context(roots, rows.cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise)
+        temperature, cache = options.sampling.temperature, rows.cache
+        context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
         tree = drafter.propose(context)
         t2 = _clock(target.device)
-        out = target.forward(tree, rows.cache)
+        layers = None if tree.hidden is None else (tree.start, target.n_layers)
+        out = target.forward(tree, cache, layers=layers, hidden=tree.hidden, features=drafter.features)
         t3 = _clock(target.device)
         assert out.logits is not None
         paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
@@ -245,7 +253,7 @@ def speculative_steps(
             added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
         rows.select(going)
         if going:
-            drafter.observe(Accepted(out.hidden, going, [paths[i] for i in going]))
+            drafter.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going]))
             roots = rows.roots()
         t0, t1 = t1, _clock(target.device)
         stats.forwards += 1

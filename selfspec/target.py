@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.name = str(model.config.name_or_path or type(model).__name__)
         self.fingerprint: str | None = None  # of the weights as saved, where they were cast after loading
+        self.saved_dtype = self.model.get_output_embeddings().weight.dtype
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.n_layers: int = config.num_hidden_layers
@@ -92,19 +93,21 @@ class Target:
         layers: tuple[int, int] | None = None,
         hidden: Tensor | None = None,
         features: tuple[int, ...] = (),
+        ran: int = 0,
     ) -> Pass:
         """One pass over a tree of B rows and N nodes.
 
         Appends N slots to the cache; the caller says with `cache.keep` which stay. `layers=(start, stop)` runs only
         those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
-        the number of layers the result holds that layer's output, no final norm and no logits.
+        the number of layers the result holds that layer's output, no final norm and no logits. Where the first `ran`
+        nodes went through these layers before, with nothing kept since, only the others run: they are N above.
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
             raise ValueError(
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
-        cache.begin(tree.tokens.shape[1], tree.tokens.device)
+        cache.begin(tree.tokens.shape[1], tree.tokens.device, ran)
         lengths = cache.lengths
         if len(set(lengths)) == 1:
             positions = tree.depth + lengths[0]
@@ -112,14 +115,14 @@ class Target:
             positions = tree.depth + torch.tensor(lengths, device=self.device)[:, None]
         if self.max_positions is not None:  # nodes past the last position exist only to be cut off
             positions = positions.clamp(max=self.max_positions - 1)
-        seen: dict[int, Tensor] = {}
+        seen = {} if hidden is None else {start - 1: hidden}
         module = self.model if logits and stop == self.n_layers else self.decoder
-        with self._patched(start, stop, hidden, features, seen):
+        with self.patched(start, stop, hidden, features, seen):
             try:
                 out = module(
-                    input_ids=tree.tokens,
-                    attention_mask=self._masks(tree, cache),
-                    position_ids=positions,
+                    input_ids=tree.tokens[:, ran:],
+                    attention_mask=self._masks(tree, cache, ran),
+                    position_ids=positions[:, ran:],
                     past_key_values=cache,
                     use_cache=True,
                 )
@@ -128,13 +131,17 @@ class Target:
         last = seen[-1]
         return Pass(out.logits if module is self.model else None, last, {i: seen[i] for i in features})
 
-    def _masks(self, tree: DraftTree, cache: TreeCache) -> Tensor | dict[str, Tensor]:
+    def _masks(self, tree: DraftTree, cache: TreeCache, ran: int) -> Tensor | dict[str, Tensor]:
+        return self.per_kind(lambda window: cache.mask(tree, self.dtype, window)[:, :, ran:])
+
+    def per_kind(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks as the model takes them, made by `mask` of each kind's window: one, or one for each kind of layer."""
         windows = {"full_attention": None, "sliding_attention": self.window}
-        masks = {kind: cache.mask(tree, self.dtype, windows[kind]) for kind in self.kinds}
+        masks = {kind: mask(windows[kind]) for kind in self.kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @contextlib.contextmanager
-    def _patched(
+    def patched(
         self, start: int, stop: int, hidden: Tensor | None, features: tuple[int, ...], seen: dict[int, Tensor]
     ) -> Iterator[None]:
         """For one pass: record outputs, replace layers below `start`, leave after layer `stop - 1`."""

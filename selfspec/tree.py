@@ -16,6 +16,8 @@ class DraftTree:
     tokens: int64 [B, N]; parents: int64 [B, N], each smaller than its node's index. Node 0 is the root (parent -1): the
     last emitted token, whose KV is not yet cached. Any other node with parent -1 is spare: no walk reaches it.
     scores: float [B, N], what the drafter thinks of each node (its own units); only for people to look at.
+    start, hidden: where the drafter has run the target's layers below `start` on the nodes, their output [B, N, H];
+    verification then begins at that layer.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
@@ -33,6 +35,7 @@ class DraftTree:
                 f"the parent {int(parents[row, node])}"
             )
         self.tokens, self.parents, self.scores = tokens, parents, scores
+        self.start, self.hidden = 0, None  # type: tuple[int, Tensor | None]
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
         """The same structure over other tokens int64 [B, N]; what derives from it is computed once for all of them."""
@@ -88,31 +91,3 @@ def chain(tokens: Tensor) -> DraftTree:
     """A tree without branches over tokens int64 [B, N]; with N = 1 just the root."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
     return DraftTree(tokens, parents.expand_as(tokens))
-
-
-def grow(chances: list[list[float]], nodes: int) -> tuple[list[int], list[int], list[float]]:
-    """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
-
-    chances[d][r]: the chance that the drafter's r-th choice at depth d + 1 is right, given that its parent was; the
-    same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
-    Returns parents, ranks (the choice each node takes at its depth) and the chance of every node to be on the accepted
-    path; node 0 is the root. The sum of the chances is the expected acceptance length.
-    """
-    parents, ranks, chance, depths = [-1], [0], [1.0], [0]
-    # A node's candidates enter best first: its own next sibling and its first child.
-    frontier = [(chances[0][0], 0, 0)] if chances and chances[0] else []  # (chance, parent, rank)
-    while frontier and len(parents) < nodes:
-        best = max(range(len(frontier)), key=lambda i: frontier[i][0])
-        value, parent, rank = frontier.pop(best)
-        if value <= 0.0:
-            break
-        node, depth = len(parents), depths[parent] + 1
-        parents.append(parent)
-        ranks.append(rank)
-        chance.append(value)
-        depths.append(depth)
-        if rank + 1 < len(chances[depth - 1]):
-            frontier.append((chance[parent] * chances[depth - 1][rank + 1], parent, rank + 1))
-        if depth < len(chances) and chances[depth]:
-            frontier.append((value * chances[depth][0], node, 0))
-    return parents, ranks, chance

@@ -10,8 +10,12 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from selfspec.target import Target
+from selfspec.cache import TreeCache
+from selfspec.target import Pass, Target
+from selfspec.tree import DraftTree
 
 
 def view(module: nn.Module) -> Any:
@@ -62,3 +66,87 @@ class SharedHeads(nn.Module):
         """Logits [k, n, V] of the first k heads for x [k, n, H], given their stacked `weights`."""
         logits = F.linear(x, self.base.weight, self.base.bias)
         return torch.baddbmm(logits, x @ a[: len(x)].to(x.dtype), b[: len(x)].to(x.dtype))
+
+
+class Tail(nn.Module):
+    """The target's last decoder layer, final norm and lm_head as a view that can be fed with any hidden states.
+
+    rank: of the LoRA that PEFT puts into the layer's linear maps (and into lm_head with `head`) under the name
+    `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. In decoding the layer's LoRA is
+    merged into weights of its own once, which takes the memory of one layer.
+    """
+
+    def __init__(
+        self, target: Target, rank: int, dtype: torch.dtype, adapter: str, head: bool = False, full: bool = False
+    ) -> None:
+        super().__init__()
+        self.layer, self.adapter, self.dtype = target.n_layers - 1, adapter, target.dtype
+        model = view(target.model)
+        inner = Target(model)
+        block = inner.layers[self.layer]
+        if full:
+            for module in block.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(parameter.detach().to(dtype, copy=True)))
+        elif rank:
+            inject(model, rank, list(self.linear(model, head)), adapter, dtype)
+        # The rest of the view is the target's own modules again: only these hold anything that training moves.
+        self.parts = nn.ModuleList([block, model.get_output_embeddings()])
+        self.inner: Target
+        self.model: Any
+        self.fast: Target
+        self.__dict__.update(inner=inner, model=model, fast=inner)
+
+    @staticmethod
+    def linear(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
+        """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model."""
+        parts = set(Target(model).layers[-1].modules()) | ({model.get_output_embeddings()} if head else set())
+        return {n: m for n, m in model.named_modules() if m in parts and isinstance(m, (nn.Linear, Conv1D))}
+
+    @staticmethod
+    def widths(target: Target, head: bool) -> int:
+        """Sum of inputs and outputs of those maps: the parameters of a LoRA of rank 1."""
+        return sum(sum(m.weight.shape) for m in Tail.linear(target.model, head).values())  # type: ignore[misc, arg-type]
+
+    def train(self, mode: bool = True) -> Tail:
+        """Leaving training mode merges what was trained, for decoding; dropout stays off, as in the frozen target."""
+        super().train(False)
+        self.training = mode
+        self.__dict__["fast"] = self.inner if mode else self._merged()
+        return self
+
+    @torch.no_grad()
+    def _merged(self) -> Target:
+        model = view(self.model)
+        target = Target(model)
+        block = target.layers[self.layer]
+        for module in list(block.modules()):
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
+            for name, child in list(module.named_children()):
+                if self.adapter in getattr(child, "lora_A", {}) and child.get_base_layer().weight.is_floating_point():
+                    plain = view(child.get_base_layer())
+                    merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
+                    plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
+                    setattr(module, name, plain)
+        return target
+
+    def adapters(self) -> dict[str, nn.Module]:
+        return {self.adapter: self.model} if self.adapter in getattr(self.model, "peft_config", {}) else {}
+
+    def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, **how: Any) -> tuple[Tensor, Tensor]:
+        """Logits [B, S, V] and the layer's output [B, S, H] where it reads `hidden` [B, S, H] of whole texts; tokens
+        int64 [B, S]. Without `block` the final norm reads `hidden` itself. `how` goes to the model (masks, positions,
+        a cache of transformers')."""
+        start, seen = self.layer if block else self.layer + 1, {}  # type: tuple[int, dict[int, Tensor]]
+        run = self.inner if self.training else self.fast
+        features = (self.layer,) if block else ()
+        with run.patched(start, self.layer + 1, hidden, features, seen):
+            logits = run.model(input_ids=tokens, **({"use_cache": False} | how)).logits
+        return logits, seen.get(self.layer, hidden)
+
+    def step(self, hidden: Tensor, tree: DraftTree, cache: TreeCache, ran: int = 0, logits: bool = True) -> Pass:
+        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own. The layer's output is
+        among the pass's features."""
+        layers = (self.layer, self.layer + 1)
+        return self.fast.forward(tree, cache, logits, layers, hidden, features=(self.layer,), ran=ran)

@@ -126,6 +126,8 @@ def randomize(drafter: Drafter) -> None:
 class RandomTrees:
     """Drafts arbitrary trees, another one each pass and row, of half the time right tokens; spare nodes included."""
 
+    features: tuple[int, ...] = ()
+
     def __init__(self, oracle: list[list[int]], seed: int = 0) -> None:
         self.oracle, self.generator = oracle, torch.Generator().manual_seed(seed)
 

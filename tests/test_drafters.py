@@ -13,6 +13,8 @@ from conftest import HIDDEN, VOCAB, randomize, tiny_model
 
 from selfspec.checkpoint import load_drafter, save_drafter
 from selfspec.drafters.base import Drafter
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import Sequential
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
@@ -28,15 +30,23 @@ PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60
 @dataclass(frozen=True)
 class Row:
     build: Callable[[Target], Drafter]
-    parameters: int
+    parameters: Callable[[Target], int]
 
 
 def medusa(**shape: Any) -> Row:
-    return Row(lambda target: Medusa(target, **shape), Medusa.parameter_count(HIDDEN, VOCAB, **shape))
+    return Row(lambda target: Medusa(target, **shape), lambda _: Medusa.parameter_count(HIDDEN, VOCAB, **shape))
 
 
 def sequential(**shape: Any) -> Row:
-    return Row(lambda target: Sequential(target, **shape), Sequential.parameter_count(HIDDEN, VOCAB, **shape))
+    return Row(lambda target: Sequential(target, **shape), lambda _: Sequential.parameter_count(HIDDEN, VOCAB, **shape))
+
+
+def early_exit(**shape: Any) -> Row:
+    return Row(lambda target: EarlyExit(target, **shape), lambda target: EarlyExit.parameter_count(target, **shape))
+
+
+def feature(**shape: Any) -> Row:
+    return Row(lambda target: Feature(target, **shape), lambda target: Feature.parameter_count(target, **shape))
 
 
 TABLE = {
@@ -46,6 +56,12 @@ TABLE = {
     "medusa_ce": medusa(heads=3, rank=4, loss="ce"),
     "sequential": sequential(heads=4, rank=4, width=3),
     "sequential_deep": sequential(heads=3, rank=4, blocks=3, least=0.0, loss="ce"),
+    "early_exit": early_exit(exit=1, rank=4, width=2),
+    "early_exit_late": early_exit(exit=2, rank=2, depth=6, width=4, least=0.0, loss="ce"),
+    "early_exit_free": early_exit(exit=2, rank=0, least=0.0),
+    "feature": feature(layers=[0, 1, 2]),
+    "feature_lora": feature(layers=[2], train="lora", rank=4, depth=7, width=5, least=0.0),
+    "feature_few": feature(layers=[1, 2], vocabulary=20),
     "sequential_markov": sequential(heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
 
@@ -69,7 +85,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_parameter_count_is_the_formula(row: Row, target: Target) -> None:
-    assert sum(p.numel() for p in row.build(target).trained().values()) == row.parameters
+    assert sum(p.numel() for p in row.build(target).trained().values()) == row.parameters(target)
 
 
 def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
@@ -78,10 +94,11 @@ def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     own = {name: p.detach().clone() for name, p in drafter.trained().items()}
     frozen = {name: p.detach().clone() for name, p in drafter.named_parameters() if name not in own}
     drafter.train()
-    optimizer = torch.optim.SGD(drafter.trained().values(), lr=0.1)
     loss, figures = DraftLoss(drafter, target)(batch())
-    loss.backward()
-    optimizer.step()
+    if own:  # the training-free form of early exit has none
+        optimizer = torch.optim.SGD(drafter.trained().values(), lr=0.1)
+        loss.backward()
+        optimizer.step()
     assert loss.ndim == 0
     assert all(figure.ndim == 1 for figure in figures.values())
     assert all(not torch.equal(p, own[name]) for name, p in drafter.trained().items())
@@ -101,7 +118,7 @@ def test_target_weights_are_views(row: Row, target: Target) -> None:
 def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> None:
     drafter = built(row, target)
     for kind in ("greedy", "sampled"):
-        drafter.measure(kind, own_text(target, PROMPTS[2:], 30, KINDS[kind], 0))
+        drafter.measure(kind, own_text(target, PROMPTS[2:], 30, KINDS[kind], 0, drafter.features))
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)
     for nodes in (1, 4, 13):
@@ -115,6 +132,8 @@ def test_trees_keep_the_budget_and_the_root(row: Row, target: Target) -> None:
     seen: list[DraftTree] = []
 
     class Spy:
+        features = drafter.features
+
         def propose(self, context: Context) -> DraftTree:
             tree = drafter.propose(context)
             assert tree.tokens[:, 0].tolist() == [tokens[-1] for tokens in context.tokens]
@@ -131,7 +150,7 @@ def test_trees_keep_the_budget_and_the_root(row: Row, target: Target) -> None:
 def test_save_and_load_give_the_same_draft(row: Row, tmp_path: Path) -> None:
     target = Target(tiny_model())
     drafter = built(row, target)
-    drafter.measure("greedy", own_text(target, PROMPTS[2:], 20, 0.0, 0))
+    drafter.measure("greedy", own_text(target, PROMPTS[2:], 20, 0.0, 0, drafter.features))
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     again = load_drafter(tmp_path / "d", target)
     assert again.measured == drafter.measured

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.tree import DraftTree, chain, grow
+from selfspec.drafting import grow
+from selfspec.tree import DraftTree, chain
 
 
 @st.composite

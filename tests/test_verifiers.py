@@ -28,7 +28,7 @@ from selfspec.evaluation.verifiers import (
 )
 from selfspec.spec import Spec
 from selfspec.target import Target
-from selfspec.tree import grow
+from selfspec.drafting import grow
 
 V = 3
 SHAPES = {

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.drafters.base import Drafter, Sample, training_dtype
-from selfspec.drafting import last_hidden, measure_along, perturbed, unmeasured
+from selfspec.drafting import grow, last_hidden, measure_along, perturbed, unmeasured
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
 from selfspec.training.losses import KINDS, distance, masked_mean
-from selfspec.tree import DraftTree, chain, grow
+from selfspec.tree import DraftTree, chain
 from selfspec.views import SharedHeads, view
 
 @dataclass(frozen=True)

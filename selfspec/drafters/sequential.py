@@ -42,7 +42,7 @@ class Sequential(Drafter):
     def __init__(
         self,
         target: Target,
-        heads: int = 5,
+        heads: int = 4,
         form: str = "hydra",
         blocks: int = 2,
         rank: int = 32,
@@ -99,7 +99,7 @@ class Sequential(Drafter):
     def parameter_count(
         hidden: int,
         vocab: int,
-        heads: int = 5,
+        heads: int = 4,
         form: str = "hydra",
         blocks: int = 2,
         rank: int = 32,

@@ -26,7 +26,8 @@ from selfspec.sampling import Sampling, warp
 from selfspec.spec import Spec
 from selfspec.stats import Stats
 from selfspec.training.measure import own_text
-from selfspec.tree import DraftTree, chain, grow
+from selfspec.drafting import grow
+from selfspec.tree import DraftTree, chain
 
 Vector = Any  # np.ndarray [V] of float64, or of fractions (dtype object)
 

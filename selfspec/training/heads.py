@@ -117,6 +117,9 @@ def train_heads(
         per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
         size = per_process * accelerator.num_processes
         windows = Windows(stream, length, size, loop.seed, *world, aligned=True)
+    if drafter.vocabulary is not None:
+        counts = stream.tokens[stream.mask].bincount(minlength=target.vocab_size)
+        drafter.vocabulary.copy_(counts.argsort(descending=True, stable=True)[: len(drafter.vocabulary)])
     module = DraftLoss(drafter, target)
     optimizer = torch.optim.AdamW(
         drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from selfspec.checkpoint import fingerprint
 from selfspec.generate import autoregressive
 from selfspec.options import Options
 from selfspec.sampling import Sampling
@@ -69,7 +70,7 @@ def write_own_text(
         )
     text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
     written = {name: value for name, value in asdict(config).items() if name != "folder"}
-    settings = {"settings": f"{written} seed={seed} target={target.checksum()} text={text}"}
+    settings = {"settings": f"{written} seed={seed} target={fingerprint(target)} text={text}"}
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):
