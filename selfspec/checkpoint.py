@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -136,7 +137,14 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
             raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
-    drafter = drafter_class(meta["kind"])(target, **meta["shape"])  # type: ignore[call-arg]
+    kind = drafter_class(meta["kind"])
+    known = inspect.signature(kind).parameters.keys() - {"target"}
+    if known != meta["shape"].keys():
+        raise ValueError(
+            f"{folder / 'drafter.json'}: {meta['kind']} heads have the shape {sorted(known)}, not "
+            f"{sorted(meta['shape'])}: is it a checkpoint of another kind?"
+        )
+    drafter = kind(target, **meta["shape"])  # type: ignore[call-arg]
     _copy(_read(folder / "drafter.safetensors"), drafter.own_state(), folder / "drafter.safetensors")
     for name, module in drafter.adapters().items():
         path = folder / "lora" / name / "adapter_model.safetensors"

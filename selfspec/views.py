@@ -117,8 +117,10 @@ class Tail(nn.Module):
 
     @torch.no_grad()
     def _merged(self) -> Target:
-        model = view(self.model)
-        target = Target(model)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        target = Target(view(self.model))  # which freezes all that the two have in common
+        for parameter in trained:
+            parameter.requires_grad_(True)
         block = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):

@@ -92,6 +92,7 @@ def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     before = target.checksum()
     drafter = built(row, target)
     own = {name: p.detach().clone() for name, p in drafter.trained().items()}
+    assert sum(p.numel() for p in own.values()) == row.parameters(target)  # eval mode has frozen none of them
     frozen = {name: p.detach().clone() for name, p in drafter.named_parameters() if name not in own}
     drafter.train()
     loss, figures = DraftLoss(drafter, target)(batch())

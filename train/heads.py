@@ -22,9 +22,10 @@ def main(config: DictConfig) -> None:
         top1 = " ".join(f"{share:.3f}" for share in figures[kind]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[kind]["tau"].items())
         print(f"{kind:8} top-1 per head {top1}; promised acceptance length {tau}")
+    if "step_over_forward" in figures:
+        print(f"one step costs {figures['step_over_forward']:.2f} bare target forwards")
     print(
-        f"one step costs {figures['step_over_forward']:.2f} bare target forwards; peak memory "
-        f"{figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_checksum'][:12]})"
+        f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_checksum'][:12]})"
     )
     print(f"saved to {folder / 'drafter'}: python -m selfspec --heads {folder} 'def main():'")
 

@@ -108,8 +108,11 @@ def train_heads(
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
     before = target.checksum()
-    samples = {kind: own_text(target, prompts, config.new_tokens, t, loop.seed, drafter.features) for kind, t in KINDS.items()}
-    if config.own_text.rows:
+    samples = {
+        kind: own_text(target, prompts, config.new_tokens, temperature, loop.seed, drafter.features)
+        for kind, temperature in KINDS.items()
+    }
+    if config.own_text.rows and drafter.trained():
         with accelerator.main_process_first():  # the others then find it on disk
             texts = Path(config.own_text.folder or folder / "own_text")
             stream = write_own_text(target, stream, config.own_text, loop.seed, texts, quiet=not main)
@@ -121,9 +124,6 @@ def train_heads(
         counts = stream.tokens[stream.mask].bincount(minlength=target.vocab_size)
         drafter.vocabulary.copy_(counts.argsort(descending=True, stable=True)[: len(drafter.vocabulary)])
     module = DraftLoss(drafter, target)
-    optimizer = torch.optim.AdamW(
-        drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
-    )
 
     def validate() -> dict[str, Any]:
         losses = [
@@ -133,14 +133,22 @@ def train_heads(
         figures = {kind: drafter.measure(kind, samples[kind]) for kind in KINDS}
         return {"loss": sum(losses) / len(losses), "tau32": figures["greedy"]["tau"]["32"], **figures}
 
-    figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
+    if trained := drafter.trained():
+        optimizer = torch.optim.AdamW(
+            trained.values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+        )
+        figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
+        figures |= _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
+        note = f"Trained for {loop.steps} steps of {windows.size} x {windows.length} tokens."
+    else:
+        module.eval()
+        with torch.no_grad(), autocast(target.device, loop):
+            figures, note = validate(), "Training-free; measured on the target's own text."
     if target.checksum() != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
-    cost = _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
-    summary = {**figures, **cost, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
+    summary = {**figures, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
     if main:
-        steps = f"{loop.steps} steps of {windows.size} x {windows.length} tokens"
-        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, f"Trained for {steps}.")
+        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note)
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
     return summary

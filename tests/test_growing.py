@@ -1,0 +1,438 @@
+"""Drafters that grow their trees from conditional scores: growth itself, and what each of them promises."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import HIDDEN, VOCAB, compose_config, randomize, save_tiny, tiny_model
+from safetensors.torch import load_file, save_file
+
+from selfspec.build import run_heads
+from selfspec.checkpoint import load_drafter, read_meta, save_drafter
+from selfspec.drafters.base import Drafter, Sample
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.feature import Feature
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.sequential import Sequential
+from selfspec.drafting import Growth, measure_along
+from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
+from selfspec.sampling import Sampling, gumbel, noise_bits
+from selfspec.spec import load_target
+from selfspec.target import Target
+from selfspec.training.heads import bare_forward
+from selfspec.tree import DraftTree, chain
+from selfspec.views import Tail
+
+PROMPT = [5, 9, 2, 7, 7, 1, 4, 4]
+
+
+class Watch:
+    """A drafter under observation: keeps every context's text and tree."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.inner, self.features = copy.copy(drafter), drafter.features
+        self.seen: list[tuple[list[list[int]], DraftTree]] = []
+
+    def propose(self, context: Context) -> DraftTree:
+        tree = self.inner.propose(context)
+        self.seen.append(([list(row) for row in context.tokens], tree))
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        self.inner.observe(accepted)
+
+
+def random_drafter(kind: type[Drafter], target: Target, **shape: Any) -> Any:
+    drafter = kind(target, **shape)  # type: ignore[call-arg]
+    randomize(drafter)
+    return drafter.eval()
+
+
+# -- growth
+
+
+@pytest.mark.parametrize("nodes", [2, 5, 9, 40])
+def test_growth_finds_the_best_tree(nodes: int) -> None:
+    g = torch.Generator().manual_seed(nodes)
+    tables = [torch.randn(2, 4, generator=g) * 2 for _ in range(3)]  # the same below every parent
+    growth = Growth(torch.tensor([11, 12]), nodes, width=10**6)
+    for table in tables:
+        growth.extend(table[:, None].expand(-1, growth.frontier.shape[1], -1))
+    tree = growth.tree()
+    assert tree.tokens[:, 0].tolist() == [11, 12]
+    assert tree.scores is not None
+    for row in range(2):
+        chances = [table[row].softmax(-1) for table in tables]
+        paths = [
+            (float(torch.stack([chances[d][t] for d, t in enumerate(path)]).prod()), path)
+            for depth in (1, 2, 3)
+            for path in itertools.product(range(4), repeat=depth)
+        ]
+        best = sorted(paths, reverse=True)[: nodes - 1]
+        found = set()
+        for node in range(1, tree.tokens.shape[1]):
+            path, at = [], node
+            while at:
+                path.append(int(tree.tokens[row, at]))
+                at = int(tree.parents[row, at])
+            found.add(tuple(path[::-1]))
+        assert found == {path for _, path in best}
+        assert float(tree.scores[row, 1:].sum()) == pytest.approx(sum(chance for chance, _ in best), rel=1e-3)
+
+
+def test_reserved_nodes_stay_in_the_order_of_their_expansion() -> None:
+    growth = Growth(torch.tensor([3]), 9, width=2, reserve=True)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        growth.extend(torch.randn(1, growth.frontier.shape[1], 20, generator=g) * 3)
+        if not growth.frontier.shape[1]:
+            break
+        stem = growth.stem()
+    tree = growth.tree()
+    expanded = growth.expanded.shape[1]
+    assert tree.tokens.shape[1] == 9
+    assert expanded > 2
+    assert tree.tokens[0, :expanded].tolist() == stem.tokens[0, :expanded].tolist()
+    assert tree.parents[0, :expanded].tolist() == stem.parents[0, :expanded].tolist()
+
+
+def test_a_certain_child_never_stands_without_its_parent() -> None:
+    growth = Growth(torch.tensor([0]), 4, width=3)
+    sure = torch.full((1, 1, 5), -1e4)
+    sure[..., 2] = 0
+    for _ in range(6):
+        growth.extend(sure.expand(-1, growth.frontier.shape[1], -1))
+    assert growth.tree().parents.tolist() == [[-1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_sharpness_is_found_again(factor: float) -> None:
+    """Where the text is a draw from softmax(factor * scores), that factor is what is measured."""
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(1, 3000, 12, generator=g) * 2
+    tokens = torch.zeros(3002, dtype=torch.long)
+    tokens[2:] = torch.multinomial((factor * logits[0]).softmax(-1), 1, generator=g)[:, 0]
+    sample = Sample(tokens, 2, torch.zeros(3002, 1), {}, 0.0, None)
+    chances, sharpness, figures = measure_along([sample], 1, lambda _, at: logits[:, at])
+    assert sharpness[0] == pytest.approx(factor, rel=0.2)
+    assert figures["top1"][0] == pytest.approx(chances[0][0])
+    assert sum(chances[0]) == pytest.approx(1)
+
+
+# -- what is drafted in decoding is what was trained
+
+
+@pytest.mark.parametrize("form", ["hydra", "markov"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sequential_scores_in_decoding_are_those_of_training(form: str, family: str) -> None:
+    target = Target(tiny_model(family))
+    drafter = random_drafter(Sequential, target, heads=4, form=form, rank=4, correction=8)
+    tokens, hidden = torch.randint(VOCAB, (3, 4)), torch.randn(3, HIDDEN, dtype=torch.float64)
+    ids = torch.stack([torch.randperm(VOCAB)[:9] for _ in range(3)])
+    embedded = drafter.embed(tokens)
+    with torch.no_grad():
+        whole = drafter.train().along(hidden, embedded)
+        drafter.eval()
+        first, base = drafter(hidden, embedded[:, 0])
+        torch.testing.assert_close(base[0], whole[0])
+        for k in range(1, 4):
+            path = embedded[:, None, 1 : k + 1].expand(-1, 2, -1, -1)
+            _, short = drafter(hidden, embedded[:, 0], first, path, ids)
+            torch.testing.assert_close(short, whole[k].gather(1, ids)[:, None].expand(-1, 2, -1))
+
+
+def test_markov_reads_the_parent_alone_and_hydra_the_whole_path(llama: Target) -> None:
+    hidden, tokens = torch.randn(1, HIDDEN, dtype=torch.float64), torch.tensor([[3, 5, 7]])
+    for form, reads in (("markov", [False, False, True]), ("hydra", [True, True, True])):
+        drafter = random_drafter(Sequential, llama, heads=3, form=form, rank=4, correction=8)
+        for place in range(3):
+            other = tokens.clone()
+            other[0, place] = 11
+            last = drafter.along(hidden, drafter.embed(tokens))[2]
+            assert torch.equal(drafter.along(hidden, drafter.embed(other))[2], last) != reads[place]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_feature_scores_in_decoding_are_those_of_training(
+    family: str, train: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every conditional score that grew a tree, against the unrolled pass over the same path as plain text."""
+    target = Target(tiny_model(family))
+    drafter = random_drafter(Feature, target, train=train, rank=4, depth=4, width=2, least=0.0)
+    watch, levels = Watch(drafter), []
+    extend = Growth.extend
+
+    def spy(growth: Growth, scores: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        levels.append((len(watch.seen), scores.clone(), growth.frontier, growth))
+        extend(growth, scores, ids)
+
+    monkeypatch.setattr(Growth, "extend", spy)
+    speculative(target, [PROMPT], Options(10), watch, 9)
+    assert len(levels) > 20
+    for number, scores, frontier, growth in levels:
+        text = watch.seen[number][0][0]
+        depth = next(i for i, (_, s, *_) in enumerate(x for x in levels if x[0] == number) if s is scores)
+        for m, node in enumerate(frontier[0].tolist()):
+            path = []
+            while node:
+                path.append(int(growth.tokens[0, node]))
+                node = int(growth.parents[0, node])
+            tokens = torch.tensor([text + path[::-1] + [0]])
+            with torch.no_grad():
+                features = bare_forward(target, tokens, drafter.features)["features"]
+                wanted = drafter.unrolled(tokens, features, depth + 1)[depth][0, -2]
+            torch.testing.assert_close(scores[0, m], wanted)
+
+
+def test_unrolled_steps_see_no_feature_they_would_not_have(llama: Target) -> None:
+    drafter = random_drafter(Feature, llama, unroll=3)
+    tokens = torch.randint(VOCAB, (1, 12))
+    seen = bare_forward(llama, tokens, drafter.features)["features"]
+    changed = {layer: part.clone() for layer, part in seen.items()}
+    for part in changed.values():
+        part[:, 6:] += 1.0
+    with torch.no_grad():
+        before, after = drafter.unrolled(tokens, seen, 3), drafter.unrolled(tokens, changed, 3)
+    for step in range(3):  # step s at t reads features up to t - s
+        same = (before[step] == after[step]).all(-1)[0]
+        assert same.tolist() == [t - step < 6 for t in range(11)]
+
+
+# -- what the drafters keep between passes
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(EarlyExit, {"exit": 1}), (Feature, {})])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_own_keys_and_values_are_those_of_verified_text(
+    kind: type[Drafter], shape: dict[str, Any], rows: int, llama: Target
+) -> None:
+    """After many passes the drafter's cache holds what one pass over the finished text would put there."""
+    prompts = [PROMPT, PROMPT[:4], [9, 9, 1]][:rows]
+    drafter = random_drafter(kind, llama, rank=4, width=2, least=0.0, **shape)
+    watch = Watch(drafter)
+    speculative(llama, prompts, Options(40), watch, 9)
+    cache = watch.inner._cache  # type: ignore[attr-defined]
+    assert cache is not None
+    for place, text in enumerate(watch.seen[-1][0]):  # the rows of the last pass
+        fresh = copy.copy(drafter)
+        tokens = torch.tensor([text])
+        out = llama.forward(chain(tokens), llama.cache(1, 80), features=drafter.features)
+        length = cache.lengths[place]
+        assert length > 25
+        if isinstance(fresh, Feature):
+            states = fresh.entry(fresh.fused(out.features)[:, :-1], tokens[:, 1:])
+        else:
+            states = out.features[0]
+        with torch.inference_mode():
+            own = fresh.tail.fast.cache(1, 80)  # type: ignore[attr-defined]
+            fresh.tail.step(states, chain(tokens[:, : states.shape[1]]), own)  # type: ignore[attr-defined]
+            own.keep([list(range(states.shape[1]))])
+        for kept, wanted in zip(cache.storage, own.storage, strict=True):
+            torch.testing.assert_close(kept[:, place, :, :length], wanted[:, 0, :, :length])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("nodes", [2, 5, 16])
+def test_every_node_passes_every_layer_exactly_once(rows: int, nodes: int) -> None:
+    target = Target(tiny_model(num_hidden_layers=5))
+    drafter = random_drafter(EarlyExit, target, exit=2, rank=4, width=3, least=0.0)
+    watch, passed = Watch(drafter), [0] * 5
+
+    def count(layer: int, hidden: torch.Tensor) -> None:
+        passed[layer] += hidden.shape[0] * hidden.shape[1]
+
+    for i, layer in enumerate(target.layers):
+        layer.register_forward_hook(lambda m, a, out, i=i: count(i, out if isinstance(out, torch.Tensor) else out[0]))
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[2:] + [1, 2]][:rows]
+    options = Options(20, Sampling(1.0), 3)
+    result = speculative(target, prompts, options, watch, nodes)
+    drafted = sum(tree.tokens.numel() for _, tree in watch.seen)
+    assert passed == [drafted + rows * (len(PROMPT) - 1)] * 5
+    assert all(tree.start == 2 for _, tree in watch.seen)
+    assert max(tree.tokens.shape[1] for _, tree in watch.seen) == nodes
+    assert result.token_ids == autoregressive(target, prompts, options).token_ids
+
+
+def test_drafting_ends_early_where_the_draft_is_unsure(llama: Target) -> None:
+    sizes = {}
+    for least in (0.0, 0.999):
+        watch = Watch(random_drafter(EarlyExit, llama, exit=1, rank=4, depth=4, width=2, least=least))
+        speculative(llama, [PROMPT], Options(12), watch, 12)
+        sizes[least] = max(int(tree.depth.max()) for _, tree in watch.seen)
+    assert sizes[0.0] > sizes[0.999] == 1
+
+
+def test_without_a_block_the_exit_is_the_targets_own_lens() -> None:
+    """Rank 0: the final norm and lm_head read the exit's hidden state, and nothing is trained."""
+    target = Target(tiny_model())
+    drafter = EarlyExit(target, exit=2, rank=0).eval()
+    tokens = torch.randint(VOCAB, (1, 6))
+    hidden = bare_forward(target, tokens, (1,))["features"][1]
+    norm = target.decoder.norm
+    torch.testing.assert_close(drafter(hidden, chain(tokens), 0), target.lm_head(norm(hidden)))
+    assert not drafter.trained()
+    assert not drafter.adapters()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> None:
+    target = Target(tiny_model(family))
+    before = target.checksum()
+    tail = Tail(target, 4, torch.float64, "exit", head=True)
+    with torch.no_grad():
+        for parameter in tail.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    tokens, hidden = torch.randint(VOCAB, (2, 7)), torch.randn(2, 7, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        slow = tail.train().text(hidden, tokens)
+        merged = tail.eval().text(hidden, tokens)
+        stepped = tail.step(hidden, chain(tokens), tail.fast.cache(2, 7))
+    for one, other in zip(slow, merged, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(stepped.logits, slow[0])
+    assert not torch.allclose(slow[0], target.model(tokens).logits)
+    assert target.checksum() == before
+    names = [name for name, _ in target.model.named_modules()]
+    assert not any("lora" in name for name in names)
+
+
+# -- a reduced draft vocabulary
+
+
+def test_few_tokens_are_drafted_and_all_are_emitted(llama: Target) -> None:
+    drafter = random_drafter(Feature, llama, vocabulary=7)
+    drafter.vocabulary.copy_(torch.tensor([3, 60, 8, 41, 0, 22, 17]))
+    drafter.eval()
+    for temperature in (0.0, 1.0):
+        watch, options = Watch(drafter), Options(30, Sampling(temperature), 2)
+        result = speculative(llama, [PROMPT], options, watch, 9)
+        assert result.token_ids == autoregressive(llama, [PROMPT], options).token_ids
+        drafted = {token for _, tree in watch.seen for token in tree.tokens[0, 1:].tolist()}
+        assert drafted <= {3, 60, 8, 41, 0, 22, 17}
+        assert len(drafted) > 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([1, 2, 2], "it names 2"), ([1, 2, VOCAB], f"to {VOCAB}"), ([-1, 2, 3], "from -1")]
+)
+def test_a_broken_map_is_refused(ids: list[int], message: str, tmp_path: Path) -> None:
+    target = Target(tiny_model())
+    drafter = random_drafter(Feature, target, vocabulary=3)
+    save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
+    path = tmp_path / "d" / "drafter.safetensors"
+    state = load_file(path)
+    save_file({**state, "vocabulary": torch.tensor(ids)}, path)
+    meta = json.loads((tmp_path / "d" / "drafter.json").read_text())
+    (tmp_path / "d" / "drafter.json").write_text(json.dumps({**meta, "files": {}}))
+    with pytest.raises(ValueError, match=f"draft vocabulary must name 3 different tokens.*{message}"):
+        load_drafter(tmp_path / "d", target)
+
+
+# -- training and loading
+
+SMALL = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=16", "heads.lr=0.01")
+QUICK = ("loop.steps=8", "loop.batch_size=4", "loop.precision=no", "loop.warmup=1", "heads.validation_rows=4")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [
+        ("sequential", ["drafter.rank=4", "drafter.heads=3"]),
+        ("early_exit", ["drafter.rank=4"]),
+        ("feature", ["drafter.vocabulary=50"]),
+        ("early_exit", ["drafter.rank=0"]),
+    ],
+)
+def test_training_by_hydra_and_an_interruption_changes_nothing(
+    drafter: str, shape: list[str], tiny_folder: str, source_root: Path, tmp_path: Path
+) -> None:
+    def run(folder: Path, *more: str) -> dict[str, Any]:
+        names = ["name=x", f"target.name={tiny_folder}", f"data.root={source_root}", f"drafter={drafter}"]
+        return run_heads(compose_config("train", *names, *shape, *SMALL, *QUICK, *more), folder)
+
+    whole = run(tmp_path / "whole")
+    assert whole["target_checksum"] == load_target(tiny_folder)[0].checksum()
+    target, tokenizer = load_target(tiny_folder)
+    built = load_drafter(tmp_path / "whole" / "drafter", target, tokenizer)
+    if shape == ["drafter.rank=0"]:
+        assert "step_over_forward" not in whole
+        return
+    run(tmp_path / "parts", "loop.steps=5", "loop.checkpoint_every=4", "loop.decay=0")
+    records = [json.loads(line) for line in (tmp_path / "whole" / "train.jsonl").read_text().splitlines()]
+    losses = [r["validation"]["loss"] for r in records if "validation" in r]
+    assert losses[-1] < 20
+    if drafter == "feature":
+        assert built.vocabulary is not None
+        assert built.vocabulary.tolist() != list(range(50))
+
+
+def test_heads_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_path: Path, tokenizer: Any) -> None:
+    folder = save_tiny(tmp_path / "half", tokenizer)
+    load_target(folder)[0].model.to(torch.bfloat16).save_pretrained(folder)
+    target, _ = load_target(folder, "float32")
+    save_drafter(Feature(target), tmp_path / "d", target, folder, tokenizer, "")
+    assert {t.dtype for t in load_file(tmp_path / "d" / "drafter.safetensors").values()} == {torch.bfloat16}
+    load_drafter(tmp_path / "d", load_target(folder)[0], tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "early_exit", "feature"])
+def test_a_checkpoint_of_another_kind_is_refused(kind: str, heads_folder: Path, tiny_folder: str, tmp_path: Path) -> None:
+    meta = {**read_meta(heads_folder), "kind": kind, "files": {}}
+    (tmp_path / "drafter.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=f"{kind} heads have the shape .* is it a checkpoint of another kind"):
+        load_drafter(tmp_path, load_target(tiny_folder)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        (Sequential, {"heads": 0}, "drafter.heads=0"),
+        (Sequential, {"rank": -1}, "drafter.rank=-1"),
+        (Sequential, {"form": "gru"}, "drafter.form='gru'"),
+        (Sequential, {"least": 1.0}, "drafter.least=1.0"),
+        (Sequential, {"loss": "mse"}, "drafter.loss='mse'"),
+        (Sequential, {"depth_decay": 0}, "drafter.depth_decay=0"),
+        (EarlyExit, {"exit": 0}, "drafter.exit=0 must lie between 1 and 2"),
+        (EarlyExit, {"exit": 3}, "drafter.exit=3 must lie between 1 and 2"),
+        (EarlyExit, {"rank": -1}, "drafter.rank=-1"),
+        (EarlyExit, {"depth": 0}, "drafter.depth=0"),
+        (EarlyExit, {"least": -0.1}, "drafter.least=-0.1"),
+        (EarlyExit, {"loss": "mse"}, "drafter.loss='mse'"),
+        (Feature, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
+        (Feature, {"layers": [-1]}, "no layer -1"),
+        (Feature, {"layers": []}, r"drafter.layers=\[\]"),
+        (Feature, {"layers": [1, 1]}, "each once"),
+        (Feature, {"train": "some"}, "drafter.train='some'"),
+        (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
+        (Feature, {"vocabulary": VOCAB + 1}, f"drafter.vocabulary={VOCAB + 1}"),
+        (Feature, {"vocabulary": 5, "loss": "ce"}, "needs the whole vocabulary"),
+    ],
+)
+def test_bad_shapes_are_refused(kind: Any, shape: dict[str, Any], message: str, llama: Target) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(llama, **shape)
+
+
+def test_noise_is_the_targets_own(llama: Target) -> None:
+    """What a drafter ranks with at T > 0 is what the target will add at that position."""
+    drafter = random_drafter(EarlyExit, llama, exit=2, rank=4)
+    watch, seen = Watch(drafter), []
+
+    def propose(context: Context) -> DraftTree:
+        assert context.noise is not None
+        seen.append((context.lengths[0], context.noise.ahead([context.lengths[0] + 1], 1)[0, 0].clone()))
+        return Watch.propose(watch, context)
+
+    watch.propose = propose  # type: ignore[method-assign]
+    speculative(llama, [PROMPT], Options(6, Sampling(1.0), [9]), watch, 5)
+    for length, noise in seen:
+        position, ids = torch.tensor(length + 1), torch.arange(VOCAB)
+        assert torch.equal(noise, gumbel(noise_bits(torch.tensor(9), torch.tensor(0), position, ids)))
