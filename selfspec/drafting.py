@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Growth:
 
     def hope(self) -> float:
         """The chance that the accepted path passes through the frontier, of the row where it is largest."""
-        return float(self.scores.gather(1, self.frontier).exp().sum(1).max())
+        return max(sum(map(math.exp, row)) for row in self.scores.gather(1, self.frontier).tolist())
 
     def stem(self) -> DraftTree:
         """What was expanded and what is to be expanded next, in that order."""

@@ -112,40 +112,41 @@ class Sequential(Drafter):
 
     # -- the heads
 
-    def _weights(self) -> dict[str, Any]:
-        a, b = self.shared.weights()
-        return {"weight": self.weight.transpose(-1, -2), "bias": self.bias, "path": list(self.path), "a": a, "b": b}
-
     def train(self, mode: bool = True) -> Sequential:
-        """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding."""
+        """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
         self._fast = {}
         if not mode:
             with torch.no_grad():
-                made = {"dtype": self.compute_dtype}
-                weights = self._weights()
-                self._fast = {n: w.to(**made).contiguous() for n, w in weights.items() if n != "path"}
-                path = [w.detach().to(**made) for w in weights["path"]]
-                self._fast["path"] = path
-                if self.form == "hydra":  # what the root adds, for all heads at once
-                    self._fast["root"] = torch.stack([w[: self.weight.shape[-1]] for w in path])
-                # one row per token, so that a shortlist's columns are gathered whole
-                self._fast["columns"] = weights["b"].to(**made).transpose(1, 2).contiguous()
-                if self.form == "markov":
-                    self._fast["correction"] = path[1].t().contiguous()
+                self._fast = self._laid_out()
         return self
+
+    def _laid_out(self) -> dict[str, Any]:
+        """Weights as products of few rows want them: [out, in], contiguous; what all heads share side by side."""
+
+        def ready(weight: Tensor) -> Tensor:
+            return weight.detach().to(self.compute_dtype).contiguous()
+
+        width = self.weight.shape[-1]
+        a, b = self.shared.weights()
+        fast: dict[str, Any] = {"a": ready(a), "b": ready(b)}
+        fast |= {"narrow": ready(a.transpose(1, 2)), "columns": ready(b.transpose(1, 2))}
+        fast |= {"deep": ready(self.weight[1:]), "across": ready(self.weight[1:].transpose(-1, -2))}
+        fast |= {"bias": ready(self.bias), "start": ready(self.weight[0].flatten(0, 1))}
+        if self.form == "hydra":  # the root's part is known to all heads at once, the drafted tokens' is not
+            roots = torch.cat([w[:width].t() for w in self.path])
+            fast["start"] = torch.cat([fast["start"], ready(roots)], 1)
+            fast["path"] = [ready(w[width:].t()) for w in self.path]
+        else:
+            fast |= {"path": ready(self.path[0].transpose(1, 2)), "correction": ready(self.path[1].t())}
+        return fast
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
-        return F.rms_norm(F.embedding(tokens, self.embedding), self.embedding.shape[-1:])
-
-    def _blocks(self, weights: dict[str, Any], hidden: Tensor, first: Tensor, k: int | None = None) -> Tensor:
-        """Hidden states [K, n, H] of all heads, or [1, n, H] of head k, from the first layer's sums `first`."""
-        x = hidden + F.silu(first)
-        part = slice(k, None if k is None else k + 1)
-        for weight, bias in zip(weights["weight"][1:, part], weights["bias"][1:, part], strict=True):
-            x = x + F.silu(torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype)))
-        return x
+        found = F.embedding(tokens, self.embedding)
+        exact = torch.promote_types(found.dtype, torch.float32)
+        scale = found.shape[-1] ** 0.5 / found.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
+        return (found * scale).to(found.dtype)
 
     def forward(
         self,
@@ -157,50 +158,52 @@ class Sequential(Drafter):
     ) -> tuple[Tensor, Tensor]:
         """For decoding: (first, logits).
 
-        From hidden states [B, H] and embedded roots [B, H] alone: the first layer's sums [K, B, H], and all heads'
+        From hidden states [B, H] and embedded roots [B, H] alone: the first layer's sums [B, K, H], and all heads'
         logits [K, B, V] with no path but the root. With those sums, embedded paths [B, m, k, H] beyond the root and a
         shortlist int64 [B, C]: head k's logits [B, m, C].
         """
-        fast = self._fast
+        fast, rows = self._fast, len(hidden)
         if first is None:
-            x = hidden.expand(self.heads, -1, -1)
-            first = torch.baddbmm(fast["bias"][0], x, fast["weight"][0])
-            if self.form == "hydra":
-                first = first + roots.expand(self.heads, -1, -1) @ fast["root"]
-            logits = self.shared(self._blocks(fast, x, first), fast["a"], fast["b"])
+            known = torch.cat([hidden, roots], 1) if self.form == "hydra" else hidden
+            first = F.linear(known, fast["start"], fast["bias"][0].flatten()).view(rows, self.heads, -1)
+            x = hidden + F.silu(first.transpose(0, 1))  # [K, B, H]
+            for weight, bias in zip(fast["across"], fast["bias"][1:], strict=True):
+                x = x + F.silu(torch.baddbmm(bias, x, weight))
+            logits = self.shared(x, fast["a"], fast["b"])
             if self.form == "markov":  # only the first head's parent is the root
-                logits[0] += roots @ fast["path"][0][0] @ fast["path"][1]
+                logits[0] += F.linear(F.linear(roots, fast["path"][0]), fast["correction"])
             return first, logits
         assert path is not None and ids is not None
         k = path.shape[2]
-        sums, width = first[k][:, None].expand(-1, path.shape[1], -1), hidden.shape[-1]
+        sums = first[:, k, None]
         if self.form == "hydra":
-            sums = sums + path.flatten(2) @ fast["path"][k][width:]
-        x = self._blocks(fast, hidden[:, None].expand_as(sums).flatten(0, 1)[None], sums.flatten(0, 1)[None], k)
-        x = x.view(*path.shape[:2], width)
-        logits = x @ F.embedding(ids, self.shared.base.weight).transpose(1, 2)
-        logits += x @ fast["a"][k] @ F.embedding(ids, fast["columns"][k]).transpose(1, 2)
+            sums = sums + F.linear(path.flatten(2), fast["path"][k])
+        x = hidden[:, None] + F.silu(sums.expand(-1, path.shape[1], -1))
+        for weight, bias in zip(fast["deep"], fast["bias"][1:], strict=True):
+            x = x + F.silu(F.linear(x, weight[k], bias[k, 0]))
+        logits = _choose(x, self.shared.base.weight, ids)
+        logits += _choose(F.linear(x, fast["narrow"][k]), fast["columns"][k], ids)
         if self.form == "markov":
-            parents = path[:, :, -1] @ fast["path"][0][k]
-            logits += parents @ F.embedding(ids, fast["correction"]).transpose(1, 2)
+            logits += _choose(F.linear(path[:, :, -1], fast["path"][k]), fast["correction"], ids)
         bias = self.shared.base.bias
         return first, logits if bias is None else logits + bias[ids][:, None]
 
     def along(self, hidden: Tensor, embedded: Tensor, forget: Tensor | None = None) -> Tensor:
         """Logits [K, n, V] of all heads for hidden states [n, H] with the text itself as path: embedded [n, K, H] holds
         the root and the tokens after it. Where forget, bool [n], is True, the path is the root alone."""
-        weights = self._fast or self._weights()
         x = hidden.expand(self.heads, -1, -1)
-        first = torch.baddbmm(weights["bias"][0].to(x.dtype), x, weights["weight"][0].to(x.dtype))
+        sums = torch.baddbmm(self.bias[0].to(x.dtype), x, self.weight[0].transpose(-1, -2).to(x.dtype))
         drafted = embedded if forget is None else embedded.masked_fill(forget[:, None, None], 0)
         if self.form == "hydra":
             paths = [torch.cat([embedded[:, :1], drafted[:, 1 : k + 1]], 1).flatten(1) for k in range(self.heads)]
-            first = first + torch.stack([p @ w.to(p.dtype) for p, w in zip(paths, weights["path"], strict=True)])
-        logits = self.shared(self._blocks(weights, x, first), weights["a"], weights["b"])
+            sums = sums + torch.stack([p @ w.to(p.dtype) for p, w in zip(paths, self.path, strict=True)])
+        x = x + F.silu(sums)
+        for weight, bias in zip(self.weight[1:], self.bias[1:], strict=True):
+            x = x + F.silu(torch.baddbmm(bias.to(x.dtype), x, weight.transpose(-1, -2).to(x.dtype)))
+        logits = self.shared(x, *self.shared.weights())
         if self.form == "markov":
-            start, end = (w.to(x.dtype) for w in weights["path"])
             parents = torch.cat([embedded[:, :1], drafted[:, 1:]], 1).transpose(0, 1)  # [K, n, H]
-            logits = logits + parents @ start @ end
+            logits = logits + parents @ self.path[0].to(x.dtype) @ self.path[1].to(x.dtype)
         return logits
 
     # -- decoding
@@ -275,3 +278,11 @@ class Sequential(Drafter):
 
     def own_state(self) -> dict[str, Tensor]:
         return {"weight": self.weight, "bias": self.bias, **{f"path.{i}": p for i, p in enumerate(self.path)}}
+
+
+def _choose(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Products [B, m, C] of x [B, m, D] with the rows `ids`, int64 [B, C], of weight [V, D]."""
+    columns = F.embedding(ids, weight)
+    if len(x) == 1:
+        return F.linear(x[0], columns[0])[None]
+    return x @ columns.transpose(1, 2)
