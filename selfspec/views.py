@@ -136,16 +136,16 @@ class Tail(nn.Module):
     def adapters(self) -> dict[str, nn.Module]:
         return {self.adapter: self.model} if self.adapter in getattr(self.model, "peft_config", {}) else {}
 
-    def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, **how: Any) -> tuple[Tensor, Tensor]:
-        """Logits [B, S, V] and the layer's output [B, S, H] where it reads `hidden` [B, S, H] of whole texts; tokens
-        int64 [B, S]. Without `block` the final norm reads `hidden` itself. `how` goes to the model (masks, positions,
-        a cache of transformers')."""
+    def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, logits: bool = True, **how: Any) -> Pass:
+        """The layer on whole texts, reading `hidden` [B, S, H]; tokens int64 [B, S]. The layer's output is among the
+        pass's features. Without `block` the final norm reads `hidden` itself. `how` goes to the model (masks,
+        positions, a cache of transformers')."""
         start, seen = self.layer if block else self.layer + 1, {}  # type: tuple[int, dict[int, Tensor]]
         run = self.inner if self.training else self.fast
-        features = (self.layer,) if block else ()
-        with run.patched(start, self.layer + 1, hidden, features, seen):
-            logits = run.model(input_ids=tokens, **({"use_cache": False} | how)).logits
-        return logits, seen.get(self.layer, hidden)
+        module = run.model if logits else run.decoder
+        with run.patched(start, self.layer + 1, hidden, (self.layer,) if block else (), seen):
+            out = module(input_ids=tokens, **({"use_cache": False} | how))
+        return Pass(out.logits if logits else None, seen.pop(-1), seen)
 
     def step(self, hidden: Tensor, tree: DraftTree, cache: TreeCache, ran: int = 0, logits: bool = True) -> Pass:
         """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own. The layer's output is

@@ -114,7 +114,8 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     rows = table.read_text().splitlines()
     assert len(rows) == 2 + 4
     assert all(" 2/2 " in row for row in rows[2:])
-    assert {p.name for p in table.parent.glob("*.png")} == {"acceptance_by_depth.png", "time_split.png", "speedup.png"}
+    plots = {"acceptance_by_depth", "time_split", "speedup", "tau_by_nodes"}
+    assert {p.stem for p in table.parent.glob("*.png")} == plots
     assert len(list(table.parent.glob("*/records.jsonl"))) == 4
 
 

@@ -38,7 +38,7 @@ def medusa(**shape: Any) -> Row:
 
 
 def sequential(**shape: Any) -> Row:
-    return Row(lambda target: Sequential(target, **shape), lambda _: Sequential.parameter_count(HIDDEN, VOCAB, **shape))
+    return Row(lambda target: Sequential(target, **shape), lambda target: Sequential.parameter_count(target, **shape))
 
 
 def early_exit(**shape: Any) -> Row:
@@ -55,7 +55,8 @@ TABLE = {
     "medusa_full": medusa(heads=3, projection="full"),
     "medusa_ce": medusa(heads=3, rank=4, loss="ce"),
     "sequential": sequential(heads=4, rank=4, width=3),
-    "sequential_deep": sequential(heads=3, rank=4, blocks=3, least=0.0, loss="ce"),
+    "sequential_alone": sequential(heads=4, rank=4, prefix=False),
+    "sequential_deep": sequential(heads=3, prefix=False, rank=4, blocks=3, least=0.0, loss="ce"),
     "early_exit": early_exit(exit=1, rank=4, width=2),
     "early_exit_late": early_exit(exit=2, rank=2, depth=6, width=4, least=0.0, loss="ce"),
     "early_exit_free": early_exit(exit=2, rank=0, least=0.0),

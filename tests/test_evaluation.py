@@ -34,7 +34,8 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
     for temperature, batch in [(0.0, 1), (0.8, 2)]:
         config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
         records = run_arms(spec, prompts, config, 6)
-        point = {"label": f"t={temperature}", **summarize(records)}
+        config_ = {"drafter": {"name": "x"}, "tree": {"nodes": 6}, "decode": {"temperature": temperature}}
+        point = {"label": f"t={temperature}", "config": config_, **summarize(records)}
         assert set(point["arms"]) == set(ARMS)
         assert point["identical"]["autoregressive"] == {"rows": 4, "of": 4}
         if temperature == 0:
@@ -43,6 +44,9 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         spec_figures = point["speculative"]
         assert spec_figures["acceptance_length"] == 36 / spec_figures["passes"]
         assert sum(spec_figures["share_of_step"].values()) == pytest.approx(1)
+        steps = [r.stats for r in records if r.arm == "autoregressive" and r.stats is not None]
+        plain = sum(s.seconds - s.seconds_prefill for s in steps) / sum(s.forwards for s in steps)
+        assert spec_figures["cost"] == pytest.approx(spec_figures["milliseconds_per_pass"] / 1000 / plain)
         full, conditional = spec_figures["full_acceptance"], spec_figures["conditional_acceptance"]
         product = 1.0
         for f, c in zip(full, conditional, strict=True):

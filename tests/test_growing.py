@@ -147,6 +147,29 @@ def test_sequential_scores_in_decoding_are_those_of_training(form: str, family: 
             torch.testing.assert_close(short, whole[k].gather(1, ids)[:, None].expand(-1, 2, -1))
 
 
+def test_prefix_layer_in_decoding_is_that_of_training(llama: Target) -> None:
+    """What the heads read at every root, against one pass over the text so far."""
+    drafter = random_drafter(Sequential, llama, heads=3, rank=4)
+    read = []
+
+    class Spying(Watch):
+        def propose(self, context: Context) -> DraftTree:
+            tree = super().propose(context)
+            read.append(self.inner._hidden.clone())  # type: ignore[attr-defined]
+            return tree
+
+    watch = Spying(drafter)
+    speculative(llama, [PROMPT, PROMPT[:3]], Options(12), watch, 9)
+    assert len(read) > 5
+    for (texts, _), hidden in zip(watch.seen, read, strict=True):
+        for row, text in enumerate(texts):
+            tokens = torch.tensor([text])
+            seen = bare_forward(llama, tokens, drafter.features)
+            with torch.no_grad():
+                wanted = drafter._read(tokens, seen["hidden"], seen["features"])[0, -1]
+            torch.testing.assert_close(hidden[row], wanted)
+
+
 def test_markov_reads_the_parent_alone_and_hydra_the_whole_path(llama: Target) -> None:
     hidden, tokens = torch.randn(1, HIDDEN, dtype=torch.float64), torch.tensor([[3, 5, 7]])
     for form, reads in (("markov", [False, False, True]), ("hydra", [True, True, True])):
@@ -208,7 +231,7 @@ def test_unrolled_steps_see_no_feature_they_would_not_have(llama: Target) -> Non
 # -- what the drafters keep between passes
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(EarlyExit, {"exit": 1}), (Feature, {})])
+@pytest.mark.parametrize(("kind", "shape"), [(EarlyExit, {"exit": 1}), (Feature, {}), (Sequential, {"heads": 3})])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_own_keys_and_values_are_those_of_verified_text(
     kind: type[Drafter], shape: dict[str, Any], rows: int, llama: Target
@@ -218,7 +241,8 @@ def test_own_keys_and_values_are_those_of_verified_text(
     drafter = random_drafter(kind, llama, rank=4, width=2, least=0.0, **shape)
     watch = Watch(drafter)
     speculative(llama, prompts, Options(40), watch, 9)
-    cache = watch.inner._cache  # type: ignore[attr-defined]
+    inner: Any = watch.inner
+    cache = inner._cache if kind is EarlyExit else inner._reader.cache
     assert cache is not None
     for place, text in enumerate(watch.seen[-1][0]):  # the rows of the last pass
         fresh = copy.copy(drafter)
@@ -226,13 +250,15 @@ def test_own_keys_and_values_are_those_of_verified_text(
         out = llama.forward(chain(tokens), llama.cache(1, 80), features=drafter.features)
         length = cache.lengths[place]
         assert length > 25
-        if isinstance(fresh, Feature):
-            states = fresh.entry(fresh.fused(out.features)[:, :-1], tokens[:, 1:])
+        layer = {Feature: "layer", Sequential: "prefix"}.get(kind)
+        if layer is not None:
+            own_layer = getattr(fresh, layer)
+            tail, states = own_layer.tail, own_layer.entry(own_layer.fused(out.features)[:, :-1], tokens[:, 1:])
         else:
-            states = out.features[0]
+            tail, states = inner.tail, out.features[0]
         with torch.inference_mode():
-            own = fresh.tail.fast.cache(1, 80)  # type: ignore[attr-defined]
-            fresh.tail.step(states, chain(tokens[:, : states.shape[1]]), own)  # type: ignore[attr-defined]
+            own = tail.fast.cache(1, 80)
+            tail.step(states, chain(tokens[:, : states.shape[1]]), own)
             own.keep([list(range(states.shape[1]))])
         for kept, wanted in zip(cache.storage, own.storage, strict=True):
             torch.testing.assert_close(kept[:, place, :, :length], wanted[:, 0, :, :length])
@@ -295,10 +321,12 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> No
         slow = tail.train().text(hidden, tokens)
         merged = tail.eval().text(hidden, tokens)
         stepped = tail.step(hidden, chain(tokens), tail.fast.cache(2, 7))
-    for one, other in zip(slow, merged, strict=True):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(stepped.logits, slow[0])
-    assert not torch.allclose(slow[0], target.model(tokens).logits)
+    for other in (merged, stepped):
+        torch.testing.assert_close(other.logits, slow.logits)
+        torch.testing.assert_close(other.hidden, slow.hidden)
+        torch.testing.assert_close(other.features, slow.features)
+    assert slow.logits is not None
+    assert not torch.allclose(slow.logits, target.model(tokens).logits)
     assert target.checksum() == before
     names = [name for name, _ in target.model.named_modules()]
     assert not any("lora" in name for name in names)
@@ -346,6 +374,7 @@ QUICK = ("loop.steps=8", "loop.batch_size=4", "loop.precision=no", "loop.warmup=
     ("drafter", "shape"),
     [
         ("sequential", ["drafter.rank=4", "drafter.heads=3"]),
+        ("sequential", ["drafter.form=markov", "drafter.prefix=false"]),
         ("early_exit", ["drafter.rank=4"]),
         ("feature", ["drafter.vocabulary=50"]),
         ("early_exit", ["drafter.rank=0"]),

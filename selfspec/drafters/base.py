@@ -32,7 +32,6 @@ class Drafter(nn.Module, ABC):
     """Proposes draft trees for a target. Nothing it does can change the output, only how many passes it takes.
 
     `kind` names the drafter on disk and its module here; `shape` is what its constructor needs to build it again.
-    `forward` is the product of its own weights and nothing else, so that benchmarks can tell it from bookkeeping.
     Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
     target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
     belongs to one call of generate. `measured` is what `measure` found by kind of decoding and depth, by which the
@@ -53,6 +52,11 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def observe(self, accepted: Accepted) -> None:
         """Take in what the last pass kept; called while the prompt is read and after every pass."""
+
+    @abstractmethod
+    def products(self) -> list[nn.Module]:
+        """The modules whose calls are the drafter's own products in decoding, none inside another, so that benchmarks
+        can tell them from bookkeeping."""
 
     @abstractmethod
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

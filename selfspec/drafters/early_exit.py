@@ -83,10 +83,13 @@ class EarlyExit(Drafter):
         """Trained parameters of this shape."""
         return rank * Tail.widths(target, head=True)
 
+    def products(self) -> list[nn.Module]:
+        return [self.tail.fast.model]
+
     def forward(self, hidden: Tensor, tree: DraftTree, ran: int, logits: bool = True) -> Tensor | None:
         """For decoding: logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
         if not self.rank:
-            return self.tail.text(hidden, tree.tokens[:, ran:], block=False)[0]
+            return self.tail.text(hidden, tree.tokens[:, ran:], block=False).logits
         assert self._cache is not None
         return self.tail.step(hidden, tree, self._cache, ran, logits).logits
 
@@ -166,7 +169,8 @@ class EarlyExit(Drafter):
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, logits = batch["tokens"], batch["logits"]
-        draft, _ = self.tail.text(batch["features"][self.exit - 1], tokens, block=self.rank > 0)
+        draft = self.tail.text(batch["features"][self.exit - 1], tokens, block=self.rank > 0).logits
+        assert draft is not None
         losses = distance(self.loss_kind, draft[:, :-1], logits[:, :-1], tokens[:, 1:])
         mean = masked_mean(losses[None], batch["mask"][None, :, 1:])
         return mean[0], {self.loss_kind: mean.detach()}
@@ -175,8 +179,9 @@ class EarlyExit(Drafter):
     def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
         def scores(sample: Sample, at: Tensor) -> Tensor:
             hidden = sample.features[self.exit - 1][None].to(self.tail.dtype)
-            draft = self.tail.text(hidden, sample.tokens[None].to(hidden.device), block=self.rank > 0)[0][0]
-            return torch.stack([draft[at + 1 + d] for d in range(self.depth)])
+            draft = self.tail.text(hidden, sample.tokens[None].to(hidden.device), block=self.rank > 0).logits
+            assert draft is not None
+            return torch.stack([draft[0, at + 1 + d] for d in range(self.depth)])
 
         _, sharpness, figures = measure_along(samples, self.depth, scores)
         self.measured[kind] = [[factor] for factor in sharpness]

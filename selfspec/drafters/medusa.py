@@ -112,6 +112,9 @@ class Medusa(Drafter):
                 self._stacked = tuple(w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
         return self
 
+    def products(self) -> list[nn.Module]:
+        return [self]
+
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """Logits [K, n, V] of the first `heads` heads for hidden states [n, H] (post-norm, as lm_head reads them)."""
         heads = heads or self.heads

@@ -4,6 +4,10 @@
 layer beside the target's last hidden state. `form="markov"`: Medusa's heads (arXiv 2401.10774) plus a low-rank
 correction of their logits from the parent token alone.
 
+With `prefix`, one more decoder layer reads the target's last features and the token after each of them, root included,
+with keys and values of its own, and the heads read its output in place of the target's hidden state (the prefix
+attention of Hydra++, section 3.3 of the same paper; there the layer does not see the root).
+
 The root is known when drafting begins, so one product gives all heads' logits with the root as their only path. It
 picks a shortlist of tokens per depth; the tree is then grown from real conditional scores on the shortlists.
 """
@@ -20,6 +24,7 @@ from torch.nn import functional as F
 
 from selfspec.drafters.base import Drafter, Sample, training_dtype
 from selfspec.drafting import Growth, last_hidden, measure_along, perturbed
+from selfspec.features import FeatureLayer, Reader
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
 from selfspec.training.losses import KINDS, distance, masked_mean
@@ -34,7 +39,8 @@ class Sequential(Drafter):
     """K heads on a frozen target, each reading its path.
 
     Parameters: hydra K*blocks*(H*H + H) + K*(K+1)/2*H*H + K*rank*(H + V);
-    markov K*blocks*(H*H + H) + K*H*correction + correction*V + K*rank*(H + V).
+    markov K*blocks*(H*H + H) + K*H*correction + correction*V + K*rank*(H + V);
+    prefix adds 3*H*H and a decoder layer.
     """
 
     kind = "sequential"
@@ -44,6 +50,7 @@ class Sequential(Drafter):
         target: Target,
         heads: int = 4,
         form: str = "hydra",
+        prefix: bool = True,
         blocks: int = 2,
         rank: int = 32,
         correction: int = 128,
@@ -52,7 +59,7 @@ class Sequential(Drafter):
         loss: str = "kl",
         depth_decay: float = 0.9,
     ) -> None:
-        """heads: K; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head;
+        """heads: K; prefix: whether a decoder layer, trained in full, reads the verified text for them; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head;
         correction: rank of the parent's correction (markov); width: nodes expanded per depth; least: drafting ends
         where the nodes to expand have less chance than this to be on the accepted path; loss: kl or ce; depth_decay:
         weight of each head's loss relative to the head before it.
@@ -72,8 +79,8 @@ class Sequential(Drafter):
             raise ValueError(f"drafter.depth_decay={depth_decay} must be above 0")
         if not 0 <= least < 1:
             raise ValueError(f"drafter.least={least} must lie in [0, 1)")
-        self.shape: dict[str, Any] = {"heads": heads, "form": form, "blocks": blocks, "rank": rank}
-        self.shape |= {"correction": correction, "width": width, "least": least}
+        self.shape: dict[str, Any] = {"heads": heads, "form": form, "prefix": prefix, "blocks": blocks}
+        self.shape |= {"rank": rank, "correction": correction, "width": width, "least": least}
         self.shape |= {"loss": loss, "depth_decay": depth_decay}
         self.heads, self.form, self.width, self.least = heads, form, width, least
         self.loss_kind, self.depth_decay = loss, depth_decay
@@ -87,6 +94,10 @@ class Sequential(Drafter):
         else:
             start = torch.randn(heads, hidden, correction, **made) / math.sqrt(hidden)
             self.path = nn.ParameterList([start, torch.zeros(correction, target.vocab_size, **made)])
+        self.prefix: FeatureLayer | None = None
+        if prefix:
+            self.features = (target.n_layers - 1,)
+            self.prefix = FeatureLayer(target, self.features, 1, True, training_dtype(target.dtype))
         self.shared = SharedHeads(target, heads, rank, training_dtype(target.dtype))
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.compute_dtype = target.dtype
@@ -94,21 +105,24 @@ class Sequential(Drafter):
         self.measured = {kind: [[1.0] for _ in range(heads)] for kind in ("greedy", "sampled")}
         self._fast: dict[str, Any] = {}
         self._hidden: Tensor | None = None
+        self._reader: Reader | None = None
 
     @staticmethod
     def parameter_count(
-        hidden: int,
-        vocab: int,
+        target: Target,
         heads: int = 4,
         form: str = "hydra",
+        prefix: bool = True,
         blocks: int = 2,
         rank: int = 32,
         correction: int = 128,
         **_: Any,
     ) -> int:
         """Trained parameters of this shape."""
+        hidden, vocab = target.hidden_size, target.vocab_size
         path = heads * (heads + 1) // 2 * hidden**2 if form == "hydra" else (heads * hidden + vocab) * correction
-        return heads * blocks * (hidden**2 + hidden) + path + heads * rank * (hidden + vocab)
+        own = heads * blocks * (hidden**2 + hidden) + path + heads * rank * (hidden + vocab)
+        return own + (FeatureLayer.parameter_count(target, 1, 1, True) if prefix else 0)
 
     # -- the heads
 
@@ -147,6 +161,9 @@ class Sequential(Drafter):
         exact = torch.promote_types(found.dtype, torch.float32)
         scale = found.shape[-1] ** 0.5 / found.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
         return (found * scale).to(found.dtype)
+
+    def products(self) -> list[nn.Module]:
+        return [self] if self.prefix is None else [self, self.prefix.tail.fast.model]
 
     def forward(
         self,
@@ -209,6 +226,8 @@ class Sequential(Drafter):
     # -- decoding
 
     def propose(self, context: Context) -> DraftTree:
+        if self._reader is not None and self._reader.ready and context.nodes > 1:
+            self._hidden = self._reader.read(context, False)[1][:, 0]
         if self._hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
         sharpness = self.measured["greedy" if context.noise is None else "sampled"]
@@ -239,15 +258,22 @@ class Sequential(Drafter):
         return growth.tree()
 
     def observe(self, accepted: Accepted) -> None:
-        self._hidden = last_hidden(self._hidden, accepted)
+        if self.prefix is None:
+            self._hidden = last_hidden(self._hidden, accepted)
+            return
+        if self._reader is None:
+            self._reader = Reader(self.prefix)
+        self._reader.observe(accepted)
+        self._hidden = None
 
     # -- training
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, hidden, logits = batch["tokens"], batch["hidden"], batch["logits"]
+        tokens, logits = batch["tokens"], batch["logits"]
         n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
         if n < 1:
             raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
+        hidden = self._read(tokens, batch["hidden"], batch["features"])
         paths = self.embed(tokens[:, 1:].unfold(1, self.heads, 1)[:, :n].flatten(0, 1))
         generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
         forget = torch.rand(len(paths), generator=generator).to(tokens.device) < _FORGET
@@ -261,11 +287,21 @@ class Sequential(Drafter):
         weights = self.depth_decay ** torch.arange(self.heads, device=means.device)
         return (means * weights).sum() / weights.sum(), {self.loss_kind: means.detach()}
 
+    def _read(self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor]) -> Tensor:
+        """What the heads read at each position but the last of whole texts, [B, S - 1, H]."""
+        if self.prefix is None:
+            return hidden[:, :-1]
+        states = self.prefix.fused({layer: part[:, :-1] for layer, part in features.items()})
+        return self.prefix.text(states, tokens[:, 1:], logits=False).hidden
+
     @torch.no_grad()
     def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
         def scores(sample: Sample, at: Tensor) -> Tensor:
-            path = sample.tokens[at[:, None] + 1 + torch.arange(self.heads)].to(sample.hidden.device)
-            return self.along(sample.hidden[at].to(self.compute_dtype), self.embed(path))
+            device, dtype = sample.hidden.device, self.compute_dtype
+            path = sample.tokens[at[:, None] + 1 + torch.arange(self.heads)].to(device)
+            features = {layer: part[None].to(dtype) for layer, part in sample.features.items()}
+            hidden = self._read(sample.tokens[None].to(device), sample.hidden[None].to(dtype), features)
+            return self.along(hidden[0, at], self.embed(path))
 
         _, sharpness, figures = measure_along(samples, self.heads, scores)
         self.measured[kind] = [[factor] for factor in sharpness]
@@ -277,7 +313,10 @@ class Sequential(Drafter):
         return self.shared.adapters()
 
     def own_state(self) -> dict[str, Tensor]:
-        return {"weight": self.weight, "bias": self.bias, **{f"path.{i}": p for i, p in enumerate(self.path)}}
+        state = {"weight": self.weight, "bias": self.bias, **{f"path.{i}": p for i, p in enumerate(self.path)}}
+        if self.prefix is None:
+            return state
+        return state | {f"prefix.{name}": tensor for name, tensor in self.prefix.state().items()}
 
 
 def _choose(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:

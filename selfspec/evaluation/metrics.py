@@ -61,6 +61,9 @@ def summarize(records: list[Record]) -> dict[str, Any]:
         }
     if "speculative" in arms:
         summary["speculative"] = _speculative(arms["speculative"])
+        if "autoregressive" in arms:  # plain steps that one pass, its draft included, takes: speedup is tau over this
+            plain = _speculative(arms["autoregressive"])["milliseconds_per_pass"]
+            summary["speculative"]["cost"] = summary["speculative"]["milliseconds_per_pass"] / plain
         if arms["speculative"][0].altered is not None:
             summary["lossy"] = _lossy(arms)
         for slow in ("autoregressive", "hf_generate"):

@@ -18,6 +18,8 @@ def plot_points(points: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
     if not points:
         return {}
     drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
+    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
+        drawings["tau_by_nodes"] = _tau
     return {name: _saved(folder / f"{name}.png", draw, points) for name, draw in drawings.items()}
 
 
@@ -69,7 +71,23 @@ def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:
         xlabel="depth", ylabel="accepted", ylim=(0, 1), title="solid: all up to here; dotted: given the parent was"
     )
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8 if len(points) < 7 else 4)
+
+
+def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        config = point["config"]
+        name = f"{config['drafter']['name']}, T={config['decode']['temperature']:g}"
+        lines.setdefault(name, []).append((config["tree"]["nodes"], point["speculative"]["acceptance_length"]))
+    for name, line in lines.items():
+        nodes, tau = zip(*sorted(line), strict=True)
+        axes.plot(nodes, tau, "o-" if name.endswith("T=0") else "o--", label=name)
+    axes.set(xlabel="nodes of the tree", ylabel="tokens per pass", xscale="log", ylim=(1, None))
+    axes.set_xticks(sorted({p["config"]["tree"]["nodes"] for p in points}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
 
 
 def _time(axes: Any, points: list[dict[str, Any]]) -> None:

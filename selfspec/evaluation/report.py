@@ -19,6 +19,7 @@ _COLUMNS = (
     "tok/s spec",
     "vs autoregressive",
     "vs hf_generate",
+    "pass cost",
     "draft/target/other",
     "bookkeeping",
     "identical",
@@ -27,7 +28,7 @@ _COLUMNS = (
 
 
 def table(points: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row a point."""
+    """A Markdown table, one row a point. Pass cost: plain steps that one pass takes, its draft included."""
     rows = [_row(point) for point in points]
     widths = [max(len(column), *(len(row[i]) for row in rows)) for i, column in enumerate(_COLUMNS)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
@@ -55,7 +56,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
 
     if spec is None:
-        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * 7]
+        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 4)]
     same = point["identical"].get("autoregressive")
     return [
         _label(point),
@@ -65,6 +66,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         rate("speculative"),
         ratio("autoregressive"),
         ratio("hf_generate"),
+        f"{spec['cost']:.2f}" if "cost" in spec else "-",
         "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
         f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
         f"{same['rows']}/{same['of']}" if same else "-",

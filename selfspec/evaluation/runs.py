@@ -112,7 +112,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
 
 
 def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], nodes: int) -> float:
-    """Share of a step's time that is neither the target's forward nor the drafter's product: trees, masks, noise,
+    """Share of a step's time that is neither the target's forward nor the drafter's products: trees, masks, noise,
     choices, the walk, the cache. Told apart by hooks, in runs of their own that no speedup counts."""
     clock = {"start": 0.0, "inside": 0.0}
 
@@ -126,7 +126,7 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], n
 
     handles = [
         hook
-        for module in (spec.target.model, spec.drafter)
+        for module in (spec.target.model, *spec.drafter.products())
         for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
     ]
     try:

@@ -1,0 +1,139 @@
+"""A decoder layer over what the target made of verified text: its features and the token that followed each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.cache import TreeCache
+from selfspec.generate import PREFILL, Accepted, Context
+from selfspec.target import Pass, Target
+from selfspec.tree import DraftTree, chain
+from selfspec.views import Tail
+
+_FEW = 16  # entries that are read together with the root's; more, as behind a prompt, are read without logits
+
+
+class FeatureLayer(nn.Module):
+    """A view of the target's last decoder layer, with LoRA or trained in full, behind two products: one fuses the
+    features of a position, the other mixes in the embedding of the token after it. Final norm and lm_head are views as
+    they are. Parameters: F*H*H + 2*H*H for F features, and those of the layer, or of its LoRA."""
+
+    def __init__(self, target: Target, layers: Sequence[int], rank: int, full: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        hidden = target.hidden_size
+        # At first the highest feature goes into the layer as it is.
+        fuse = torch.zeros(len(layers), hidden, hidden, device=target.device, dtype=dtype)
+        fuse[-1] = torch.eye(hidden)
+        self.fuse = nn.Parameter(fuse.flatten(0, 1))
+        self.mix = nn.Parameter(torch.zeros(2 * hidden, hidden, device=target.device, dtype=dtype))
+        self.full = full
+        self.tail = Tail(target, 0 if full else rank, dtype, "feature", full=full)
+        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        self._ready: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def parameter_count(target: Target, features: int, rank: int, full: bool) -> int:
+        own = (features + 2) * target.hidden_size**2
+        if full:
+            return own + sum(p.numel() for p in target.layers[-1].parameters())
+        return own + rank * Tail.widths(target, head=False)
+
+    def train(self, mode: bool = True) -> FeatureLayer:
+        """Leaving training mode lays out the weights for decoding, in the target's dtype."""
+        super().train(mode)
+        self._ready = None
+        if not mode:
+            fuse, mix = (w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix))
+            self._ready = fuse, mix
+        return self
+
+    def fused(self, features: dict[int, Tensor]) -> Tensor:
+        """What stands for a position [..., H], from the outputs of the layers asked for."""
+        parts = torch.cat([features[layer] for layer in self.layers], -1)
+        return F.linear(parts, self._ready[0] if self._ready else self.fuse.t().to(parts.dtype))
+
+    def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The layer's input [..., H] from states [..., H] (fused features or its own output) and the tokens after."""
+        after = F.rms_norm(F.embedding(tokens, self.embedding), self.embedding.shape[-1:]).to(states.dtype)
+        both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
+        return states + F.linear(both, self._ready[1] if self._ready else self.mix.t().to(states.dtype))
+
+    def text(self, states: Tensor, tokens: Tensor, logits: bool = True, **how: Any) -> Pass:
+        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`.
+
+        Raises ValueError where a layer trained in full would run in another precision than the target's.
+        """
+        if self.training and self.full and self.fuse.dtype != self.tail.dtype:
+            if not torch.is_autocast_enabled(tokens.device.type):
+                raise ValueError(
+                    f"a layer trained in full on a {self.tail.dtype} target needs loop.precision=bf16; or load the "
+                    "target with target.dtype=float32"
+                )
+        return self.tail.text(self.entry(states, tokens), tokens, logits=logits, **how)
+
+    def state(self) -> dict[str, Tensor]:
+        """Trained tensors outside PEFT, by name."""
+        layer = {f"layer.{name}": p.data for name, p in self.tail.parts[0].named_parameters()} if self.full else {}
+        return {"fuse": self.fuse.data, "mix": self.mix.data, **layer}
+
+
+class Reader:
+    """What a feature layer has read of the rows of one call: its keys and values, and entries it is still to read."""
+
+    def __init__(self, layer: FeatureLayer) -> None:
+        self.layer = layer
+        self.cache: TreeCache | None = None
+        self.pending: list[Tensor] = []  # per row [n, H]: fused features not read yet
+
+    def observe(self, accepted: Accepted) -> None:
+        fused = self.layer.fused(accepted.features)
+        if self.cache is not None and len(accepted.rows) < len(fused):
+            self.cache.select(torch.tensor(accepted.rows, device=fused.device))
+        before = self.pending or [fused[0, :0]] * len(fused)
+        self.pending = [
+            torch.cat([before[row], fused[row, path]]) for row, path in zip(accepted.rows, accepted.paths, strict=True)
+        ]
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to read of every row; not so behind prompts of one token."""
+        return bool(self.pending) and min(map(len, self.pending)) > 0
+
+    def read(self, context: Context, logits: bool) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Read all that is pending, for good; at each row's root logits [B, 1, V] (or None), hidden states behind the
+        final norm and outputs, both [B, 1, H]."""
+        if self.cache is None:
+            made = context.cache
+            self.cache = self.layer.tail.fast.cache(len(self.pending), made.capacity, made.limit)
+        while max(map(len, self.pending)) > _FEW:
+            self._read(context, [min(PREFILL, len(part) - 1) for part in self.pending], False)
+        count = [len(part) for part in self.pending]
+        out = self._read(context, count, logits)
+        rows, last = torch.arange(len(count)), torch.tensor(count) - 1
+        found = None if out.logits is None else out.logits[rows, last][:, None]
+        return found, out.hidden[rows, last][:, None], out.features[self.layer.tail.layer][rows, last][:, None]
+
+    def _read(self, context: Context, count: list[int], logits: bool) -> Pass:
+        assert self.cache is not None
+        states = self.pending[0].new_zeros(len(count), max(count), self.pending[0].shape[-1])
+        tokens = torch.zeros(states.shape[:2], dtype=torch.long)
+        for row, (part, n, first) in enumerate(zip(self.pending, count, self.cache.lengths, strict=True)):
+            states[row, :n] = part[:n]
+            tokens[row, :n] = torch.tensor(context.tokens[row][first + 1 : first + 1 + n])
+        tokens = tokens.to(states.device)
+        out = self.step(states, tokens, chain(tokens), 0, logits)
+        self.cache.keep([list(range(n)) for n in count])
+        self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
+        return out
+
+    def step(self, states: Tensor, tokens: Tensor, tree: DraftTree, ran: int, logits: bool) -> Pass:
+        """The layer on the nodes of a tree behind `ran`: states [B, n, H], tokens int64 [B, n]. What is not kept is
+        written over by the next."""
+        assert self.cache is not None
+        return self.layer.tail.step(self.layer.entry(states, tokens), tree, self.cache, ran, logits)
