@@ -69,12 +69,12 @@ class FeatureLayer(nn.Module):
 
         Raises ValueError where a layer trained in full would run in another precision than the target's.
         """
-        if self.training and self.full and self.fuse.dtype != self.tail.dtype:
-            if not torch.is_autocast_enabled(tokens.device.type):
-                raise ValueError(
-                    f"a layer trained in full on a {self.tail.dtype} target needs loop.precision=bf16; or load the "
-                    "target with target.dtype=float32"
-                )
+        unequal = self.training and self.full and self.fuse.dtype != self.tail.dtype
+        if unequal and not torch.is_autocast_enabled(tokens.device.type):
+            raise ValueError(
+                f"a layer trained in full on a {self.tail.dtype} target needs loop.precision=bf16; or load the target "
+                "with target.dtype=float32"
+            )
         return self.tail.text(self.entry(states, tokens), tokens, logits=logits, **how)
 
     def state(self) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class _Rows:
             width = max(map(len, parts))
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
-            out = self.target.forward(tree, self.cache, logits=False, features=() if drafter is None else drafter.features)
+            out = self.target.forward(tree, self.cache, False, features=() if drafter is None else drafter.features)
             paths = [list(range(len(part))) for part in parts]
             self.cache.keep(paths)
             if drafter is not None:

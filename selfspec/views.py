@@ -121,10 +121,11 @@ class Tail(nn.Module):
         target = Target(view(self.model))  # which freezes all that the two have in common
         for parameter in trained:
             parameter.requires_grad_(True)
-        block = target.layers[self.layer]
+        block: Any = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
+            child: Any
             for name, child in list(module.named_children()):
                 if self.adapter in getattr(child, "lora_A", {}) and child.get_base_layer().weight.is_floating_point():
                     plain = view(child.get_base_layer())

@@ -18,7 +18,6 @@ from selfspec.checkpoint import load_drafter, read_meta, save_drafter
 from selfspec.drafters.base import Drafter, Sample
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
-from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import Sequential
 from selfspec.drafting import Growth, measure_along
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
@@ -276,7 +275,7 @@ def test_every_node_passes_every_layer_exactly_once(rows: int, nodes: int) -> No
 
     for i, layer in enumerate(target.layers):
         layer.register_forward_hook(lambda m, a, out, i=i: count(i, out if isinstance(out, torch.Tensor) else out[0]))
-    prompts = [PROMPT, PROMPT[::-1], PROMPT[2:] + [1, 2]][:rows]
+    prompts = [PROMPT, PROMPT[::-1], [*PROMPT[2:], 1, 2]][:rows]
     options = Options(20, Sampling(1.0), 3)
     result = speculative(target, prompts, options, watch, nodes)
     drafted = sum(tree.tokens.numel() for _, tree in watch.seen)
@@ -413,7 +412,9 @@ def test_heads_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["sequential", "early_exit", "feature"])
-def test_a_checkpoint_of_another_kind_is_refused(kind: str, heads_folder: Path, tiny_folder: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_kind_is_refused(
+    kind: str, heads_folder: Path, tiny_folder: str, tmp_path: Path
+) -> None:
     meta = {**read_meta(heads_folder), "kind": kind, "files": {}}
     (tmp_path / "drafter.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=f"{kind} heads have the shape .* is it a checkpoint of another kind"):

@@ -15,6 +15,7 @@ from conftest import compose_config, randomize, tiny_model
 
 from selfspec.build import run_verifiers
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafting import grow
 from selfspec.evaluation import verifiers
 from selfspec.evaluation.verifiers import (
     Random,
@@ -28,7 +29,6 @@ from selfspec.evaluation.verifiers import (
 )
 from selfspec.spec import Spec
 from selfspec.target import Target
-from selfspec.drafting import grow
 
 V = 3
 SHAPES = {

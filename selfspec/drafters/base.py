@@ -35,8 +35,8 @@ class Drafter(nn.Module, ABC):
     Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
     target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
     belongs to one call of generate. `measured` is what `measure` found by kind of decoding and depth, by which the
-    drafter shapes its trees. `features` are the target layers whose outputs it wants to see; `vocabulary`, int64, the only tokens
-    it can draft (None: all), which training fills with the most frequent ones.
+    drafter shapes its trees. `features` are the target layers whose outputs it wants to see; `vocabulary`, int64, the
+    only tokens it can draft (None: all), which training fills with the most frequent ones.
     """
 
     kind: str

@@ -4,8 +4,8 @@ Sources: EAGLE (arXiv 2401.15077: autoregression on features), EAGLE-2 (arXiv 24
 EAGLE-3 (arXiv 2503.01840: low, middle and high features fused, training on the head's own outputs, a reduced draft
 vocabulary).
 
-The layer is a view of the target's last decoder layer, with LoRA or trained in full; final norm and lm_head are views as
-they are. Entry t of the layer's own cache reads the target's features at position t and token t + 1. Behind the last
+The layer is a view of the target's last decoder layer, with LoRA or trained in full; final norm and lm_head are views
+as they are. Entry t of the layer's own cache reads the target's features at position t and token t + 1. Behind the last
 verified token the layer's own output takes the features' place; such entries are dropped after every pass and written
 anew from verified features.
 """
@@ -13,6 +13,7 @@ anew from verified features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from selfspec.generate import Accepted, Context
 from selfspec.target import Target
 from selfspec.training.losses import KINDS, distance, masked_mean
 from selfspec.tree import DraftTree, chain
+
 
 class Feature(Drafter):
     """One decoder layer that continues the target's features.
@@ -97,9 +99,7 @@ class Feature(Drafter):
         self._reader: Reader | None = None
 
     @staticmethod
-    def parameter_count(
-        target: Target, layers: Sequence[int], train: str = "full", rank: int = 64, **_: Any
-    ) -> int:
+    def parameter_count(target: Target, layers: Sequence[int], train: str = "full", rank: int = 64, **_: Any) -> int:
         """Trained parameters of this shape."""
         return FeatureLayer.parameter_count(target, len(layers), rank, train == "full")
 
@@ -127,8 +127,8 @@ class Feature(Drafter):
         """Logits [B, S - 1, V] of every step over whole texts, tokens int64 [B, S], features [B, S, H] by layer.
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
-        for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then its own s - 1 drafted
-        predecessors (EAGLE-3's training-time test), which is attention over a tree.
+        for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones and
+        itself (EAGLE-3's training-time test), which is attention over a tree.
         """
         n = tokens.shape[1] - 1
         states = self.layer.fused({layer: part[:, :n] for layer, part in features.items()})
@@ -139,7 +139,7 @@ class Feature(Drafter):
             # verified entries, then one block for each step, this one the last
             seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
             far = torch.cat([behind] * (step + 1), 1)
-            mask = self.layer.tail.inner.per_kind(lambda window, s=seen, f=far: self._mask(s, f, window))
+            mask = self.layer.tail.inner.per_kind(partial(self._mask, seen, far))
             out = self.layer.text(
                 states,
                 tokens[:, 1:],

@@ -22,6 +22,7 @@ from selfspec.training.losses import KINDS, distance, masked_mean
 from selfspec.tree import DraftTree, chain
 from selfspec.views import SharedHeads, view
 
+
 @dataclass(frozen=True)
 class _Plan:
     """A static tree for some number of rows: `index` finds each node's token among root and choices."""

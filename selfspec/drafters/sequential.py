@@ -59,10 +59,11 @@ class Sequential(Drafter):
         loss: str = "kl",
         depth_decay: float = 0.9,
     ) -> None:
-        """heads: K; prefix: whether a decoder layer, trained in full, reads the verified text for them; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head;
-        correction: rank of the parent's correction (markov); width: nodes expanded per depth; least: drafting ends
-        where the nodes to expand have less chance than this to be on the accepted path; loss: kl or ce; depth_decay:
-        weight of each head's loss relative to the head before it.
+        """heads: K; prefix: whether a decoder layer, trained in full, reads the verified text for them; blocks:
+        residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head; correction: rank of the
+        parent's correction (markov); width: nodes expanded per depth; least: drafting ends where the nodes to expand
+        have less chance than this to be on the accepted path; loss: kl or ce; depth_decay: weight of each head's loss
+        relative to the head before it.
 
         Raises ValueError for a number below 1, an unknown form or loss, or a share outside its range.
         """
@@ -190,7 +191,8 @@ class Sequential(Drafter):
             if self.form == "markov":  # only the first head's parent is the root
                 logits[0] += F.linear(F.linear(roots, fast["path"][0]), fast["correction"])
             return first, logits
-        assert path is not None and ids is not None
+        assert path is not None
+        assert ids is not None
         k = path.shape[2]
         sums = first[:, k, None]
         if self.form == "hydra":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from selfspec.drafting import grow
 from selfspec.evaluation.metrics import bootstrap
 from selfspec.generate import Accepted, Context, speculative
 from selfspec.options import Options, check
@@ -26,7 +27,6 @@ from selfspec.sampling import Sampling, warp
 from selfspec.spec import Spec
 from selfspec.stats import Stats
 from selfspec.training.measure import own_text
-from selfspec.drafting import grow
 from selfspec.tree import DraftTree, chain
 
 Vector = Any  # np.ndarray [V] of float64, or of fractions (dtype object)
