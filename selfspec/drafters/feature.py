@@ -127,8 +127,8 @@ class Feature(Drafter):
         """Logits [B, S - 1, V] of every step over whole texts, tokens int64 [B, S], features [B, S, H] by layer.
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
-        for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones and
-        itself (EAGLE-3's training-time test), which is attention over a tree.
+        for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones
+        and itself (EAGLE-3's training-time test), which is attention over a tree.
         """
         n = tokens.shape[1] - 1
         states = self.layer.fused({layer: part[:, :n] for layer, part in features.items()})

@@ -5,8 +5,8 @@ layer beside the target's last hidden state. `form="markov"`: Medusa's heads (ar
 correction of their logits from the parent token alone.
 
 With `prefix`, one more decoder layer reads the target's last features and the token after each of them, root included,
-with keys and values of its own, and the heads read its output in place of the target's hidden state (the prefix
-attention of Hydra++, section 3.3 of the same paper; there the layer does not see the root).
+with keys and values of its own, and the heads read its output in place of the target's hidden state (after the prefix
+attention of Hydra++, same paper).
 
 The root is known when drafting begins, so one product gives all heads' logits with the root as their only path. It
 picks a shortlist of tokens per depth; the tree is then grown from real conditional scores on the shortlists.
