@@ -56,15 +56,15 @@ class Growth:
     def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
         """Children of the frontier: scores [B, m, C], already sharpened; ids int64 [B, C]: whose scores they are (by
         default token ids themselves)."""
+        children = torch.log_softmax(scores.float(), -1).topk(min(self.nodes - 1, scores.shape[-1]), -1)
         # A certain child would tie with its parent, and might then be taken without it.
-        chance = torch.log_softmax(scores.float(), -1).clamp_(max=-1e-4)
-        total = (chance + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
-        choices = scores.shape[-1]
+        total = (children.values.clamp_(max=-1e-4) + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
         best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
-        tokens = best.indices % choices
+        tokens = children.indices.flatten(1).gather(1, best.indices)
+        above = self.frontier.gather(1, best.indices // children.values.shape[-1])
         first = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, tokens if ids is None else ids.gather(1, tokens)], 1)
-        self.parents = torch.cat([self.parents, self.frontier.gather(1, best.indices // choices)], 1)
+        self.parents = torch.cat([self.parents, above], 1)
         self.scores = torch.cat([self.scores, best.values], 1)
         self.expanded = torch.cat([self.expanded, self.frontier], 1)
         wide = min(self.width, tokens.shape[1])

@@ -13,9 +13,9 @@ from selfspec.training.corpus import PythonSource
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def spec() -> Spec:
-    return selfspec.load("tiny-medusa", dtype="float32")
+@pytest.fixture(scope="module", params=["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"])
+def spec(request: pytest.FixtureRequest) -> Spec:
+    return selfspec.load(request.param, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def prompts(spec: Spec) -> list[list[int]]:
     return cut_prompts(PythonSource().evaluation(), spec.tokenizer, 24, 128)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: int, temperature: float) -> None:
@@ -34,7 +34,7 @@ def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: 
             assert spec.generate(rows, 128, temperature, nodes=nodes).token_ids == plain.token_ids
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_identical_to_transformers(spec: Spec, prompts: list[list[int]]) -> None:
     for prompt in prompts:
         ids = torch.tensor([prompt])

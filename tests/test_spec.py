@@ -139,9 +139,10 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path, tokenizer: object) -
         next(spec.stream("text"))
 
 
-def test_embedded_heads_in_float32_are_exact() -> None:
+@pytest.mark.parametrize("name", ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"])
+def test_embedded_heads_in_float32_are_exact(name: str) -> None:
     """The committed target and heads: identity with the oracle and with transformers, at work rather than at random."""
-    spec = selfspec.load("tiny-medusa", dtype="float32")
+    spec = selfspec.load(name, dtype="float32")
     prompts = [
         "def fibonacci(n):\n",
         "class Stack:\n    def __init__(self):\n",
@@ -161,7 +162,10 @@ def test_embedded_heads_in_float32_are_exact() -> None:
 def test_embedded_assets_are_small() -> None:
     assets = Path(selfspec.__file__).parent / "assets"
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
-    assert sum(p.stat().st_size for p in (assets / "tiny-medusa").rglob("*") if p.is_file()) <= 8e6
+    drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
+    assert {folder.name for folder in drafters} == {"tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"}
+    for folder in drafters:
+        assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 10e6
 
 
 def test_command_line(heads_folder: Path) -> None:
