@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,16 +35,16 @@ class _Reached(Exception):
 class _Skip(nn.Module):
     """Stands in for a layer below `start` during one pass; hands over the given hidden state."""
 
-    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
+    def __init__(self, layer: nn.Module, output: Any) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)
-        object.__setattr__(self, "hidden", hidden)
+        object.__setattr__(self, "output", output)
 
     def __getattr__(self, name: str) -> Any:  # decoders read per-layer attributes such as attention_type
         return getattr(self.__dict__["layer"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.__dict__["hidden"]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["output"]
 
 
 class Target:
@@ -140,11 +141,21 @@ class Target:
         masks = {kind: mask(windows[kind]) for kind in self.kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
+    @cached_property
+    def tuples(self) -> bool:
+        """Whether the model's layers return tuples, as those of older families do."""
+        seen: list[bool] = []
+        hook = self.layers[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+        self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+        hook.remove()
+        return seen[0]
+
     @contextlib.contextmanager
     def patched(
         self, start: int, stop: int, hidden: Tensor | None, features: tuple[int, ...], seen: dict[int, Tensor]
     ) -> Iterator[None]:
         """For one pass: record outputs, replace layers below `start`, leave after layer `stop - 1`."""
+        output = (hidden, None, None) if start and self.tuples else hidden
 
         def record(index: int, output: Any) -> None:
             seen[index] = output[0]  # of a block's tuple or a decoder's output
@@ -159,7 +170,7 @@ class Target:
         originals = [self.layers[i] for i in range(start)]
         try:
             for i, layer in enumerate(originals):
-                self.layers[i] = _Skip(layer, hidden)  # type: ignore[arg-type]
+                self.layers[i] = _Skip(layer, output)
             yield
         finally:
             for i, layer in enumerate(originals):

@@ -127,8 +127,12 @@ class Tail(nn.Module):
                 setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
             child: Any
             for name, child in list(module.named_children()):
-                if self.adapter in getattr(child, "lora_A", {}) and child.get_base_layer().weight.is_floating_point():
-                    plain = view(child.get_base_layer())
+                if self.adapter not in getattr(child, "lora_A", {}):
+                    continue
+                base = child.get_base_layer()
+                # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
+                if isinstance(base, (nn.Linear, Conv1D)) and base.weight.is_floating_point():
+                    plain = view(base)
                     merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     setattr(module, name, plain)

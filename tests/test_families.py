@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees
-from families import EAGER_ONLY, FAMILIES, build, listing
+from conftest import RandomTrees, randomize
+from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
 
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.feature import Feature
+from selfspec.drafters.sequential import Sequential
 from selfspec.families import probe
 from selfspec.generate import autoregressive, speculative
 from selfspec.options import Options
 from selfspec.sampling import Sampling
 from selfspec.target import Target
+from selfspec.training.heads import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 NEW = 24
@@ -41,6 +45,27 @@ def test_family_is_lossless(name: str, attention: str) -> None:
                 settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
                 reference = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
                 assert tokens == reference[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafters_with_views_of_layers_serve_the_family(name: str) -> None:
+    """Early exit, sequential heads and feature head on every family: a loss with gradients, and the oracle's tokens."""
+    target = Target(build(name))
+    before = target.checksum()
+    tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    options = Options(12, Sampling(1.0), seed=3)
+    plain = autoregressive(target, PROMPTS, options).token_ids
+    for drafter in (
+        EarlyExit(target, exit=1, rank=2, least=0.0),
+        Sequential(target, heads=2, rank=2),
+        Feature(target, train="lora", rank=2, depth=3, unroll=2, least=0.0),
+    ):
+        randomize(drafter)
+        loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})
+        loss.backward()
+        assert all(p.grad is not None for p in drafter.trained().values())
+        assert speculative(target, PROMPTS, options, drafter.eval(), 8).token_ids == plain
+    assert target.checksum() == before
 
 
 def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
