@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import re
 import shutil
@@ -106,10 +107,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta: dict[str, Any] = json.loads(path.read_text())
         complete = {"format", "kind", "shape", "target", "tokenizer", "measured", "files"} <= meta.keys()
+        kinds = {"kind": str, "shape": dict, "target": dict, "measured": dict, "files": dict}
+        wrong = [name for name, kind in kinds.items() if name in meta and not isinstance(meta[name], kind)]
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's JSON: {error}") from error
     if not complete or meta["format"] != FORMAT:
         raise ValueError(f"{path} is not of format {FORMAT}; retrain, or load it with the version that wrote it")
+    if wrong or not {"name", "fingerprint"} <= meta["target"].keys():
+        raise ValueError(f"{path} was altered: {', '.join(wrong) or 'target'} is not what was written; copy it again")
     return meta
 
 
@@ -152,6 +157,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
         expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
         _compare(state, expected, path)
         set_peft_model_state_dict(module, state, adapter_name=name)
+    _check_measured(meta["measured"], drafter.measured, folder / "drafter.json")
     drafter.measured = meta["measured"]
     drafter.requires_grad_(False)
     drafter.eval()
@@ -170,8 +176,30 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) 
     if missing or unknown:
         raise ValueError(f"{path}: missing tensors {missing}, unknown tensors {unknown}")
     for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite; train again")
         if tensor.shape != expected[name].shape:
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
+
+
+def _check_measured(found: dict[str, Any], expected: dict[str, list[list[float]]], path: Path) -> None:
+    def fits(kind: str) -> bool:
+        rows = found.get(kind)
+        return (
+            isinstance(rows, list)
+            and len(rows) == len(expected[kind])
+            and all(
+                isinstance(row, list) and row and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
+                for row in rows
+            )
+        )
+
+    for kind in expected:
+        if not fits(kind):
+            raise ValueError(
+                f"{path}: measured[{kind!r}] must hold finite numbers for each of {len(expected[kind])} depths; "
+                "measure the drafter again, or copy the folder again"
+            )
 
 
 def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None:

@@ -24,7 +24,8 @@ def perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
     A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
     the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
     """
-    return logits / temperature + min(1.0, 0.85 * temperature**2) * noise
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact / temperature + min(1.0, 0.85 * temperature**2) * noise
 
 
 def last_hidden(before: Tensor | None, accepted: Accepted) -> Tensor:
@@ -44,12 +45,14 @@ class Growth:
     path (EAGLE-2, arXiv 2406.16858): the `width` best nodes of a depth are expanded, and of all nodes the best make the
     tree. With `reserve`, whatever was expanded stays in the tree, ahead of the leaves; fewer are then expanded."""
 
-    def __init__(self, roots: Tensor, nodes: int, width: int, reserve: bool = False) -> None:
-        """roots: int64 [B]; nodes: the budget, root included."""
+    def __init__(self, roots: Tensor, nodes: int, width: int, least: float = 0.0, reserve: bool = False) -> None:
+        """roots: int64 [B]; nodes: the budget, root included; least: no node is expanded whose chance to be on the
+        accepted path is below this in every row."""
         self.nodes, self.width, self.reserve = nodes, width, reserve
+        self.least = math.log(least) if least > 0 else -math.inf
         self.tokens = roots[:, None]
         self.parents = torch.full_like(self.tokens, -1)
-        self.scores = torch.zeros_like(self.tokens, dtype=torch.float32)  # log of the path's chance
+        self.scores = torch.zeros_like(self.tokens, dtype=torch.float64)  # log of the path's chance
         self.frontier = torch.zeros_like(self.tokens)  # [B, m]: what is expanded next
         self.expanded = self.frontier[:, :0]
 
@@ -58,7 +61,8 @@ class Growth:
         default token ids themselves)."""
         children = torch.log_softmax(scores.float(), -1).topk(min(self.nodes - 1, scores.shape[-1]), -1)
         # A certain child would tie with its parent, and might then be taken without it.
-        total = (children.values.clamp_(max=-1e-4) + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
+        chances = children.values.nan_to_num(nan=-1e30, neginf=-1e30).clamp_(max=-1e-4)
+        total = (chances + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
         best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
         tokens = children.indices.flatten(1).gather(1, best.indices)
         above = self.frontier.gather(1, best.indices // children.values.shape[-1])
@@ -67,14 +71,10 @@ class Growth:
         self.parents = torch.cat([self.parents, above], 1)
         self.scores = torch.cat([self.scores, best.values], 1)
         self.expanded = torch.cat([self.expanded, self.frontier], 1)
-        wide = min(self.width, tokens.shape[1])
+        wide = min(self.width, int((best.values >= self.least).any(0).sum()))
         if self.reserve:
             wide = min(wide, (self.nodes - self.expanded.shape[1]) // 2)
         self.frontier = torch.arange(first, first + wide, device=tokens.device).expand(len(tokens), -1)
-
-    def hope(self) -> float:
-        """The chance that the accepted path passes through the frontier, of the row where it is largest."""
-        return max(sum(map(math.exp, row)) for row in self.scores.gather(1, self.frontier).tolist())
 
     def stem(self) -> DraftTree:
         """What was expanded and what is to be expanded next, in that order."""
@@ -86,7 +86,8 @@ class Growth:
         if self.reserve:
             leaves = self.scores.scatter(1, self.expanded, -torch.inf).topk(nodes - self.expanded.shape[1], -1).indices
             return self._pick(torch.cat([self.expanded, leaves], 1))
-        return self._pick(self.scores.topk(nodes, -1).indices.sort(-1).values)
+        best = self.scores[:, 1:].topk(nodes - 1, -1).indices.sort(-1).values + 1
+        return self._pick(torch.cat([torch.zeros_like(best[:, :1]), best], 1) if nodes > 1 else self.expanded[:, :1])
 
     def _pick(self, kept: Tensor) -> DraftTree:
         """The tree of these nodes, int64 [B, n], the root first and parents before their children."""
@@ -159,7 +160,7 @@ def measure_along(
             if sample.noise is not None:
                 values = perturbed(values, sample.noise(at + 2 + d), sample.temperature)
             own = values.gather(1, truth[:, None])
-            rank = (values > own).sum(1).cpu()
+            rank = (values > own).sum(1).masked_fill(~own.isfinite()[:, 0], values.shape[1]).cpu()  # inf: never drafted
             agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
             tried[d] += alive.sum()
             right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
@@ -171,4 +172,5 @@ def measure_along(
     share = agree / max(1, positions)
     figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
     figures["tau"] = {str(n): sum(grow(chances, n)[2]) for n in (8, 16, 32)}
-    return chances, [_SHARPNESS[int(i)] for i in surprise.argmin(1)], figures
+    factors = [_SHARPNESS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
+    return chances, factors, figures

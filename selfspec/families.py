@@ -50,6 +50,18 @@ def refuse(model: PreTrainedModel) -> None:
         )
 
 
+def layers_return_tuples(target: Target) -> bool:
+    """Whether the model's layers return tuples, as those of older families do: by a pass over one token."""
+    seen: list[bool] = []
+    hook = target.layers[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+    try:
+        with torch.no_grad():
+            target.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=False)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
 @torch.inference_mode()
 def probe(target: Target) -> None:
     """Run a small tree behind a short prompt and compare every node with the plain model on its path.

@@ -25,6 +25,8 @@ class FeatureLayer(nn.Module):
 
     def __init__(self, target: Target, layers: Sequence[int], rank: int, full: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        if target.n_layers < 2:
+            raise ValueError("a feature layer needs a target of at least two layers: its own stands in for the last")
         self.layers = tuple(layers)
         hidden = target.hidden_size
         # At first the highest feature goes into the layer as it is.
@@ -39,6 +41,7 @@ class FeatureLayer(nn.Module):
 
     @staticmethod
     def parameter_count(target: Target, features: int, rank: int, full: bool) -> int:
+        """Trained parameters for so many features."""
         own = (features + 2) * target.hidden_size**2
         if full:
             return own + sum(p.numel() for p in target.layers[-1].parameters())
@@ -55,26 +58,17 @@ class FeatureLayer(nn.Module):
 
     def fused(self, features: dict[int, Tensor]) -> Tensor:
         """What stands for a position [..., H], from the outputs of the layers asked for."""
-        parts = torch.cat([features[layer] for layer in self.layers], -1)
+        parts = torch.cat([features[layer].to(self.fuse.device) for layer in self.layers], -1)
         return F.linear(parts, self._ready[0] if self._ready else self.fuse.t().to(parts.dtype))
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input [..., H] from states [..., H] (fused features or its own output) and the tokens after."""
-        after = F.rms_norm(F.embedding(tokens, self.embedding), self.embedding.shape[-1:]).to(states.dtype)
+        after = F.rms_norm(F.embedding(tokens.to(self.embedding.device), self.embedding), states.shape[-1:]).to(states)
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
         return states + F.linear(both, self._ready[1] if self._ready else self.mix.t().to(states.dtype))
 
     def text(self, states: Tensor, tokens: Tensor, logits: bool = True, **how: Any) -> Pass:
-        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`.
-
-        Raises ValueError where a layer trained in full would run in another precision than the target's.
-        """
-        unequal = self.training and self.full and self.fuse.dtype != self.tail.dtype
-        if unequal and not torch.is_autocast_enabled(tokens.device.type):
-            raise ValueError(
-                f"a layer trained in full on a {self.tail.dtype} target needs loop.precision=bf16; or load the target "
-                "with target.dtype=float32"
-            )
+        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
         return self.tail.text(self.entry(states, tokens), tokens, logits=logits, **how)
 
     def state(self) -> dict[str, Tensor]:
@@ -92,6 +86,7 @@ class Reader:
         self.pending: list[Tensor] = []  # per row [n, H]: fused features not read yet
 
     def observe(self, accepted: Accepted) -> None:
+        """Take in the features of what a pass kept."""
         fused = self.layer.fused(accepted.features)
         if self.cache is not None and len(accepted.rows) < len(fused):
             self.cache.select(torch.tensor(accepted.rows, device=fused.device))

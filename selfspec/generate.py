@@ -238,9 +238,9 @@ def speculative_steps(
         temperature, cache = options.sampling.temperature, rows.cache
         context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
         tree = drafter.propose(context)
+        assert torch.equal(tree.tokens[:, 0], roots), "a drafter's tree must stand on the row's last token"
         t2 = _clock(target.device)
-        layers = None if tree.hidden is None else (tree.start, target.n_layers)
-        out = target.forward(tree, cache, layers=layers, hidden=tree.hidden, features=drafter.features)
+        out = target.forward(tree, cache, True, (tree.start, target.n_layers), tree.hidden, drafter.features)
         t3 = _clock(target.device)
         assert out.logits is not None
         paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.cache import TreeCache
-from selfspec.families import refuse
+from selfspec.families import layers_return_tuples, refuse
 from selfspec.fingerprint import weights_hash
 from selfspec.tree import DraftTree
 
@@ -33,18 +33,17 @@ class _Reached(Exception):
 
 
 class _Skip(nn.Module):
-    """Stands in for a layer below `start` during one pass; hands over the given hidden state."""
+    """Stands in for a layer below `start` during one pass; hands over what its target was handed."""
 
-    def __init__(self, layer: nn.Module, output: Any) -> None:
+    def __init__(self, layer: nn.Module, target: Target) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)
-        object.__setattr__(self, "output", output)
+        self.__dict__.update(layer=layer, target=target)
 
     def __getattr__(self, name: str) -> Any:  # decoders read per-layer attributes such as attention_type
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["output"]
+        return self.__dict__["target"].handed
 
 
 class Target:
@@ -57,6 +56,8 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.name = str(model.config.name_or_path or type(model).__name__)
         self.fingerprint: str | None = None  # of the weights as saved, where they were cast after loading
+        self._skips: dict[str, _Skip] = {}
+        self.handed: Any = None  # to the layers that a pass skips, by what comes before them
         self.saved_dtype = self.model.get_output_embeddings().weight.dtype
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
@@ -143,19 +144,18 @@ class Target:
 
     @cached_property
     def tuples(self) -> bool:
-        """Whether the model's layers return tuples, as those of older families do."""
-        seen: list[bool] = []
-        hook = self.layers[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
-        self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
-        hook.remove()
-        return seen[0]
+        return layers_return_tuples(self)
 
     @contextlib.contextmanager
     def patched(
         self, start: int, stop: int, hidden: Tensor | None, features: tuple[int, ...], seen: dict[int, Tensor]
     ) -> Iterator[None]:
         """For one pass: record outputs, replace layers below `start`, leave after layer `stop - 1`."""
-        output = (hidden, None, None) if start and self.tuples else hidden
+        self.handed = (hidden, None, None) if start and self.tuples else hidden
+        modules = self.layers._modules  # swapped here: ModuleList's own way costs more than a layer of a small model
+        if start and not self._skips:
+            self._skips = {name: _Skip(layer, self) for name, layer in modules.items()}  # type: ignore[arg-type]
+        originals = {str(i): modules[str(i)] for i in range(start)}
 
         def record(index: int, output: Any) -> None:
             seen[index] = output[0]  # of a block's tuple or a decoder's output
@@ -167,14 +167,12 @@ class Target:
             module.register_forward_hook(lambda m, a, out, i=i: record(i, (out,) if isinstance(out, Tensor) else out))
             for i, module in {-1: self.decoder, **watched}.items()
         ]
-        originals = [self.layers[i] for i in range(start)]
         try:
-            for i, layer in enumerate(originals):
-                self.layers[i] = _Skip(layer, output)
+            modules.update({name: self._skips[name] for name in originals})
             yield
         finally:
-            for i, layer in enumerate(originals):
-                self.layers[i] = layer
+            modules.update(originals)
+            self.handed = None
             for handle in hooks:
                 handle.remove()
 

@@ -47,13 +47,13 @@ class DraftTree:
     @cached_property
     def mask(self) -> Tensor:
         """bool [B, N, N], True where node i is node j or descends from it."""
-        nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
-        above = (self.parents[:, :, None] == nodes) | (nodes[:, None] == nodes)  # itself and its parent
-        while True:  # every product doubles how far up a node sees
-            further = (above.float() @ above.float()) > 0
-            if torch.equal(further, above):
-                return above
-            above = further
+        rows, nodes = self.parents.shape
+        mask = torch.eye(nodes, nodes + 1, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
+        up = self.parents  # one step further up each time; what has arrived above a root marks the spare column
+        while bool((up >= 0).any()):
+            mask.scatter_(2, (up % (nodes + 1))[:, :, None], True)
+            up = self.parents.gather(1, up.clamp(min=0)).where(up >= 0, up)
+        return mask[:, :, :nodes]
 
     @cached_property
     def depth(self) -> Tensor:

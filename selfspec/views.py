@@ -81,10 +81,20 @@ class Tail(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.adapter, self.dtype = target.n_layers - 1, adapter, target.dtype
+        if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
+            raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
         inner = Target(model)
+        inner.tuples = target.tuples
         block = inner.layers[self.layer]
         if full:
+            parameters = dict(block.named_parameters())
+            odd = [n for n, p in parameters.items() if type(p) is not nn.Parameter or not p.is_floating_point()]
+            if odd:
+                raise ValueError(
+                    f"the target's last layer holds quantized weights ({odd[0]}), which can not be trained in full: "
+                    "take drafter.train=lora, or drafter.prefix=false for sequential heads"
+                )
             for module in block.modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, nn.Parameter(parameter.detach().to(dtype, copy=True)))
@@ -99,9 +109,15 @@ class Tail(nn.Module):
 
     @staticmethod
     def linear(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
-        """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model."""
+        """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model; none beside
+        a mixture's experts, whose names PEFT would take for the experts' own."""
         parts = set(Target(model).layers[-1].modules()) | ({model.get_output_embeddings()} if head else set())
-        return {n: m for n, m in model.named_modules() if m in parts and isinstance(m, (nn.Linear, Conv1D))}
+        mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if module in parts and isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(mixtures)
+        }
 
     @staticmethod
     def widths(target: Target, head: bool) -> int:
@@ -119,12 +135,14 @@ class Tail(nn.Module):
     def _merged(self) -> Target:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         target = Target(view(self.model))  # which freezes all that the two have in common
+        target.tuples = self.inner.tuples
         for parameter in trained:
             parameter.requires_grad_(True)
         block: Any = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
+                if type(parameter) is nn.Parameter and parameter.is_floating_point():
+                    setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
             child: Any
             for name, child in list(module.named_children()):
                 if self.adapter not in getattr(child, "lora_A", {}):
@@ -136,9 +154,18 @@ class Tail(nn.Module):
                     merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     setattr(module, name, plain)
+        head = target.model.get_output_embeddings()
+        for part in (getattr(head, "lora_A", {}), getattr(head, "lora_B", {})):
+            for lora in part.values():
+                lora.weight = nn.Parameter(lora.weight.to(self.dtype), requires_grad=False)
         return target
 
+    def products(self) -> list[nn.Module]:
+        """See `Drafter.products`."""
+        return [self.fast.decoder, self.fast.model.get_output_embeddings()]
+
     def adapters(self) -> dict[str, nn.Module]:
+        """The view with its PEFT adapter, by the adapter's name; nothing where there is none."""
         return {self.adapter: self.model} if self.adapter in getattr(self.model, "peft_config", {}) else {}
 
     def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, logits: bool = True, **how: Any) -> Pass:

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -45,6 +46,8 @@ def tiny_config(family: str, **changes: object) -> object:
         return GPT2Config(**{**shared, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 256, **changes})
     shared |= {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     shared |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+    if family == "granite":
+        return GraniteConfig(**{**shared, **changes})
     if family == "qwen3":
         return Qwen3Config(**{**shared, "head_dim": 8, **changes})
     return LlamaConfig(**{**shared, **changes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from selfspec.checkpoint import load_drafter, read_meta, save_drafter
 from selfspec.drafters.base import Drafter, Sample
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
+from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import Sequential
 from selfspec.drafting import Growth, measure_along
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
 from selfspec.sampling import Sampling, gumbel, noise_bits
 from selfspec.spec import load_target
 from selfspec.target import Target
+from selfspec.training import loop as loop_module
 from selfspec.training.heads import bare_forward
 from selfspec.tree import DraftTree, chain
 from selfspec.views import Tail
@@ -366,7 +369,15 @@ def test_a_broken_map_is_refused(ids: list[int], message: str, tmp_path: Path) -
 # -- training and loading
 
 SMALL = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=16", "heads.lr=0.01")
-QUICK = ("loop.steps=8", "loop.batch_size=4", "loop.precision=no", "loop.warmup=1", "heads.validation_rows=4")
+QUICK = (
+    "loop.steps=6",
+    "loop.checkpoint_every=3",
+    "loop.validate_every=2",
+    "loop.batch_size=4",
+    "loop.precision=no",
+    "loop.warmup=1",
+    "heads.validation_rows=4",
+)
 
 
 @pytest.mark.parametrize(
@@ -380,11 +391,16 @@ QUICK = ("loop.steps=8", "loop.batch_size=4", "loop.precision=no", "loop.warmup=
     ],
 )
 def test_training_by_hydra_and_an_interruption_changes_nothing(
-    drafter: str, shape: list[str], tiny_folder: str, source_root: Path, tmp_path: Path
+    drafter: str,
+    shape: list[str],
+    tiny_folder: str,
+    source_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(folder: Path, *more: str) -> dict[str, Any]:
+    def run(folder: Path) -> dict[str, Any]:
         names = ["name=x", f"target.name={tiny_folder}", f"data.root={source_root}", f"drafter={drafter}"]
-        return run_heads(compose_config("train", *names, *shape, *SMALL, *QUICK, *more), folder)
+        return run_heads(compose_config("train", *names, *shape, *SMALL, *QUICK), folder)
 
     whole = run(tmp_path / "whole")
     assert whole["target_checksum"] == load_target(tiny_folder)[0].checksum()
@@ -393,10 +409,21 @@ def test_training_by_hydra_and_an_interruption_changes_nothing(
     if shape == ["drafter.rank=0"]:
         assert "step_over_forward" not in whole
         return
-    run(tmp_path / "parts", "loop.steps=5", "loop.checkpoint_every=4", "loop.decay=0")
-    records = [json.loads(line) for line in (tmp_path / "whole" / "train.jsonl").read_text().splitlines()]
-    losses = [r["validation"]["loss"] for r in records if "validation" in r]
-    assert losses[-1] < 20
+    real = loop_module._save
+
+    def crash(path: Path, state: dict[str, Any]) -> None:
+        real(path, state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "_save", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "parts")
+    run(tmp_path / "parts")
+    files = [p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole" / "drafter").rglob("*.safetensors")]
+    assert files
+    for name in (*files, "drafter/drafter.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     if drafter == "feature":
         assert built.vocabulary is not None
         assert built.vocabulary.tolist() != list(range(50))
@@ -409,6 +436,47 @@ def test_heads_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_path
     save_drafter(Feature(target), tmp_path / "d", target, folder, tokenizer, "")
     assert {t.dtype for t in load_file(tmp_path / "d" / "drafter.safetensors").values()} == {torch.bfloat16}
     load_drafter(tmp_path / "d", load_target(folder)[0], tokenizer)
+
+
+def test_a_target_of_one_layer_is_refused() -> None:
+    target = Target(tiny_model(num_hidden_layers=1))
+    for kind in (EarlyExit, Feature, Sequential):
+        with pytest.raises(ValueError, match="at least two"):
+            kind(target)
+    Sequential(target, prefix=False)
+
+
+def test_a_reduced_vocabulary_wants_plain_logits() -> None:
+    with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
+        Feature(Target(tiny_model("granite", logits_scaling=8.0)), vocabulary=20)
+
+
+@pytest.mark.parametrize("change", [{}, {"greedy": [[1.0]]}, {"greedy": [[1.0], [float("nan")], [1.0]]}, {"greedy": 3}])
+def test_broken_measurements_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    target = Target(tiny_model())
+    save_drafter(random_drafter(Sequential, target, heads=3), tmp_path / "d", target, "tiny", None, "")
+    path = tmp_path / "d" / "drafter.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "measured": {"sampled": meta["measured"]["sampled"], **change}}))
+    with pytest.raises(ValueError, match="must hold finite numbers for each of 3 depths"):
+        load_drafter(tmp_path / "d", target)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter=sequential", "heads.length=5"], "heads.length=5 is too short"),
+        (["drafter=feature", "target.dtype=bfloat16"], "loop.precision=no: a layer trained in full"),
+        (["drafter=feature", "target.dtype=float16"], "can not be trained in full in float16"),
+        (["drafter=early_exit", "heads.own_text.rows=4", "heads.own_text.folder=/dev/null/x"], "heads.own_text.folder"),
+    ],
+)
+def test_settings_that_can_not_train_fail_at_once(
+    overrides: list[str], message: str, tiny_folder: str, source_root: Path, tmp_path: Path
+) -> None:
+    names = ["name=x", f"target.name={tiny_folder}", f"data.root={source_root}"]
+    with pytest.raises(ValueError, match=message):
+        run_heads(compose_config("train", *names, *SMALL, *QUICK, *overrides), tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["sequential", "early_exit", "feature"])
@@ -430,8 +498,8 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (Sequential, {"least": 1.0}, "drafter.least=1.0"),
         (Sequential, {"loss": "mse"}, "drafter.loss='mse'"),
         (Sequential, {"depth_decay": 0}, "drafter.depth_decay=0"),
-        (EarlyExit, {"exit": 0}, "drafter.exit=0 must lie between 1 and 2"),
-        (EarlyExit, {"exit": 3}, "drafter.exit=3 must lie between 1 and 2"),
+        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be between 1 and 2"),
+        (EarlyExit, {"exit": 3}, "drafter.exit=3 must be between 1 and 2"),
         (EarlyExit, {"rank": -1}, "drafter.rank=-1"),
         (EarlyExit, {"depth": 0}, "drafter.depth=0"),
         (EarlyExit, {"least": -0.1}, "drafter.least=-0.1"),
@@ -440,6 +508,12 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (Feature, {"layers": [-1]}, "no layer -1"),
         (Feature, {"layers": []}, r"drafter.layers=\[\]"),
         (Feature, {"layers": [1, 1]}, "each once"),
+        (Feature, {"layers": [0.5]}, "0.5 must be an integer"),
+        (Feature, {"layers": "x"}, "must be a list of layers"),
+        (Sequential, {"prefix": "no"}, "drafter.prefix='no'"),
+        (Sequential, {"depth_decay": float("inf")}, "drafter.depth_decay=inf"),
+        (EarlyExit, {"width": 1.5}, "drafter.width=1.5 must be an integer"),
+        (EarlyExit, {"least": None}, "drafter.least=None"),
         (Feature, {"train": "some"}, "drafter.train='some'"),
         (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
         (Feature, {"vocabulary": VOCAB + 1}, f"drafter.vocabulary={VOCAB + 1}"),
@@ -451,18 +525,39 @@ def test_bad_shapes_are_refused(kind: Any, shape: dict[str, Any], message: str, 
         kind(llama, **shape)
 
 
-def test_noise_is_the_targets_own(llama: Target) -> None:
-    """What a drafter ranks with at T > 0 is what the target will add at that position."""
-    drafter = random_drafter(EarlyExit, llama, exit=2, rank=4)
-    watch, seen = Watch(drafter), []
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(EarlyExit, {"exit": 2, "rank": 4}), (Feature, {}), (Sequential, {"heads": 3, "rank": 4}), (Medusa, {"heads": 3})],
+)
+def test_noise_is_that_of_the_drafted_position(
+    kind: type[Drafter], shape: dict[str, Any], llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What children at depth d are ranked with is what the target will add where they would stand."""
+    drafter, module = random_drafter(kind, llama, **shape), sys.modules[kind.__module__]
+    watch, used, real = Watch(drafter), [], module.perturbed  # type: ignore[attr-defined]
 
-    def propose(context: Context) -> DraftTree:
-        assert context.noise is not None
-        seen.append((context.lengths[0], context.noise.ahead([context.lengths[0] + 1], 1)[0, 0].clone()))
-        return Watch.propose(watch, context)
+    def spy(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
+        used.append((len(watch.seen), noise.clone()))
+        return real(logits, noise, temperature)
 
-    watch.propose = propose  # type: ignore[method-assign]
-    speculative(llama, [PROMPT], Options(6, Sampling(1.0), [9]), watch, 5)
-    for length, noise in seen:
-        position, ids = torch.tensor(length + 1), torch.arange(VOCAB)
-        assert torch.equal(noise, gumbel(noise_bits(torch.tensor(9), torch.tensor(0), position, ids)))
+    monkeypatch.setattr(module, "perturbed", spy)
+    speculative(llama, [PROMPT], Options(8, Sampling(1.0), [9]), watch, 9)
+    known = [gumbel(noise_bits(*map(torch.tensor, (9, 0, p)), torch.arange(VOCAB))) for p in range(40)]  # type: ignore[arg-type]
+    for number, (texts, _) in enumerate(watch.seen):
+        depths = [noise for n, noise in used if n == number]
+        if kind in (Medusa, Sequential):  # all depths at once, [.., depth, V] or [depth, .., V]
+            depths = list(depths[0].reshape(-1, VOCAB))
+        for depth, noise in enumerate(depths):
+            torch.testing.assert_close(noise.reshape(-1, VOCAB)[0], known[len(texts[0]) + depth])
+
+
+def test_scores_that_are_no_numbers_change_nothing(llama: Target) -> None:
+    for kind, shape in ((Feature, {}), (Sequential, {"heads": 3}), (EarlyExit, {"exit": 1, "rank": 2}), (Medusa, {})):
+        drafter = random_drafter(kind, llama, **shape)
+        with torch.no_grad():
+            for parameter in drafter.trained().values():
+                parameter.fill_(torch.nan)
+        for temperature in (0.0, 1.0):
+            options = Options(12, Sampling(temperature), 4)
+            plain = autoregressive(llama, [PROMPT, PROMPT[:2]], options).token_ids
+            assert speculative(llama, [PROMPT, PROMPT[:2]], options, drafter.eval(), 9).token_ids == plain

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.generate import Accepted, Context
+from selfspec.options import integer
 from selfspec.tree import DraftTree
 
 
@@ -36,7 +37,9 @@ class Drafter(nn.Module, ABC):
     target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
     belongs to one call of generate. `measured` is what `measure` found by kind of decoding and depth, by which the
     drafter shapes its trees. `features` are the target layers whose outputs it wants to see; `vocabulary`, int64, the
-    only tokens it can draft (None: all), which training fills with the most frequent ones.
+    only tokens it can draft (None: all), which training fills with the most frequent ones. `shortest` is how many
+    tokens a row of training text has at least; `whole_layers` says whether target layers are trained in full, which a
+    target in half precision runs under autocast alone.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class Drafter(nn.Module, ABC):
     measured: dict[str, list[list[float]]]
     features: tuple[int, ...] = ()
     vocabulary: Tensor | None = None
+    shortest: int
+    whole_layers: bool = False
 
     @abstractmethod
     def propose(self, context: Context) -> DraftTree:
@@ -71,8 +76,8 @@ class Drafter(nn.Module, ABC):
         """Measure on the target's own text how often choices are right, and shape coming trees by it.
 
         kind: greedy or sampled, the decoding the samples came from. Returns per depth how often the first choice
-        (`top1`) and the first five (`top5`) hold the target's token, and `tau`, the acceptance length that the
-        measured tree promises, by number of nodes.
+        (`top1`) and the first five (`top5`) hold the target's token, and `tau`, the acceptance length that a static
+        tree grown from such a table promises, by number of nodes.
         """
 
     @abstractmethod
@@ -86,6 +91,29 @@ class Drafter(nn.Module, ABC):
     def trained(self) -> dict[str, nn.Parameter]:
         """All parameters that training moves."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def whole(name: str, value: Any, low: int = 1, high: int | None = None, why: str = "") -> int:
+    """A whole number of a drafter's shape. Raises ValueError naming it, the value and what it may be."""
+    if integer(f"drafter.{name}", value) < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"drafter.{name}={value} must be {span}{why}")
+    return int(value)
+
+
+def number(name: str, value: Any, low: float, high: float) -> float:
+    """A number above `low` and below `high` (`low` itself where it is 0 and high 1: a share). Raises ValueError."""
+    share = (low, high) == (0, 1)
+    fits = isinstance(value, (int, float)) and (low <= value if share else low < value) and value < high
+    if not fits:
+        raise ValueError(f"drafter.{name}={value!r} must " + ("lie in [0, 1)" if share else f"be above {low}, finite"))
+    return float(value)
+
+
+def one_of(name: str, value: Any, known: Sequence[Any]) -> None:
+    """Raises ValueError for a value that is none of those known."""
+    if not any(value is k or (isinstance(value, str) and value == k) for k in known):
+        raise ValueError(f"drafter.{name}={value!r} must be one of {', '.join(map(str, known))}")
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:

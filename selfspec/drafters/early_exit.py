@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.cache import TreeCache
-from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
 from selfspec.drafting import Growth, measure_along, perturbed
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
@@ -47,30 +47,24 @@ class EarlyExit(Drafter):
     ) -> None:
         """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head
         read the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most;
-        width: nodes expanded per depth; least: drafting ends where the nodes to expand have less chance than this to
-        be on the accepted path; loss: kl or ce.
+        width: nodes expanded per depth at most; least: a node with less chance than this to be on the accepted path is
+        not expanded, and drafting ends where there is none; loss: kl or ce.
 
         Raises ValueError for an exit outside 1..L-1, a negative rank, and other numbers outside their range.
         """
         super().__init__()
-        if not 1 <= exit < target.n_layers:
-            raise ValueError(
-                f"drafter.exit={exit} must lie between 1 and {target.n_layers - 1}: the target has {target.n_layers} "
-                "layers"
-            )
-        if rank < 0:
-            raise ValueError(f"drafter.rank={rank} must be at least 0 (no block, nothing trained)")
+        if target.n_layers < 2:
+            raise ValueError("a target of one layer has none to exit after; early exit needs at least two")
+        whole("exit", exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
+        whole("rank", rank, 0, why=" (no block, nothing trained)")
         for name, value in (("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"drafter.{name}={value} must be at least 1")
-        if not 0 <= least < 1:
-            raise ValueError(f"drafter.least={least} must lie in [0, 1)")
-        if loss not in KINDS:
-            raise ValueError(f"drafter.loss={loss!r} must be one of {', '.join(KINDS)}")
+            whole(name, value)
+        number("least", least, 0, 1)
+        one_of("loss", loss, KINDS)
         self.shape: dict[str, Any] = {"exit": exit, "rank": rank, "depth": depth, "width": width, "least": least}
         self.shape["loss"] = loss
         self.exit, self.rank, self.depth, self.width, self.least = exit, rank, depth, width, least
-        self.loss_kind, self.features = loss, (exit - 1,)
+        self.loss_kind, self.features, self.shortest = loss, (exit - 1,), 2
         self.tail = Tail(target, rank, training_dtype(target.dtype), "exit", head=True)
         # measured[kind][d]: the factor on scores at depth d + 1 that makes their softmax the best forecast
         self.measured = {kind: [[1.0] for _ in range(depth)] for kind in ("greedy", "sampled")}
@@ -84,7 +78,7 @@ class EarlyExit(Drafter):
         return rank * Tail.widths(target, head=True)
 
     def products(self) -> list[nn.Module]:
-        return [self.tail.fast.model]
+        return self.tail.products()
 
     def forward(self, hidden: Tensor, tree: DraftTree, ran: int, logits: bool = True) -> Tensor | None:
         """For decoding: logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
@@ -104,7 +98,7 @@ class EarlyExit(Drafter):
         below = (0, self.exit)
         hidden = target.forward(root, cache, False, below).hidden
         scores = self._first(hidden, context.roots)
-        growth = Growth(context.roots, context.nodes, self.width, reserve=True)
+        growth = Growth(context.roots, context.nodes, self.width, self.least, reserve=True)
         sharpness = self.measured["greedy" if context.noise is None else "sampled"]
         expanded = 1
         for d in range(self.depth):
@@ -112,7 +106,7 @@ class EarlyExit(Drafter):
                 noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)[:, d]
                 scores = perturbed(scores, noise[:, None], context.temperature)
             growth.extend(scores * sharpness[d][0])
-            if d + 1 == self.depth or not growth.frontier.shape[1] or growth.hope() < self.least:
+            if d + 1 == self.depth or not growth.frontier.shape[1]:
                 break
             tree = growth.stem()
             new = target.forward(tree, cache, False, below, ran=expanded).hidden

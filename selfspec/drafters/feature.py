@@ -12,6 +12,7 @@ anew from verified features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -22,10 +23,11 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from selfspec.cache import additive
-from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
 from selfspec.drafting import Growth, measure_along, perturbed
 from selfspec.features import FeatureLayer, Reader
 from selfspec.generate import Accepted, Context
+from selfspec.options import integer
 from selfspec.target import Target
 from selfspec.training.losses import KINDS, distance, masked_mean
 from selfspec.tree import DraftTree, chain
@@ -55,48 +57,62 @@ class Feature(Drafter):
     ) -> None:
         """layers: whose outputs are the features (by default one low, one in the middle, the last); train: the layer in
         full, or lora with `rank`; unroll: steps of training, each on the outputs of the one before; depth: of the
-        tree at most; width: nodes expanded per depth; least: drafting ends where the nodes to expand have less chance
-        than this to be on the accepted path; vocabulary: how many tokens can be drafted, the most frequent of the
-        training text (None: all); loss: kl or ce; depth_decay: weight of each step's loss relative to the one before.
+        tree at most; width: nodes expanded per depth at most; least: a node with less chance than this to be on the
+        accepted path is not expanded, and drafting ends where there is none; vocabulary: how many tokens can be
+        drafted, the most frequent of the training text (None: all); loss: kl or ce; depth_decay: weight of each
+        step's loss relative to the one before.
 
         Raises ValueError for a layer that does not exist and other values outside their range.
         """
         super().__init__()
         last = target.n_layers - 1
+        if not isinstance(layers, (list, tuple, type(None))):
+            raise ValueError(f"drafter.layers={layers!r} must be a list of layers, or null")
         layers = sorted({min(1, last), target.n_layers // 2, last}) if layers is None else list(layers)
         if not layers or len(set(layers)) < len(layers):
             raise ValueError(f"drafter.layers={layers} must name at least one layer, each once")
         for layer in layers:
-            if not 0 <= layer <= last:
+            if not 0 <= integer("drafter.layers: layer", layer) <= last:
                 raise ValueError(f"drafter.layers={layers}: the target has no layer {layer}, only 0 to {last}")
-        if train not in ("full", "lora"):
-            raise ValueError(f"drafter.train={train!r} must be 'full' or 'lora'")
+        layers.sort()
+        one_of("train", train, ("full", "lora"))
         for name, value in (("rank", rank), ("unroll", unroll), ("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"drafter.{name}={value} must be at least 1")
-        if not 0 <= least < 1:
-            raise ValueError(f"drafter.least={least} must lie in [0, 1)")
-        if vocabulary is not None and not 1 <= vocabulary <= target.vocab_size:
-            raise ValueError(f"drafter.vocabulary={vocabulary} must lie between 1 and the target's {target.vocab_size}")
-        if loss not in KINDS:
-            raise ValueError(f"drafter.loss={loss!r} must be one of {', '.join(KINDS)}")
+            whole(name, value)
+        number("least", least, 0, 1)
+        if vocabulary is not None:
+            whole("vocabulary", vocabulary, 1, target.vocab_size, ": the target has no more tokens")
+        one_of("loss", loss, KINDS)
         if loss == "ce" and vocabulary is not None:
             raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.vocabulary=null")
-        if not depth_decay > 0:
-            raise ValueError(f"drafter.depth_decay={depth_decay} must be above 0")
+        number("depth_decay", depth_decay, 0, math.inf)
         self.shape: dict[str, Any] = {"layers": layers, "train": train, "rank": rank, "unroll": unroll, "depth": depth}
         self.shape |= {"width": width, "least": least, "vocabulary": vocabulary}
         self.shape |= {"loss": loss, "depth_decay": depth_decay}
         self.features, self.unroll, self.depth, self.width, self.least = tuple(layers), unroll, depth, width, least
         self.loss_kind, self.depth_decay, self.target_vocabulary = loss, depth_decay, target.vocab_size
+        self.shortest, self.whole_layers = unroll + 2, train == "full"
         self.layer = FeatureLayer(target, layers, rank, train == "full", training_dtype(target.dtype))
-        self.head: nn.Linear = target.lm_head
+        self.head: nn.Linear = self.layer.tail.parts[1]  # type: ignore[assignment]
         if vocabulary is not None:
             self.vocabulary = torch.arange(vocabulary, device=target.device)
+            self._check_head()
         # measured[kind][d]: the factor on scores at depth d + 1 that makes their softmax the best forecast
         self.measured = {kind: [[1.0] for _ in range(depth)] for kind in ("greedy", "sampled")}
         self._few: Tensor | None = None  # lm_head's rows of a reduced vocabulary
         self._reader: Reader | None = None
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Raises ValueError for a model that does more than one product with what a reduced vocabulary reads."""
+        hidden = torch.randn(1, 2, self.head.in_features).to(self.head.weight)
+        plain = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+        out = self.layer.tail.text(hidden, plain, block=False)
+        assert out.logits is not None
+        if not torch.allclose(out.logits.float(), F.linear(out.hidden, self.head.weight).float(), rtol=0.02, atol=0.02):
+            raise ValueError(
+                f"drafter.vocabulary={self.shape['vocabulary']}: the target scales, caps or shifts its logits, which a "
+                "reduced draft vocabulary does not; take drafter.vocabulary=null"
+            )
 
     @staticmethod
     def parameter_count(target: Target, layers: Sequence[int], train: str = "full", rank: int = 64, **_: Any) -> int:
@@ -104,7 +120,7 @@ class Feature(Drafter):
         return FeatureLayer.parameter_count(target, len(layers), rank, train == "full")
 
     def products(self) -> list[nn.Module]:
-        return [self.layer.tail.fast.model]
+        return self.layer.tail.products()
 
     def train(self, mode: bool = True) -> Feature:
         """Leaving training mode makes the weights ready for decoding, in the target's dtype.
@@ -165,7 +181,7 @@ class Feature(Drafter):
             return chain(context.roots[:, None])
         scores, hidden, states = reader.read(context, self._few is None)
         sharpness = self.measured["greedy" if context.noise is None else "sampled"]
-        growth = Growth(context.roots, context.nodes, self.width)
+        growth = Growth(context.roots, context.nodes, self.width, self.least)
         for d in range(self.depth):
             if self._few is not None:
                 scores = F.linear(hidden, self._few)
@@ -178,7 +194,7 @@ class Feature(Drafter):
             ids = None if self.vocabulary is None else self.vocabulary.expand(len(states), -1)
             before = growth.frontier[0, 0]
             growth.extend(scores * sharpness[d][0], ids)
-            if d + 1 == self.depth or growth.hope() < self.least:
+            if d + 1 == self.depth or not growth.frontier.shape[1]:
                 break
             stem = growth.stem()
             above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
@@ -199,8 +215,6 @@ class Feature(Drafter):
 
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, logits, n = batch["tokens"], batch["logits"], batch["tokens"].shape[1] - 2
-        if n < self.unroll:
-            raise ValueError(f"rows of {n + 2} tokens are too short for {self.unroll} steps; raise length")
         means = []
         for step, draft in enumerate(self.unrolled(tokens, batch["features"], self.unroll)):
             guess, wanted, mask = draft[:, step:n], logits[:, step + 1 : n + 1], batch["mask"][:, step + 2 :]

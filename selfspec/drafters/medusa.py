@@ -6,6 +6,7 @@ product with the shared weights serves all heads; `projection="full"` gives each
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
 from selfspec.drafting import grow, last_hidden, measure_along, perturbed, unmeasured
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
@@ -58,17 +59,13 @@ class Medusa(Drafter):
         """
         super().__init__()
         for name, value in (("heads", heads), ("blocks", blocks), ("rank", rank)):
-            if value < 1:
-                raise ValueError(f"drafter.{name}={value} must be at least 1")
-        if projection not in ("lora", "full"):
-            raise ValueError(f"drafter.projection={projection!r} must be 'lora' or 'full'")
-        if loss not in KINDS:
-            raise ValueError(f"drafter.loss={loss!r} must be one of {', '.join(KINDS)}")
-        if not depth_decay > 0:
-            raise ValueError(f"drafter.depth_decay={depth_decay} must be above 0")
+            whole(name, value)
+        one_of("projection", projection, ("lora", "full"))
+        one_of("loss", loss, KINDS)
+        number("depth_decay", depth_decay, 0, math.inf)
         self.shape: dict[str, Any] = {"heads": heads, "blocks": blocks, "projection": projection, "rank": rank}
         self.shape |= {"loss": loss, "depth_decay": depth_decay}
-        self.heads, self.loss_kind, self.depth_decay = heads, loss, depth_decay
+        self.heads, self.loss_kind, self.depth_decay, self.shortest = heads, loss, depth_decay, heads + 2
         hidden, device = target.hidden_size, target.device
         dtype = training_dtype(target.dtype)
         # Zero blocks: every head starts as the target's own next-token prediction.
@@ -167,8 +164,6 @@ class Medusa(Drafter):
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, hidden, logits = batch["tokens"], batch["hidden"], batch["logits"]
         n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
-        if n < 1:
-            raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
         draft = self(hidden[:, :n].flatten(0, 1)).unflatten(1, (tokens.shape[0], n))  # [K, B, n, V]
         per_head, mask = [], []
         for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.drafters.base import Drafter, Sample, training_dtype
+from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
 from selfspec.drafting import Growth, last_hidden, measure_along, perturbed
 from selfspec.features import FeatureLayer, Reader
 from selfspec.generate import Accepted, Context
@@ -55,14 +55,14 @@ class Sequential(Drafter):
         rank: int = 32,
         correction: int = 128,
         width: int = 6,
-        least: float = 0.1,
+        least: float = 0.2,
         loss: str = "kl",
         depth_decay: float = 0.9,
     ) -> None:
         """heads: K; prefix: whether a decoder layer, trained in full, reads the verified text for them; blocks:
         residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head; correction: rank of the
-        parent's correction (markov); width: nodes expanded per depth; least: drafting ends where the nodes to expand
-        have less chance than this to be on the accepted path; loss: kl or ce; depth_decay: weight of each head's loss
+        parent's correction (markov); width: nodes expanded per depth at most; least: a node with less chance than
+        this to be on the accepted path is not expanded; loss: kl or ce; depth_decay: weight of each head's loss
         relative to the head before it.
 
         Raises ValueError for a number below 1, an unknown form or loss, or a share outside its range.
@@ -70,21 +70,17 @@ class Sequential(Drafter):
         super().__init__()
         sizes = {"heads": heads, "blocks": blocks, "rank": rank, "correction": correction, "width": width}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"drafter.{name}={value} must be at least 1")
-        if form not in ("hydra", "markov"):
-            raise ValueError(f"drafter.form={form!r} must be 'hydra' or 'markov'")
-        if loss not in KINDS:
-            raise ValueError(f"drafter.loss={loss!r} must be one of {', '.join(KINDS)}")
-        if not depth_decay > 0:
-            raise ValueError(f"drafter.depth_decay={depth_decay} must be above 0")
-        if not 0 <= least < 1:
-            raise ValueError(f"drafter.least={least} must lie in [0, 1)")
+            whole(name, value)
+        one_of("form", form, ("hydra", "markov"))
+        one_of("prefix", prefix, (True, False))
+        one_of("loss", loss, KINDS)
+        number("depth_decay", depth_decay, 0, math.inf)
+        number("least", least, 0, 1)
         self.shape: dict[str, Any] = {"heads": heads, "form": form, "prefix": prefix, "blocks": blocks}
         self.shape |= {"rank": rank, "correction": correction, "width": width, "least": least}
         self.shape |= {"loss": loss, "depth_decay": depth_decay}
         self.heads, self.form, self.width, self.least = heads, form, width, least
-        self.loss_kind, self.depth_decay = loss, depth_decay
+        self.loss_kind, self.depth_decay, self.shortest, self.whole_layers = loss, depth_decay, heads + 2, prefix
         hidden = target.hidden_size
         made: dict[str, Any] = {"device": target.device, "dtype": training_dtype(target.dtype)}
         # Zero blocks: every head starts as the target's own next-token prediction.
@@ -164,7 +160,7 @@ class Sequential(Drafter):
         return (found * scale).to(found.dtype)
 
     def products(self) -> list[nn.Module]:
-        return [self] if self.prefix is None else [self, self.prefix.tail.fast.model]
+        return [self] if self.prefix is None else [self, *self.prefix.tail.products()]
 
     def forward(
         self,
@@ -241,11 +237,11 @@ class Sequential(Drafter):
             scores = perturbed(scores, noise, context.temperature)
         short = scores.topk(min(_SHORTLIST, scores.shape[-1]), -1)
         ids = short.indices  # [K, B, C]
-        growth = Growth(context.roots, context.nodes, self.width)
+        growth = Growth(context.roots, context.nodes, self.width, self.least)
         growth.extend(short.values[0][:, None] * sharpness[0][0], ids[0])
         path = self.embed(growth.tokens[:, growth.frontier[0]])[:, :, None]  # [B, m, 1, H]
         for k in range(1, min(self.heads, context.nodes - 1)):
-            if growth.hope() < self.least:
+            if not growth.frontier.shape[1]:
                 break
             _, scores = self(self._hidden, roots, first, path, ids[k])
             if context.noise is not None:
@@ -273,8 +269,6 @@ class Sequential(Drafter):
     def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, logits = batch["tokens"], batch["logits"]
         n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
-        if n < 1:
-            raise ValueError(f"rows of {tokens.shape[1]} tokens are too short for {self.heads} heads; raise length")
         hidden = self._read(tokens, batch["hidden"], batch["features"])
         paths = self.embed(tokens[:, 1:].unfold(1, self.heads, 1)[:, :n].flatten(0, 1))
         generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption

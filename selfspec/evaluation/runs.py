@@ -126,8 +126,8 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], n
 
     handles = [
         hook
-        for module in (spec.target.model, *spec.drafter.products())
-        for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+        for module in (spec.target.decoder, spec.target.lm_head, *spec.drafter.products())
+        for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
     ]
     try:
         spent = [spec.generate([prompt], **options, nodes=nodes).stats for prompt in prompts]

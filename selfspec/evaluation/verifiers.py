@@ -269,7 +269,7 @@ class _Blind:
     """A drafter that does not see the noise: top-k drafts under the same rule."""
 
     def __init__(self, drafter: Any) -> None:
-        self.drafter = copy.copy(drafter)
+        self.drafter, self.features = copy.copy(drafter), drafter.features
 
     def propose(self, context: Context) -> DraftTree:
         return self.drafter.propose(replace(context, noise=None))

@@ -67,17 +67,8 @@ def bare_forward(target: Target, tokens: Tensor, features: tuple[int, ...] = ())
     """What the target says of plain text, tokens int64 [B, S], without a cache: last hidden states `hidden` [B, S, H],
     `logits` [B, S, V], and `features`, the outputs [B, S, H] of the layers so named."""
     seen: dict[int, Tensor] = {}
-
-    def record(layer: int, out: Any) -> None:
-        seen[layer] = out if isinstance(out, Tensor) else out[0]
-
-    watched = {-1: target.decoder, **{layer: target.layers[layer] for layer in features}}
-    hooks = [m.register_forward_hook(lambda m, a, out, i=i: record(i, out)) for i, m in watched.items()]
-    try:
+    with target.patched(0, target.n_layers, None, features, seen):
         logits = target.model(input_ids=tokens, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     return {"hidden": seen.pop(-1), "logits": logits, "features": seen}
 
 
@@ -97,9 +88,16 @@ def train_heads(
 
     Raises ValueError for data too short to train on, before anything long starts.
     """
+    _check(target, drafter, config, loop)
     accelerator = Accelerator(cpu=target.device.type == "cpu")
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
+    texts = Path(config.own_text.folder or folder / "own_text")
+    if config.own_text.rows:
+        try:
+            texts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"heads.own_text.folder={texts} can not be made: {error}") from error
     world, main = (accelerator.process_index, accelerator.num_processes), accelerator.is_main_process
     stream = tokenize(train, tokenizer)
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world)
@@ -114,7 +112,6 @@ def train_heads(
     }
     if config.own_text.rows and drafter.trained():
         with accelerator.main_process_first():  # the others then find it on disk
-            texts = Path(config.own_text.folder or folder / "own_text")
             stream = write_own_text(target, stream, config.own_text, loop.seed, texts, quiet=not main)
         length = config.own_text.prompt_tokens + config.own_text.new_tokens
         per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
@@ -152,6 +149,24 @@ def train_heads(
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
     return summary
+
+
+def _check(target: Target, drafter: Drafter, config: HeadsConfig, loop: LoopConfig) -> None:
+    """Raises ValueError for settings that would fail only once training has begun."""
+    own = config.own_text
+    lengths = {"heads.length": config.length}
+    if own.rows:
+        lengths["heads.own_text.prompt_tokens + new_tokens"] = own.prompt_tokens + own.new_tokens
+    for name, length in lengths.items():
+        if length < drafter.shortest:
+            raise ValueError(f"{name}={length} is too short: a {drafter.kind} drafter needs {drafter.shortest} tokens")
+    if drafter.whole_layers and target.dtype == torch.float16:
+        raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
+    if drafter.whole_layers and target.dtype == torch.bfloat16 and loop.precision == "no":
+        raise ValueError(
+            "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "
+            "target with target.dtype=float32"
+        )
 
 
 def _relative_cost(

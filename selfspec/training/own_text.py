@@ -71,6 +71,7 @@ def write_own_text(
     text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
     written = {name: value for name, value in asdict(config).items() if name != "folder"}
     settings = {"settings": f"{written} seed={seed} target={fingerprint(target)} text={text}"}
+    folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):
@@ -78,7 +79,7 @@ def write_own_text(
         part = _read(path, settings)
         if part is None:
             part = _write(target, stream, config, seed, first)
-            scratch = path.with_suffix(".tmp")
+            scratch = path.with_suffix(f".{os.getpid()}.tmp")
             save_file(part, scratch, settings)
             os.replace(scratch, path)
         parts.append(part)
