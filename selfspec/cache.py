@@ -118,7 +118,8 @@ class TreeCache(Cache):
         self._share()
 
     def mask(self, tree: DraftTree, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive attention mask [B or 1, 1, N, S] for a pass over `tree`: 0 or the dtype's lowest value.
+        """Additive attention mask [B or 1, 1, N, S] for a pass over `tree`, without rows for what ran before: 0 or the
+        dtype's lowest value.
 
         A node sees every kept slot, its ancestors and itself; under a sliding `window`, only those whose position is
         less than `window` behind its own. A node's position is its row's length plus its depth, not its slot.
@@ -129,7 +130,9 @@ class TreeCache(Cache):
             if self._below is None or self._below[0] is not tree.parents:
                 self._below = (tree.parents, additive(tree.mask, dtype)[:, None])
             below = self._below[1]
-            return torch.cat([below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest), below], -1)
+            return torch.cat([below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest), below], -1)[
+                :, :, self._ran :
+            ]
         lengths = torch.tensor(self.lengths, device=device)[:, None, None]
         slots = torch.arange(longest + nodes, device=device)
         allowed = (slots < lengths).expand(-1, nodes, -1).clone()
@@ -140,7 +143,7 @@ class TreeCache(Cache):
             depth = tree.depth.expand(len(self.lengths), -1)
             positions.scatter_(1, index[:, 0], lengths[:, 0] + depth)
             allowed &= (lengths + depth[:, :, None]) - positions[:, None, :] < window
-        return additive(allowed, dtype)[:, None]
+        return additive(allowed, dtype)[:, None, self._ran :]
 
     def _allocate(self) -> None:
         groups: dict[tuple[Any, ...], list[tuple[_Layer, str, Tensor]]] = {}

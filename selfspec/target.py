@@ -123,7 +123,7 @@ class Target:
             try:
                 out = module(
                     input_ids=tree.tokens[:, ran:],
-                    attention_mask=self._masks(tree, cache, ran),
+                    attention_mask=self.per_kind(lambda window: cache.mask(tree, self.dtype, window)),
                     position_ids=positions[:, ran:],
                     past_key_values=cache,
                     use_cache=True,
@@ -132,9 +132,6 @@ class Target:
                 return Pass(None, seen[stop - 1], {i: seen[i] for i in features})
         last = seen[-1]
         return Pass(out.logits if module is self.model else None, last, {i: seen[i] for i in features})
-
-    def _masks(self, tree: DraftTree, cache: TreeCache, ran: int) -> Tensor | dict[str, Tensor]:
-        return self.per_kind(lambda window: cache.mask(tree, self.dtype, window)[:, :, ran:])
 
     def per_kind(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks as the model takes them, made by `mask` of each kind's window: one, or one for each kind of layer."""
