@@ -87,7 +87,7 @@ def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
     axes.set_xticks(sorted({p["config"]["tree"]["nodes"] for p in points}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _time(axes: Any, points: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ def _time(axes: Any, points: list[dict[str, Any]]) -> None:
         axes.barh(labels, widths, left=left, label=title)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlabel="milliseconds per pass")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _speedup(axes: Any, points: list[dict[str, Any]]) -> None:
