@@ -19,7 +19,7 @@ from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dty
 from selfspec.drafting import grow, last_hidden, measure_along, perturbed, unmeasured
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
-from selfspec.training.losses import KINDS, distance, masked_mean
+from selfspec.training.losses import KINDS, ahead
 from selfspec.tree import DraftTree, chain
 from selfspec.views import SharedHeads, view
 
@@ -165,12 +165,7 @@ class Medusa(Drafter):
         tokens, hidden, logits = batch["tokens"], batch["hidden"], batch["logits"]
         n = tokens.shape[1] - 1 - self.heads  # positions from which every head has a target
         draft = self(hidden[:, :n].flatten(0, 1)).unflatten(1, (tokens.shape[0], n))  # [K, B, n, V]
-        per_head, mask = [], []
-        for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
-            wanted, ahead = logits[:, 1 + k : 1 + k + n], slice(2 + k, 2 + k + n)
-            per_head.append(distance(self.loss_kind, guess, wanted, tokens[:, ahead]))
-            mask.append(batch["mask"][:, ahead])
-        means = masked_mean(torch.stack(per_head), torch.stack(mask))  # [K]
+        means = ahead(self.loss_kind, draft, logits, tokens, batch["mask"])
         weights = self.depth_decay ** torch.arange(self.heads, device=means.device)
         return (means * weights).sum() / weights.sum(), {self.loss_kind: means.detach()}
 

@@ -27,7 +27,7 @@ from selfspec.drafting import Growth, last_hidden, measure_along, perturbed
 from selfspec.features import FeatureLayer, Reader
 from selfspec.generate import Accepted, Context
 from selfspec.target import Target
-from selfspec.training.losses import KINDS, distance, masked_mean
+from selfspec.training.losses import KINDS, ahead
 from selfspec.tree import DraftTree, chain
 from selfspec.views import SharedHeads
 
@@ -274,12 +274,7 @@ class Sequential(Drafter):
         generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
         forget = torch.rand(len(paths), generator=generator).to(tokens.device) < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
-        per_head, mask = [], []
-        for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
-            wanted, ahead = logits[:, 1 + k : 1 + k + n], slice(2 + k, 2 + k + n)
-            per_head.append(distance(self.loss_kind, guess, wanted, tokens[:, ahead]))
-            mask.append(batch["mask"][:, ahead])
-        means = masked_mean(torch.stack(per_head), torch.stack(mask))  # [K]
+        means = ahead(self.loss_kind, draft, logits, tokens, batch["mask"])
         weights = self.depth_decay ** torch.arange(self.heads, device=means.device)
         return (means * weights).sum() / weights.sum(), {self.loss_kind: means.detach()}
 

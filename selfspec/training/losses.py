@@ -59,3 +59,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of values [K, ...] over mask [K, ...] for each k; 0 where a mask is empty."""
     weights = mask.to(values.dtype)
     return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1).clamp(min=1)
+
+
+def ahead(kind: str, draft: Tensor, logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean distance [K] of heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits
+    [K, B, n, V] against the target's logits [B, S, V] on tokens int64 [B, S], where mask bool [B, S] counts."""
+    n, losses, counts = draft.shape[2], [], []
+    for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
+        place = slice(2 + k, 2 + k + n)
+        losses.append(distance(kind, guess, logits[:, 1 + k : 1 + k + n], tokens[:, place]))
+        counts.append(mask[:, place])
+    return masked_mean(torch.stack(losses), torch.stack(counts))
