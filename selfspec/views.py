@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -81,6 +82,7 @@ class Tail(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.adapter, self.dtype = target.n_layers - 1, adapter, target.dtype
+        self.injected = rank > 0 and not full
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
@@ -98,7 +100,7 @@ class Tail(nn.Module):
             for module in block.modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, nn.Parameter(parameter.detach().to(dtype, copy=True)))
-        elif rank:
+        elif self.injected:
             inject(model, rank, list(self.linear(model, head)), adapter, dtype)
         # The rest of the view is the target's own modules again: only these hold anything that training moves.
         self.parts = nn.ModuleList([block, model.get_output_embeddings()])
@@ -145,7 +147,7 @@ class Tail(nn.Module):
                     setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
             child: Any
             for name, child in list(module.named_children()):
-                if self.adapter not in getattr(child, "lora_A", {}):
+                if not _holds(child, self.adapter):
                     continue
                 base = child.get_base_layer()
                 # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
@@ -154,9 +156,9 @@ class Tail(nn.Module):
                     merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     setattr(module, name, plain)
-        head = target.model.get_output_embeddings()
-        for part in (getattr(head, "lora_A", {}), getattr(head, "lora_B", {})):
-            for lora in part.values():
+        head: Any = target.model.get_output_embeddings()
+        if _holds(head, self.adapter):
+            for lora in (*head.lora_A.values(), *head.lora_B.values()):
                 lora.weight = nn.Parameter(lora.weight.to(self.dtype), requires_grad=False)
         return target
 
@@ -166,7 +168,7 @@ class Tail(nn.Module):
 
     def adapters(self) -> dict[str, nn.Module]:
         """The view with its PEFT adapter, by the adapter's name; nothing where there is none."""
-        return {self.adapter: self.model} if self.adapter in getattr(self.model, "peft_config", {}) else {}
+        return {self.adapter: self.model} if self.injected else {}
 
     def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, logits: bool = True, **how: Any) -> Pass:
         """The layer on whole texts, reading `hidden` [B, S, H]; tokens int64 [B, S]. The layer's output is among the
@@ -184,3 +186,7 @@ class Tail(nn.Module):
         among the pass's features."""
         layers = (self.layer, self.layer + 1)
         return self.fast.forward(tree, cache, logits, layers, hidden, features=(self.layer,), ran=ran)
+
+
+def _holds(module: nn.Module, adapter: str) -> bool:
+    return isinstance(module, LoraLayer) and adapter in module.lora_A

@@ -93,21 +93,19 @@ class Drafter(nn.Module, ABC):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
-def whole(name: str, value: Any, low: int = 1, high: int | None = None, why: str = "") -> int:
+def whole(name: str, value: Any, low: int = 1, high: int | None = None, why: str = "") -> None:
     """A whole number of a drafter's shape. Raises ValueError naming it, the value and what it may be."""
     if integer(f"drafter.{name}", value) < low or (high is not None and value > high):
         span = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"drafter.{name}={value} must be {span}{why}")
-    return int(value)
 
 
-def number(name: str, value: Any, low: float, high: float) -> float:
+def number(name: str, value: Any, low: float, high: float) -> None:
     """A number above `low` and below `high` (`low` itself where it is 0 and high 1: a share). Raises ValueError."""
     share = (low, high) == (0, 1)
     fits = isinstance(value, (int, float)) and (low <= value if share else low < value) and value < high
     if not fits:
         raise ValueError(f"drafter.{name}={value!r} must " + ("lie in [0, 1)" if share else f"be above {low}, finite"))
-    return float(value)
 
 
 def one_of(name: str, value: Any, known: Sequence[Any]) -> None:

@@ -100,11 +100,12 @@ class EarlyExit(Drafter):
         scores = self._first(hidden, context.roots)
         growth = Growth(context.roots, context.nodes, self.width, self.least, reserve=True)
         sharpness = self.measured["greedy" if context.noise is None else "sampled"]
+        if context.noise is not None:
+            noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)
         expanded = 1
         for d in range(self.depth):
             if context.noise is not None:
-                noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)[:, d]
-                scores = perturbed(scores, noise[:, None], context.temperature)
+                scores = perturbed(scores, noise[:, d, None], context.temperature)
             growth.extend(scores * sharpness[d][0])
             if d + 1 == self.depth or not growth.frontier.shape[1]:
                 break

@@ -89,7 +89,7 @@ class Feature(Drafter):
         self.shape |= {"width": width, "least": least, "vocabulary": vocabulary}
         self.shape |= {"loss": loss, "depth_decay": depth_decay}
         self.features, self.unroll, self.depth, self.width, self.least = tuple(layers), unroll, depth, width, least
-        self.loss_kind, self.depth_decay, self.target_vocabulary = loss, depth_decay, target.vocab_size
+        self.loss_kind, self.depth_decay = loss, depth_decay
         self.shortest, self.whole_layers = unroll + 2, train == "full"
         self.layer = FeatureLayer(target, layers, rank, train == "full", training_dtype(target.dtype))
         self.head: nn.Linear = self.layer.tail.parts[1]  # type: ignore[assignment]
@@ -130,10 +130,10 @@ class Feature(Drafter):
         super().train(mode)
         self._few = None
         if not mode and (ids := self.vocabulary) is not None:
-            if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.target_vocabulary:
+            if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.head.out_features:
                 raise ValueError(
                     f"the map of the draft vocabulary must name {len(ids)} different tokens between 0 and "
-                    f"{self.target_vocabulary - 1}; it names {len(ids.unique())}, from {int(ids.min())} to "
+                    f"{self.head.out_features - 1}; it names {len(ids.unique())}, from {int(ids.min())} to "
                     f"{int(ids.max())}"
                 )
             self._few = self.head.weight[ids]
@@ -182,16 +182,16 @@ class Feature(Drafter):
         scores, hidden, states = reader.read(context, self._few is None)
         sharpness = self.measured["greedy" if context.noise is None else "sampled"]
         growth = Growth(context.roots, context.nodes, self.width, self.least)
+        ids = None if self.vocabulary is None else self.vocabulary.expand(len(states), -1)
+        if context.noise is not None:
+            noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)
+            noise = noise if self.vocabulary is None else noise[:, :, self.vocabulary]
         for d in range(self.depth):
             if self._few is not None:
                 scores = F.linear(hidden, self._few)
             assert scores is not None
             if context.noise is not None:
-                noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)[:, d]
-                if self.vocabulary is not None:
-                    noise = noise[:, self.vocabulary]
-                scores = perturbed(scores, noise[:, None], context.temperature)
-            ids = None if self.vocabulary is None else self.vocabulary.expand(len(states), -1)
+                scores = perturbed(scores, noise[:, d, None], context.temperature)
             before = growth.frontier[0, 0]
             growth.extend(scores * sharpness[d][0], ids)
             if d + 1 == self.depth or not growth.frontier.shape[1]:
