@@ -9,19 +9,29 @@ import sys
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
 
+def _nodes(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m selfspec", description="Complete a prompt by speculative decoding."
     )
     parser.add_argument("prompt")
-    parser.add_argument("--heads", default="tiny-medusa", help="embedded name, run folder or hub id (%(default)s)")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=["tiny-medusa"],
+        help="embedded name, run folder, hub id, or prompt_lookup or lookahead; several share one tree (tiny-medusa)",
+    )
+    parser.add_argument("--target", help="for drafters that name none, and to override theirs")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, help="largest draft tree, root included")
+    parser.add_argument("--nodes", type=_nodes, help="largest draft tree, root included, or auto")
     parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -29,7 +39,7 @@ def main() -> None:
     import selfspec
 
     try:
-        spec = selfspec.load(args.heads)
+        spec = selfspec.load(args.heads[0] if len(args.heads) == 1 else args.heads, args.target)
         options = {
             key: getattr(args, key)
             for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "nodes")
@@ -43,6 +53,8 @@ def main() -> None:
                 f"{stats.tokens / stats.seconds:.0f} per second; {GREEN}green{RESET}{DIM} came from the tree{RESET}",
                 file=sys.stderr,
             )
+            if result.forecast is not None:
+                print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)
         else:
             print(args.prompt, end="", flush=True)
             for piece in spec.stream(args.prompt, **options):

@@ -21,7 +21,7 @@ from selfspec.evaluation.report import audit_report, read_points, table, write_p
 from selfspec.evaluation.runs import DecodeConfig, bookkeeping, run_arms
 from selfspec.evaluation.verifiers import VerifiersConfig, compare, comparison_table
 from selfspec.log import RunLog, is_main_process
-from selfspec.spec import Spec, load, load_target
+from selfspec.spec import Spec, load, load_target, load_tokenizer
 from selfspec.training.heads import train_heads
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
@@ -86,8 +86,9 @@ def run_pretrain(config: DictConfig, folder: Path) -> dict[str, Any]:
     plain = open_run(config, folder)
     run: Any = OmegaConf.to_object(config)
     data = instantiate(config.data)
+    tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
-        return pretrain(data.train(), data.validation(), run.pretrain, run.loop, folder, log)
+        return pretrain(data.train(), data.validation(), run.pretrain, tokenizer, run.loop, folder, log)
 
 
 def evaluation_prompts(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.drafters.base import Sample
-from selfspec.generate import Accepted
+from selfspec.drafters.base import Drafter, Sample
+from selfspec.generate import Accepted, speculative
+from selfspec.options import Options
+from selfspec.sampling import Sampling
+from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
@@ -174,3 +179,55 @@ def measure_along(
     figures["tau"] = {str(n): sum(grow(chances, n)[2]) for n in (8, 16, 32)}
     factors = [_SHARPNESS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
     return chances, factors, figures
+
+
+class Tally:
+    """How often drafted choices of each class are right, counted while decoding on top of what was measured before.
+
+    table[i][j]: the chance of the j-th choice of class i; it weighs as much as `weight` choices that were checked.
+    """
+
+    def __init__(self, table: list[list[float]], weight: float = 8.0) -> None:
+        self.right = [[weight * chance for chance in row] for row in table]
+        self.tried = [[weight] * len(row) for row in table]
+
+    def chance(self, i: int, j: int) -> float:
+        return self.right[i][j] / self.tried[i][j]
+
+    def count(self, i: int, j: int, right: bool) -> None:
+        self.tried[i][j] += 1
+        self.right[i][j] += right
+
+    def table(self) -> list[list[float]]:
+        return [[self.chance(i, j) for j in range(len(row))] for i, row in enumerate(self.tried)]
+
+
+# A row's tree before it is a tensor: tokens, parents (the root first, with -1) and chances to be accepted
+Sprout = tuple[list[int], list[int], list[float]]
+
+
+def plant(roots: Tensor, rows: Sequence[Sprout]) -> DraftTree:
+    """One tree of rows of different sizes; the shorter ones end in spare nodes."""
+    width = max(len(tokens) for tokens, _, _ in rows)
+    padded = [
+        (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
+    ]
+    tokens, parents, chances = (list(part) for part in zip(*padded, strict=True))
+    at = {"device": roots.device}
+    return DraftTree(torch.tensor(tokens, **at), torch.tensor(parents, **at), torch.tensor(chances, **at))
+
+
+def measure_by_decoding(target: Target, drafter: Drafter, samples: Sequence[Sample], kind: str) -> dict[str, Any]:
+    """The figures of `Drafter.measure` for drafters whose choices depend on more than the text: decode the samples'
+    prompts again. `top1` is then how often some child of a node holds the target's token, by depth (32 nodes), and
+    `tau` the acceptance length itself, by number of nodes."""
+    figures: dict[str, Any] = {"tau": {}}
+    prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
+    longest = max(len(sample.tokens) - sample.start for sample in samples)
+    options = Options(max(1, longest), Sampling(0.0 if kind == "greedy" else 1.0))
+    drafter = copy.copy(drafter).eval()
+    for nodes in (8, 16, 32):
+        stats = speculative(target, prompts, options, drafter, nodes).stats
+        figures["tau"][str(nodes)] = stats.acceptance_length
+    figures |= {"top1": stats.conditional_per_depth[:8], "positions": stats.passes}
+    return figures

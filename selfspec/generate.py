@@ -40,7 +40,8 @@ class Result:
 class Context:
     """What a drafter may look at. roots: int64 [B]; lengths: each row's cached tokens, which is its root's position;
     tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy;
-    target and cache: for drafters that run the target's first layers on their nodes."""
+    target and cache: for drafters that run the target's first layers on their nodes; rate: tokens per second that the
+    time of drafting must bring in (0: any)."""
 
     roots: Tensor
     lengths: list[int]
@@ -50,18 +51,20 @@ class Context:
     noise: Noise | None
     target: Target
     cache: TreeCache
+    rate: float = 0.0
 
 
 @dataclass
 class Accepted:
     """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter asked for; rows:
     which of its B rows go on, in order; paths: the kept nodes of each of those rows (empty while a longer prompt of the
-    batch is still read)."""
+    batch is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
 
     hidden: Tensor
     features: dict[int, Tensor]
     rows: list[int]
     paths: list[list[int]]
+    logits: Tensor | None = None
 
     def last_hidden(self) -> Tensor:
         """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
@@ -164,8 +167,7 @@ class _Rows:
 
 
 def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device) if device.type == "cuda" else None
     return time.perf_counter()
 
 
@@ -253,7 +255,7 @@ def speculative_steps(
             added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
         rows.select(going)
         if going:
-            drafter.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going]))
+            drafter.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going], out.logits))
             roots = rows.roots()
         t0, t1 = t1, _clock(target.device)
         stats.forwards += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from transformers import (
     StoppingCriteria,
 )
 
-from selfspec.checkpoint import load_drafter, read_meta
+from selfspec.budget import LARGEST, Auto, Forecast, Seen, pass_costs
+from selfspec.checkpoint import drafter_class, load_drafter, read_meta
 from selfspec.custom_generate import SpeculativeOutput, custom_generate
 from selfspec.drafters.base import Drafter
 from selfspec.families import probe
 from selfspec.generate import Added, autoregressive, speculative, speculative_steps
 from selfspec.lossy import Lossy
-from selfspec.options import Options, as_seed, integer
+from selfspec.options import Options, as_seed, check, integer
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 from selfspec.target import Target
@@ -37,13 +39,15 @@ NODES = 16  # nodes per tree unless asked for otherwise
 class Generated:
     """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
     from_draft: for each token whether the draft tree held it; stats: see `selfspec.stats.Stats`; lossy: the rule that
-    changed the output, where one was asked for by name, and how many tokens it altered."""
+    changed the output, where one was asked for by name, and how many tokens it altered; forecast: with nodes="auto", how
+    many nodes were chosen and what was expected of them."""
 
     token_ids: list[list[int]]
     texts: list[str]
     from_draft: list[list[bool]]
     stats: Stats
     lossy: Lossy | None = None
+    forecast: Forecast | None = None
 
 
 class Spec:
@@ -51,6 +55,23 @@ class Spec:
 
     def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
+        self._costs: dict[tuple[bool, int], list[float]] = {}
+        self._seen: dict[tuple[bool, int], Seen] = {}
+
+    def _budget(
+        self, nodes: int | str | None, rows: int, sampled: bool, limit: int
+    ) -> tuple[Any, int, Forecast | None]:
+        """Who drafts, with how many nodes at most; with "auto", what it expects of the call."""
+        if not isinstance(nodes, str):
+            return self.drafter, NODES if nodes is None else nodes, None
+        if nodes != "auto":
+            raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
+        key = (sampled, rows)
+        if key not in self._costs:
+            self._costs[key] = pass_costs(self.target, rows, sampled)
+        forecast = Forecast()
+        auto = Auto(copy.copy(self.drafter), self._costs[key], self._seen.setdefault(key, Seen()), forecast, limit)
+        return auto, LARGEST, forecast
 
     def generate(
         self,
@@ -61,26 +82,24 @@ class Spec:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | Sequence[int] = 0,
-        nodes: int | None = None,
+        nodes: int | str | None = None,
         lossy: str | None = None,
     ) -> Generated:
         """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding.
 
         The tokens are those of `autoregressive` with the same arguments. temperature 0 is greedy; seed is one int, or
-        one per row; nodes bounds the draft tree, root included. A row ends at an EOS token (which is returned), after
+        one per row; nodes bounds the draft tree, root included, or is "auto" (see `selfspec.budget`). A row ends at an EOS token (which is returned), after
         max_new_tokens, or at the target's last position. `lossy` names a rule that does change the output, see
         `selfspec.lossy.Lossy`. Raises ValueError for arguments out of range and for empty or too long prompts.
         """
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
         rule = None if lossy is None else Lossy(lossy)
-        result = speculative(
-            self.target,
-            self.encode(prompts),
-            replace(options, relaxed=rule),
-            self.drafter,
-            NODES if nodes is None else nodes,
-        )
-        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, rule)
+        encoded = self.encode(prompts)
+        check(self.target, encoded, options)  # before costs are measured
+        drafter, most, forecast = self._budget(nodes, len(encoded), temperature > 0, max_new_tokens)
+        result = speculative(self.target, encoded, replace(options, relaxed=rule), drafter, most)
+        texts = self._decode(result.token_ids)
+        return Generated(result.token_ids, texts, result.from_draft, result.stats, rule, forecast)
 
     def __call__(
         self,
@@ -90,7 +109,7 @@ class Spec:
         stopping_criteria: Sequence[StoppingCriteria] = (),
         generation_config: GenerationConfig | None = None,
         seed: int | Sequence[int] | None = None,
-        nodes: int | None = None,
+        nodes: int | str | None = None,
         lossy: str | None = None,
         stop_strings: str | list[str] | None = None,
         streamer: Any = None,
@@ -103,11 +122,12 @@ class Spec:
         """
         config = generation_config or self.target.model.generation_config
         rule = None if lossy is None else Lossy(lossy)
+        drafter, most, _ = self._budget(nodes, len(input_ids), bool(config.do_sample), 2**31)
         return custom_generate(
             self.target,
-            self.drafter,
+            drafter,
             self.tokenizer,
-            NODES if nodes is None else nodes,
+            most,
             model,
             input_ids,
             logits_processor,
@@ -129,7 +149,7 @@ class Spec:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | Sequence[int] = 0,
-        nodes: int | None = None,
+        nodes: int | str | None = None,
         lossy: str | None = None,
     ) -> Generated:
         """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
@@ -147,20 +167,16 @@ class Spec:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | Sequence[int] = 0,
-        nodes: int | None = None,
+        nodes: int | str | None = None,
     ) -> Iterator[str]:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.target.name!r} has no tokenizer to make text; use generate")
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
-        steps = speculative_steps(
-            self.target,
-            self.encode([prompt]),  # type: ignore[arg-type, list-item]
-            options,
-            self.drafter,
-            NODES if nodes is None else nodes,
-            Stats(),
-        )
+        encoded = self.encode([prompt])  # type: ignore[arg-type, list-item]
+        check(self.target, encoded, options)
+        drafter, most, _ = self._budget(nodes, 1, temperature > 0, max_new_tokens)
+        steps = speculative_steps(self.target, encoded, options, drafter, most, Stats())
         return self._text_pieces(steps)
 
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
@@ -280,6 +296,14 @@ def load_target(
     return target, tokenizer
 
 
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {name!r}: {error}") from error
+
+
 def _is_path(name: str) -> bool:
     """Whether a name can only be meant as a path: no hub id looks so."""
     return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
@@ -304,33 +328,68 @@ def drafter_folder(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
+def find_drafter(name: str, target: Target, tokenizer: Any = None) -> Drafter:
+    """A drafter for this target by the name of a kind that needs no training, or of a checkpoint (`drafter_folder`).
+
+    Raises ValueError for a checkpoint of another target and for a kind that has to be trained; FileNotFoundError for a
+    name that stands for nothing.
+    """
+    if (kind := untrained(name)) is not None:
+        return kind(target).eval()
+    return load_drafter(drafter_folder(name), target, tokenizer)
+
+
+def untrained(name: str) -> type[Drafter] | None:
+    """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this name
+    needs one and no checkpoint has the name."""
+    if (Path(name) / "drafter.json").is_file() or (Path(name) / "drafter").is_dir():
+        return None
+    try:
+        kind = drafter_class(name)
+    except ValueError:
+        return None
+    if not kind.free:
+        how = "give the list of its drafters" if name == "hybrid" else f"train it: train/heads.py drafter={name}"
+        raise ValueError(f"drafter {name!r} is a kind that is nothing by itself; {how}")
+    return kind
+
+
 def load(
-    name: str | Path,
+    drafter: str | Path | Sequence[str | Path],
     target: str | Path | PreTrainedModel | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     **loading: Any,
 ) -> Spec:
-    """Load trained heads and their target for inference.
+    """Load a drafter and its target for inference.
 
-    name: an embedded name such as "tiny-medusa", a run folder, or a hub id; target: where to find the target instead of
-    the place the heads name, or the model itself (its weights must be the same); dtype: of the target and the heads, by
-    default as saved; `loading` goes to transformers' from_pretrained (device_map, attn_implementation, ...). Raises
-    FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
+    drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
+    ("prompt_lookup", "lookahead"; give `target` then), or a list of these, which share one tree; target: where to find
+    the target instead of the place the heads name, or the model itself (its weights must be the same); dtype: of the
+    target and the heads, by default as saved; `loading` goes to transformers' from_pretrained (device_map,
+    attn_implementation, ...). Raises FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
         if dtype != "auto":
             raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
         dtype = loading.pop("torch_dtype")
-    if not isinstance(name, (str, Path)):
-        raise ValueError(f"name={name!r} must be an embedded name, a run folder or a hub id")
-    folder = drafter_folder(str(name))
-    meta = read_meta(folder)
+    listed = [drafter] if isinstance(drafter, (str, Path)) else drafter
+    if not isinstance(listed, Sequence) or not all(isinstance(name, (str, Path)) for name in listed):
+        raise ValueError(f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or a list of them")
+    if not listed:
+        raise ValueError("drafter=[] is empty; give at least one drafter")
+    names = [str(name) for name in listed]
+    trained = [drafter_folder(name) for name in names if untrained(name) is None]
+    meta: dict[str, Any] = read_meta(trained[0])["target"] if trained else {}
+    if target is None and not meta.get("name"):
+        raise ValueError(f"drafter={drafter!r} was trained for no target; give target=")
     frozen, tokenizer = load_target(
-        target if target is not None else meta["target"]["name"],
+        target if target is not None else meta["name"],
         dtype,
         device,
-        None if target is not None else meta["target"].get("revision"),
+        None if target is not None else meta.get("revision"),
         **loading,
     )
-    return Spec(frozen, load_drafter(folder, frozen, tokenizer), tokenizer)
+    if isinstance(drafter, (str, Path)):
+        return Spec(frozen, find_drafter(names[0], frozen, tokenizer), tokenizer)
+    return Spec(frozen, drafter_class("hybrid")(frozen, names).eval(), tokenizer)  # type: ignore[call-arg]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from selfspec.generate import Accepted, Context
 from selfspec.options import integer
+from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 
@@ -39,7 +40,9 @@ class Drafter(nn.Module, ABC):
     drafter shapes its trees. `features` are the target layers whose outputs it wants to see; `vocabulary`, int64, the
     only tokens it can draft (None: all), which training fills with the most frequent ones. `shortest` is how many
     tokens a row of training text has at least; `whole_layers` says whether target layers are trained in full, which a
-    target in half precision runs under autocast alone.
+    target in half precision runs under autocast alone. `free` says whether it works without a checkpoint; `own_tree`
+    whether the pass has to run exactly the tree it proposed, because some of its work rides along with the nodes;
+    `thrifty` that it only spends time that is worth it at `context.rate`.
     """
 
     kind: str
@@ -49,6 +52,9 @@ class Drafter(nn.Module, ABC):
     vocabulary: Tensor | None = None
     shortest: int
     whole_layers: bool = False
+    free: bool = False
+    own_tree: bool = False
+    thrifty: bool = False
 
     @abstractmethod
     def propose(self, context: Context) -> DraftTree:
@@ -76,8 +82,8 @@ class Drafter(nn.Module, ABC):
         """Measure on the target's own text how often choices are right, and shape coming trees by it.
 
         kind: greedy or sampled, the decoding the samples came from. Returns per depth how often the first choice
-        (`top1`) and the first five (`top5`) hold the target's token, and `tau`, the acceptance length that a static
-        tree grown from such a table promises, by number of nodes.
+        (`top1`) and, where scores are at hand, the first five (`top5`) hold the target's token, and `tau`, the
+        acceptance length that a static tree grown from such a table promises, by number of nodes.
         """
 
     @abstractmethod
@@ -91,6 +97,31 @@ class Drafter(nn.Module, ABC):
     def trained(self) -> dict[str, nn.Parameter]:
         """All parameters that training moves."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+class Untrained(Drafter):
+    """What drafters have in common that hold no parameters. `target` is for measuring themselves by decoding."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.__dict__["target"] = target  # not a part of the drafter
+
+    @staticmethod
+    def parameter_count(**_: Any) -> int:
+        """Trained parameters: none."""
+        return 0
+
+    def products(self) -> list[nn.Module]:
+        return []
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.zeros((), device=batch["tokens"].device), {}
+
+    def adapters(self) -> dict[str, nn.Module]:
+        return {}
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
 
 
 def whole(name: str, value: Any, low: int = 1, high: int | None = None, why: str = "") -> None:

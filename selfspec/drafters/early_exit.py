@@ -34,6 +34,7 @@ class EarlyExit(Drafter):
     """
 
     kind = "early_exit"
+    own_tree = True
 
     def __init__(
         self,

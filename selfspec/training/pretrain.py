@@ -39,11 +39,13 @@ class ModelShape:
 
 @dataclass
 class PretrainConfig:
-    """length: tokens per row; muon_lr: for the layers' matrices; adam_lr: for everything else."""
+    """length: tokens per row; muon_lr: for the layers' matrices; adam_lr: for everything else; tokenizer: whose
+    tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text)."""
 
     length: int = 1024
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
+    tokenizer: str | None = None
     model: ModelShape = field(default_factory=ModelShape)
 
 
@@ -80,13 +82,21 @@ def pretrain(
     train: list[Document],
     validation: list[Document],
     config: PretrainConfig,
+    tokenizer: Any,
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
 ) -> dict[str, Any]:
-    """Train tokenizer and model into `folder/target`; figures hold bits per byte on the validation documents."""
+    """Train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per byte on the
+    validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    tokenizer = train_tokenizer((d.text for d in train), config.model.vocab_size)
+    if tokenizer is None:
+        tokenizer = train_tokenizer((d.text for d in train), config.model.vocab_size)
+    if len(tokenizer) > config.model.vocab_size:
+        raise ValueError(
+            f"pretrain.tokenizer={config.tokenizer!r} has {len(tokenizer)} tokens; give at least that many as "
+            f"pretrain.model.vocab_size (now {config.model.vocab_size})"
+        )
     torch.manual_seed(loop.seed)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,0 +1,316 @@
+"""`nodes="auto"`: how large a tree pays on this machine, decided anew in every pass.
+
+The cost of a pass over n nodes is measured once for a target, device and dtype and kept in a file. What a tree is worth
+is the sum of its nodes' chances to be accepted, which every drafter gives from its measured acceptance, corrected by how
+many tokens such promises have brought so far. A node stays in the tree if it brings more tokens than its time would bring
+otherwise; where drafting brings less than plain steps, decoding is plain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
+from selfspec.sampling import Sampling
+from selfspec.target import Target
+from selfspec.tree import DraftTree
+
+LARGEST = 64
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
+_WHOLE = (8, 16, 32)  # sizes for drafters whose tree can not be cut
+_ROUNDS = 24
+_TRY = 24  # passes after which what seemed not to pay is tried again
+_KEEP = 0.99  # weight that a pass keeps in the averages with every further pass
+
+
+def device_name(device: torch.device) -> str:
+    """What a cost depends on beside target and dtype: the device, and on a CPU how many threads compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model or platform.processor()}, {capability}, {torch.get_num_threads()} threads"
+
+
+def cost_file(target: Target, rows: int) -> Path:
+    """Where the costs of this target on this device lie: in $SELFSPEC_CACHE, or selfspec's folder in the user's cache."""
+    cache = os.environ.get("SELFSPEC_CACHE")
+    home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    key = json.dumps([_identity(target, rows), target.model.config.to_json_string()])
+    return home / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _identity(target: Target, rows: int) -> dict[str, Any]:
+    return {
+        "device": device_name(target.device),
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "rows": rows,
+        "torch": torch.__version__,
+    }
+
+
+def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
+    """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain step.
+
+    Raises ValueError for a file of costs that was measured on another device, or is damaged.
+    """
+    path = cost_file(target, rows)
+    identity = _identity(target, rows)
+    kind = "sampled" if sampled else "greedy"
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text())
+            seconds = [float(found[kind][str(n)]) for n in (0, *SIZES)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
+        wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
+        if wrong:
+            raise ValueError(
+                f"{path} holds costs of {wrong}, not of {({key: identity[key] for key in wrong})}; delete it, they "
+                "will be measured again"
+            )
+        return _interpolated(seconds)
+    costs: dict[str, Any] = {}
+    for way in ("greedy", "sampled"):
+        measured = measure_costs(target, rows, float(way == "sampled"))
+        costs[way] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps({**identity, **costs}, indent=1) + "\n")
+    os.replace(scratch, path)
+    return _interpolated(list(costs[kind].values()))
+
+
+def _interpolated(seconds: list[float]) -> list[float]:
+    """Costs of 0 to LARGEST nodes. A larger tree is not cheaper; where it seems so, that is noise, and both are given
+    their mean."""
+    blocks: list[tuple[float, int]] = []  # (mean, sizes it stands for)
+    for value in seconds[1:]:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (a, m), (b, n) = blocks[-2:]
+            blocks[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    smooth = [mean for mean, count in blocks for _ in range(count)]
+    line = [seconds[0]]
+    points = list(zip(SIZES, smooth, strict=True))
+    for (n, low), (m, high) in zip(points, points[1:], strict=False):
+        line += [low + (high - low) * i / (m - n) for i in range(m - n)]
+    return [*line, smooth[-1]]
+
+
+class _Probe:
+    """Trees of arbitrary tokens, all sizes in turn, timed from the end of one `propose` to the start of the next."""
+
+    features: tuple[int, ...] = ()
+
+    def __init__(self, vocab: int, bar: Any) -> None:
+        self.random, self.vocab, self.bar = random.Random(0), vocab, bar
+        self.seconds: dict[int, list[float]] = {n: [] for n in SIZES}
+        self.clock = {"turn": 0, "start": 0.0}  # decoding works on copies, which share it
+
+    def propose(self, context: Context) -> DraftTree:
+        if self.clock["start"]:
+            size = SIZES[int(self.clock["turn"]) % len(SIZES)]
+            self.seconds[size].append(time.perf_counter() - self.clock["start"])
+            self.clock["turn"] += 1
+            self.bar.update()
+        n, rows = SIZES[int(self.clock["turn"]) % len(SIZES)], len(context.lengths)
+        parents = [-1, *(self.random.randrange(max(0, i - 6), i) for i in range(1, n))]
+        tokens = torch.tensor([[self.random.randrange(self.vocab) for _ in range(n)] for _ in range(rows)])
+        tokens = tokens.to(context.roots.device)
+        tokens[:, 0] = context.roots
+        tree = DraftTree(tokens, torch.tensor([parents] * rows, device=tokens.device))
+        self.clock["start"] = time.perf_counter()
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        pass
+
+
+def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
+    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row. All take turns, behind a prompt
+    of 128 tokens."""
+    room = target.max_positions or 4096
+    made = random.Random(1)
+    prompts = [[made.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
+    sampling, plain = Sampling(temperature), []
+    bar = tqdm(total=_ROUNDS * len(SIZES), desc="measure the cost of a pass", mininterval=1.0, leave=False)
+    probe = _Probe(target.vocab_size, bar)
+    while min(map(len, probe.seconds.values())) < _ROUNDS:
+        stats = autoregressive(target, prompts, Options(min(16, room // 2), sampling)).stats
+        plain.append((stats.seconds_target + stats.seconds_other) / stats.forwards)
+        probe.clock["start"] = 0.0  # a prompt comes first
+        speculative(target, prompts, Options(min(4 * len(SIZES), room // 2), sampling), probe, LARGEST)
+    bar.close()
+    return [statistics.median(plain), *(statistics.median(probe.seconds[n]) for n in SIZES)]
+
+
+@dataclass
+class Average:
+    """Tokens and seconds of late, older passes weighing less."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.tokens, self.seconds = _KEEP * self.tokens + tokens, _KEEP * self.seconds + seconds
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Seen:
+    """What earlier passes taught, call after call, of one way of decoding. slow: seconds over measured costs of late, by
+    which all other times here are divided, since a machine's speed drifts; promised, kept: drafted tokens by their
+    chances, and those accepted; draft: seconds, and passes drafted for; size: nodes that paid; ways: tokens and seconds
+    by tree size asked for (0: whatever the chances said)."""
+
+    slow: float = 1.0
+    promised: float = 20.0
+    kept: float = 20.0
+    draft: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    size: float = 16.0
+    ways: dict[int, Average] = field(default_factory=dict)
+
+
+@dataclass
+class Forecast:
+    """What was expected of a call, pass by pass and before each of them. passes; nodes, tokens: in all; steps: the time
+    in plain steps; speedup over plain decoding without the reading of the prompt."""
+
+    passes: int = 0
+    nodes: int = 0
+    tokens: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.steps if self.steps else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "speedup": self.speedup}
+
+    def __str__(self) -> str:
+        mean = self.nodes / max(1, self.passes)
+        if mean == 1:
+            return "auto: no tree pays, decoding plainly"
+        return f"auto: {mean:.1f} nodes a pass, expected {self.speedup:.2f}x"
+
+
+class Auto:
+    """Stands in for a drafter during one call and sizes its trees."""
+
+    def __init__(self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, limit: int) -> None:
+        """costs: as `pass_costs` gives them; limit: new tokens of each row at most."""
+        self.drafter, self.costs, self.seen, self.forecast = drafter, costs, seen, forecast
+        self.features = drafter.features
+        self.whole, self.thrifty = drafter.own_tree, drafter.thrifty
+        self.way, self.plain, self.nodes, self.promise = 0, 0, 1, 0.0
+        self.start = self.ready = self.drafting = self.end = 0.0
+        self.rows = self.length = 0
+        self.end_at = limit  # of the longest row, once its prompt is known
+
+    def propose(self, context: Context) -> DraftTree:
+        seen, rows, length = self.seen, len(context.lengths), sum(map(len, context.tokens))
+        if self.end and rows == self.rows:
+            self._book(length - self.length)
+        if not self.start:
+            self.end_at += max(map(len, context.tokens))
+        self.start, self.rows, self.length = time.perf_counter(), rows, length
+        plain = rows / self.costs[0]
+        if not self.whole:  # at first drafting is believed to pay a little
+            seen.ways.setdefault(0, Average(_TRY * 1.25 * rows, _TRY * self.costs[0]))
+        asked = self._ask(plain)
+        self.way = asked if self.whole or asked == 1 else 0
+        rate = max(plain, seen.ways.get(self.way, Average()).rate)
+        tree: DraftTree = self.drafter.propose(replace(context, nodes=asked, rate=rate / seen.slow))
+        promise, self.nodes = 0.0, tree.tokens.shape[1]
+        if tree.scores is not None and self.nodes > 1:
+            tree, promise = self._cut(tree, rate)
+            self.nodes = tree.tokens.shape[1]
+        self.promise = promise
+        drafting = seen.draft[0] / seen.draft[1] if asked > 1 and seen.draft[1] else 0.0
+        expected = self.costs[min(self.nodes, LARGEST)] + drafting
+        self.forecast.passes += 1
+        self.forecast.nodes += self.nodes
+        left = rows * min(self.nodes, max(1, self.end_at - max(map(len, context.tokens))))
+        self.forecast.tokens += min(left, rows + promise * seen.kept / seen.promised)
+        self.forecast.steps += expected * plain
+        self.ready = time.perf_counter()
+        self.drafting = self.ready - self.start
+        return tree
+
+    def _ask(self, plain: float) -> int:
+        """Nodes to ask the drafter for; 1 where plain steps, of `plain` tokens a second, are faster."""
+        ways = self.seen.ways
+        if self.whole and (new := [n for n in _WHOLE if n not in ways]):
+            return new[0]
+        best = max(ways, key=lambda n: ways[n].rate, default=0)
+        if best in ways and ways[best].rate < plain and not self.thrifty:
+            self.plain += 1
+            if self.plain % _TRY:
+                return 1
+        if self.whole:
+            return best
+        return int(min(LARGEST, max(8, 2 * self.seen.size)))
+
+    def _cut(self, tree: DraftTree, rate: float) -> tuple[DraftTree, float]:
+        """The best nodes of a tree as far as they are worth their time, and the drafted tokens they promise."""
+        assert tree.scores is not None
+        scores = tree.scores.expand_as(tree.tokens).tolist()
+        # Parents come before their children and have no smaller chance: with a stable sort none is missing.
+        order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in scores]
+        trust = self.seen.kept / self.seen.promised
+        best, worth, promise, total = 1, -math.inf, 0.0, 0.0
+        for n in range(1, min(len(order[0]), LARGEST) + 1):
+            total += sum(row[at[n - 1]] for row, at in zip(scores, order, strict=True)) if n > 1 else 0.0
+            if (value := trust * total - rate * self.costs[n]) > worth:
+                best, worth, promise = n, value, total
+        self.seen.size = 0.9 * self.seen.size + 0.1 * best
+        if self.whole or best == len(order[0]):
+            return tree, total
+        kept = torch.tensor([sorted(at[:best]) for at in order], device=tree.tokens.device)
+        place = torch.full_like(tree.tokens, -1)
+        place.scatter_(1, kept, torch.arange(best, device=kept.device).expand_as(kept))
+        above = tree.parents.gather(1, kept)
+        parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
+        return DraftTree(tree.tokens.gather(1, kept), parents), promise
+
+    def observe(self, accepted: Accepted) -> None:
+        start = time.perf_counter()
+        if self.ready:
+            slow = (start - self.ready) / self.costs[min(self.nodes, LARGEST)]
+            self.seen.slow = 0.9 * self.seen.slow + 0.1 * slow
+        self.drafter.observe(accepted)
+        self.end = time.perf_counter()
+        self.drafting += self.end - start
+
+    def _book(self, tokens: int) -> None:
+        """Take in what the pass before this one brought, now that its text is there."""
+        seen = self.seen
+        if self.nodes > 1:
+            seen.promised = _KEEP * seen.promised + self.promise
+            seen.kept = _KEEP * seen.kept + tokens - self.rows
+        if self.way != 1:
+            drafting = self.drafting / seen.slow
+            seen.draft = [_KEEP * seen.draft[0] + drafting, _KEEP * seen.draft[1] + 1]
+            cost = self.costs[min(self.nodes, LARGEST)] + drafting
+            seen.ways.setdefault(self.way, Average()).add(tokens, cost)
