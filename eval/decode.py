@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec.build import run_decode
@@ -18,15 +19,19 @@ register()
 
 @hydra.main(config_path="../configs", config_name="eval", version_base="1.3")
 def main(config: DictConfig) -> None:
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    if hydra_config.mode == RunMode.MULTIRUN and config.wandb.group is None:
+        config.wandb.group = f"{config.name}-{Path(hydra_config.sweep.dir).name}"  # all points of a sweep
     print(table([run_decode(config, folder, label(HydraConfig.get().overrides.task))]), f"\n{folder}")
 
 
 def label(overrides: list[str]) -> str:
     """What tells this point from others, short enough for a plot: `drafter.name=a tree.nodes=8` -> `a nodes=8`."""
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    drafter = given.pop("drafter.name", None)
-    parts = [drafter.rstrip("/").rsplit("/", 1)[-1]] if drafter else []
+    drafter, several = given.pop("drafter.name", None), given.pop("drafter.drafters", None)
+    drafter = several.strip("[]").replace(",", "+") if several else drafter
+    parts = ["+".join(name.rstrip("/").rsplit("/", 1)[-1] for name in drafter.split("+"))] if drafter else []
     hidden = ("name", "wandb.mode", "data.root")
     return " ".join(parts + [f"{k.rsplit('.', 1)[-1]}={v}" for k, v in given.items() if k not in hidden]) or "default"
 

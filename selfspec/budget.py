@@ -26,14 +26,18 @@ from tqdm.auto import tqdm
 from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
 from selfspec.sampling import Sampling
 from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.tree import DraftTree, chain
 
 LARGEST = 64
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
 _WHOLE = (8, 16, 32)  # sizes for drafters whose tree can not be cut
 _ROUNDS = 24
-_TRY = 24  # passes after which what seemed not to pay is tried again
+_HOPE, _HOPED = 1.25, 8  # at first drafting is believed to be so much faster than plain steps, as if so many were seen
+_WHOLE_HOPED = 48  # the same for trees that can not be cut: their nodes work for later passes too
+_FAIR = 8  # passes that drafting is given in a call before it is judged
+_TRY = 8  # calls after which what did not pay is tried again
 _KEEP = 0.99  # weight that a pass keeps in the averages with every further pass
+_STEADY = 0.998  # the same where one text must not decide
 
 
 def device_name(device: torch.device) -> str:
@@ -180,12 +184,14 @@ class Average:
 class Seen:
     """What earlier passes taught, call after call, of one way of decoding. slow: seconds over measured costs of late, by
     which all other times here are divided, since a machine's speed drifts; promised, kept: drafted tokens by their
-    chances, and those accepted; draft: seconds, and passes drafted for; size: nodes that paid; ways: tokens and seconds
+    chances, and those accepted; trust: the same (kept, promised), slowly, beginning with what was measured before; draft: seconds, and passes drafted for; size: nodes that paid; ways: tokens and seconds
     by tree size asked for (0: whatever the chances said)."""
 
+    calls: int = 0
     slow: float = 1.0
     promised: float = 20.0
     kept: float = 20.0
+    trust: list[float] = field(default_factory=lambda: [300.0, 300.0])
     draft: list[float] = field(default_factory=lambda: [0.0, 0.0])
     size: float = 16.0
     ways: dict[int, Average] = field(default_factory=dict)
@@ -218,59 +224,69 @@ class Forecast:
 class Auto:
     """Stands in for a drafter during one call and sizes its trees."""
 
-    def __init__(self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, limit: int) -> None:
-        """costs: as `pass_costs` gives them; limit: new tokens of each row at most."""
+    def __init__(
+        self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, rows: int, limit: int
+    ) -> None:
+        """costs: as `pass_costs` gives them; limit: new tokens of each of the rows at most."""
         self.drafter, self.costs, self.seen, self.forecast = drafter, costs, seen, forecast
-        self.features = drafter.features
         self.whole, self.thrifty = drafter.own_tree, drafter.thrifty
-        self.way, self.plain, self.nodes, self.promise = 0, 0, 1, 0.0
+        for way in _WHOLE if self.whole else (0,):
+            steps = _WHOLE_HOPED if self.whole else _HOPED
+            seen.ways.setdefault(way, Average(_HOPE * steps * rows, steps * costs[0]))
+        self.way, self.passes, self.nodes, self.promise = 0, 0, 1, 0.0
         self.start = self.ready = self.drafting = self.end = 0.0
         self.rows = self.length = 0
         self.end_at = limit  # of the longest row, once its prompt is known
+        self.root: DraftTree | None = None
+        seen.calls += 1
+        self.plain = not self._pays(rows) and seen.calls % _TRY > 0
+        self.features = () if self.plain else drafter.features
+
+    def _pays(self, rows: int) -> bool:
+        """Whether drafting is worth its time."""
+        return self.thrifty or max(way.rate for way in self.seen.ways.values()) >= rows / self.costs[0]
 
     def propose(self, context: Context) -> DraftTree:
         seen, rows, length = self.seen, len(context.lengths), sum(map(len, context.tokens))
         if self.end and rows == self.rows:
             self._book(length - self.length)
-        if not self.start:
+        if not self.passes:
             self.end_at += max(map(len, context.tokens))
+        self.passes += 1
+        if self.plain or (self.passes > _FAIR and not self._pays(rows)):
+            return self._root(context)
         self.start, self.rows, self.length = time.perf_counter(), rows, length
+        self.way = max(seen.ways, key=lambda n: seen.ways[n].rate)
+        asked = self.way or int(min(LARGEST, max(8, 2 * seen.size)))
         plain = rows / self.costs[0]
-        if not self.whole:  # at first drafting is believed to pay a little
-            seen.ways.setdefault(0, Average(_TRY * 1.25 * rows, _TRY * self.costs[0]))
-        asked = self._ask(plain)
-        self.way = asked if self.whole or asked == 1 else 0
-        rate = max(plain, seen.ways.get(self.way, Average()).rate)
+        rate = max(plain, seen.ways[self.way].rate)
         tree: DraftTree = self.drafter.propose(replace(context, nodes=asked, rate=rate / seen.slow))
-        promise, self.nodes = 0.0, tree.tokens.shape[1]
-        if tree.scores is not None and self.nodes > 1:
-            tree, promise = self._cut(tree, rate)
-            self.nodes = tree.tokens.shape[1]
-        self.promise = promise
-        drafting = seen.draft[0] / seen.draft[1] if asked > 1 and seen.draft[1] else 0.0
-        expected = self.costs[min(self.nodes, LARGEST)] + drafting
-        self.forecast.passes += 1
-        self.forecast.nodes += self.nodes
+        self.promise = 0.0
+        if tree.scores is not None and tree.tokens.shape[1] > 1:
+            tree, self.promise = self._cut(tree, rate)
+        self.nodes = tree.tokens.shape[1]
+        drafting = seen.draft[0] / seen.draft[1] if seen.draft[1] else 0.0
         left = rows * min(self.nodes, max(1, self.end_at - max(map(len, context.tokens))))
-        self.forecast.tokens += min(left, rows + promise * seen.kept / seen.promised)
-        self.forecast.steps += expected * plain
+        tokens = min(left, rows + self.promise * seen.kept / seen.promised)
+        self._expect(tokens, (self.costs[min(self.nodes, LARGEST)] + drafting) * plain)
         self.ready = time.perf_counter()
         self.drafting = self.ready - self.start
         return tree
 
-    def _ask(self, plain: float) -> int:
-        """Nodes to ask the drafter for; 1 where plain steps, of `plain` tokens a second, are faster."""
-        ways = self.seen.ways
-        if self.whole and (new := [n for n in _WHOLE if n not in ways]):
-            return new[0]
-        best = max(ways, key=lambda n: ways[n].rate, default=0)
-        if best in ways and ways[best].rate < plain and not self.thrifty:
-            self.plain += 1
-            if self.plain % _TRY:
-                return 1
-        if self.whole:
-            return best
-        return int(min(LARGEST, max(8, 2 * self.seen.size)))
+    def _root(self, context: Context) -> DraftTree:
+        """No tree: from here on this call decodes plainly, and the drafter sees nothing more of it."""
+        rows = len(context.roots)
+        if self.root is None or len(self.root.tokens) != rows:
+            self.root = chain(context.roots[:, None])
+        self.plain, self.features, self.nodes, self.end = True, (), 1, 0.0
+        self._expect(rows, rows)
+        return self.root.with_tokens(context.roots[:, None])
+
+    def _expect(self, tokens: float, steps: float) -> None:
+        self.forecast.passes += 1
+        self.forecast.nodes += self.nodes
+        self.forecast.tokens += tokens
+        self.forecast.steps += steps
 
     def _cut(self, tree: DraftTree, rate: float) -> tuple[DraftTree, float]:
         """The best nodes of a tree as far as they are worth their time, and the drafted tokens they promise."""
@@ -295,6 +311,8 @@ class Auto:
         return DraftTree(tree.tokens.gather(1, kept), parents), promise
 
     def observe(self, accepted: Accepted) -> None:
+        if self.plain:
+            return
         start = time.perf_counter()
         if self.ready:
             slow = (start - self.ready) / self.costs[min(self.nodes, LARGEST)]
@@ -305,12 +323,13 @@ class Auto:
 
     def _book(self, tokens: int) -> None:
         """Take in what the pass before this one brought, now that its text is there."""
-        seen = self.seen
+        seen, drafting = self.seen, self.drafting / self.seen.slow
         if self.nodes > 1:
             seen.promised = _KEEP * seen.promised + self.promise
             seen.kept = _KEEP * seen.kept + tokens - self.rows
-        if self.way != 1:
-            drafting = self.drafting / seen.slow
-            seen.draft = [_KEEP * seen.draft[0] + drafting, _KEEP * seen.draft[1] + 1]
-            cost = self.costs[min(self.nodes, LARGEST)] + drafting
-            seen.ways.setdefault(self.way, Average()).add(tokens, cost)
+            kept, promised = seen.trust
+            seen.trust = [_STEADY * kept + tokens - self.rows, _STEADY * promised + self.promise]
+        seen.draft = [_KEEP * seen.draft[0] + drafting, _KEEP * seen.draft[1] + 1]
+        cost = self.costs[min(self.nodes, LARGEST)] + drafting
+        expected = self.rows + self.promise * seen.trust[0] / seen.trust[1]
+        seen.ways[self.way].add(tokens if self.whole else expected, cost)

@@ -47,8 +47,17 @@ def fingerprint(target: Target) -> str:
     return target.fingerprint or target.checksum(torch.bfloat16)
 
 
-def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: str, tokenizer: Any, note: str) -> None:
-    """Write the drafter's folder; an interruption leaves the old folder or the new one. `note` goes into the card."""
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    target: Target,
+    target_name: str,
+    tokenizer: Any,
+    note: str,
+    training: dict[str, float] | None = None,
+) -> None:
+    """Write the drafter's folder; an interruption leaves the old folder or the new one. `note` goes into the card;
+    training: the seconds and tokens it took."""
     scratch = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -82,6 +91,7 @@ def save_drafter(drafter: Drafter, folder: Path, target: Target, target_name: st
         },
         "tokenizer": tokenizer_hash(tokenizer),
         "measured": drafter.measured,
+        "training": training,
         "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from selfspec.evaluation.audit import AuditConfig
+from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.runs import DecodeConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.generate import MAX_NODES
@@ -51,20 +53,33 @@ class PretrainRun:
 
 @dataclass
 class TreeConfig:
-    """nodes: of the draft tree, root included."""
+    """nodes: of the draft tree, root included; `auto` sizes every pass by what it costs here."""
 
-    nodes: int = NODES
+    nodes: Any = NODES
 
     def __post_init__(self) -> None:
-        if not 1 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"tree.nodes={self.nodes} must lie between 1 and {MAX_NODES}")
+        if self.nodes != "auto" and not (isinstance(self.nodes, int) and 1 <= self.nodes <= MAX_NODES):
+            raise ValueError(f"tree.nodes={self.nodes!r} must be auto, or lie between 1 and {MAX_NODES}")
 
 
 @dataclass
 class DrafterConfig:
-    """name: an embedded name, a run folder or a hub id."""
+    """name: an embedded name, a run folder, a hub id, or a kind that needs no training; `hybrid` with the names of its
+    drafters, or several names joined by +, share one tree."""
 
     name: str = MISSING
+    drafters: list[str] = field(default_factory=list)
+
+    def names(self) -> str | list[str]:
+        """What `selfspec.load` is given. Raises ValueError for a list beside another name than hybrid."""
+        if self.drafters and self.name != "hybrid":
+            raise ValueError(f"drafter.drafters belongs to drafter=hybrid, not to drafter={self.name}")
+        return list(self.drafters) if self.name == "hybrid" else joined(self.name)
+
+
+def joined(name: str) -> str | list[str]:
+    """`a+b` as a list of drafters; any other name as it is."""
+    return name.split("+") if "+" in name and not Path(name).exists() else name
 
 
 @dataclass
@@ -84,6 +99,26 @@ class Measurement:
 class EvalRun(Measurement):
     tree: TreeConfig = field(default_factory=TreeConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+
+@dataclass
+class CompareRun:
+    """A comparison has one target and many drafters."""
+
+    name: str = MISSING
+    target: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    data: Any = MISSING
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+
+@dataclass
+class ReportRun:
+    """sweep: the folder of a multirun."""
+
+    sweep: str = MISSING
 
 
 @dataclass
@@ -108,4 +143,6 @@ def register() -> None:
     store.store(name="train_schema", node=TrainRun)
     store.store(name="eval_schema", node=EvalRun)
     store.store(name="audit_schema", node=AuditRun)
+    store.store(name="compare_schema", node=CompareRun)
+    store.store(name="report_schema", node=ReportRun)
     store.store(name="verifiers_schema", node=VerifiersRun)

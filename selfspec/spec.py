@@ -69,8 +69,8 @@ class Spec:
         key = (sampled, rows)
         if key not in self._costs:
             self._costs[key] = pass_costs(self.target, rows, sampled)
-        forecast = Forecast()
-        auto = Auto(copy.copy(self.drafter), self._costs[key], self._seen.setdefault(key, Seen()), forecast, limit)
+        forecast, seen = Forecast(), self._seen.setdefault(key, Seen())
+        auto = Auto(copy.copy(self.drafter), self._costs[key], seen, forecast, rows, limit)
         return auto, LARGEST, forecast
 
     def generate(

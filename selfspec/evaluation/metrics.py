@@ -63,7 +63,8 @@ def summarize(records: list[Record]) -> dict[str, Any]:
         summary["speculative"] = _speculative(arms["speculative"])
         if "autoregressive" in arms:  # plain steps that one pass, its draft included, takes: speedup is tau over this
             plain = _speculative(arms["autoregressive"])["milliseconds_per_pass"]
-            summary["speculative"]["cost"] = summary["speculative"]["milliseconds_per_pass"] / plain
+            cost = summary["speculative"]["milliseconds_per_pass"] / plain
+            summary["speculative"] |= {"cost": cost, "decode": summary["speculative"]["acceptance_length"] / cost}
         if arms["speculative"][0].altered is not None:
             summary["lossy"] = _lossy(arms)
         for slow in ("autoregressive", "hf_generate"):
@@ -90,7 +91,13 @@ def _speculative(rows: list[Record]) -> dict[str, Any]:
     total = _total([r.stats for r in rows if r.stats is not None])
     parts = {part: getattr(total, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
     step = total.seconds - total.seconds_prefill
+    forecasts = [r.forecast for r in rows if r.forecast is not None]
+    told = {}
+    if forecasts:
+        sums = {key: sum(f[key] for f in forecasts) for key in ("passes", "nodes", "tokens", "steps")}
+        told = {"forecast": {**sums, "speedup": sums["tokens"] / sums["steps"]}}
     return {
+        **told,
         "passes": total.passes,
         "acceptance_length": total.acceptance_length,
         "full_acceptance": total.accepted_per_depth,

@@ -18,7 +18,7 @@ def plot_points(points: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
     if not points:
         return {}
     drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
-    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
+    if len({p["config"]["tree"]["nodes"] for p in points} - {"auto"}) > 1:
         drawings["tau_by_nodes"] = _tau
     return {name: _saved(folder / f"{name}.png", draw, points) for name, draw in drawings.items()}
 
@@ -31,6 +31,84 @@ def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -
 def plot_rules(rows: list[dict[str, Any]], path: Path) -> Path:
     """Acceptance length of verification rules against the temperature, with intervals."""
     return _saved(path, _rules, rows)
+
+
+def plot_comparison(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
+    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time of
+    a pass, and the speedup by kind of text."""
+    drawn = {}
+    for temperature in dict.fromkeys(row["T"] for row in rows):
+        own = [row for row in rows if row["T"] == temperature]
+        drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "kinds": _compare_kinds}
+        for name, draw in drawings.items():
+            key = f"compare_{name}_T{temperature:g}"
+            drawn[key] = _saved(folder / f"{key}.png", draw, own)
+    return drawn
+
+
+def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of a fixed size by arm."""
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["nodes"].isdigit():
+            lines.setdefault(row["arm"], []).append(row)
+    return lines
+
+
+def _nodes_axis(axes: Any, rows: list[dict[str, Any]]) -> None:
+    axes.set(xlabel="nodes of the tree", xscale="log", title=f"T={rows[0]['T']:g}")
+    axes.set_xticks(sorted({int(row["nodes"]) for row in rows if row["nodes"].isdigit()}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _compare_tau(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for arm, line in _lines(rows).items():
+        axes.plot([int(row["nodes"]) for row in line], [row["tau"] for row in line], "o-", label=arm)
+    axes.set(ylabel="tokens per pass", ylim=(1, None))
+    _nodes_axis(axes, rows)
+
+
+def _compare_limit(axes: Any, rows: list[dict[str, Any]]) -> None:
+    for i, (arm, line) in enumerate(_lines(rows).items()):
+        at = [int(row["nodes"]) for row in line]
+        axes.plot(at, [row["speedup"]["ratio"] for row in line], "o-", color=f"C{i}", label=arm)
+        axes.plot(at, [row.get("limit", float("nan")) for row in line], ":", color=f"C{i}", alpha=0.7)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(ylabel="speedup (dotted: τ / (c(n) + draft))", ylim=(0, None))
+    _nodes_axis(axes, rows)
+
+
+def _compare_time(axes: Any, rows: list[dict[str, Any]]) -> None:
+    rows = [row for row in rows if "milliseconds_per_pass" in row]
+    labels = [f"{row['arm']} {row['nodes']}" for row in rows]
+    left = [0.0] * len(rows)
+    for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
+        widths = [row["milliseconds_per_pass"][part] for row in rows]
+        axes.barh(labels, widths, left=left, label=title)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=4)
+    axes.set(xlabel="milliseconds per pass")
+    axes.legend(fontsize=7)
+
+
+def _compare_kinds(axes: Any, rows: list[dict[str, Any]]) -> None:
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    best = {arm: max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms}
+    kinds = list(rows[0]["kinds"])
+    for i, kind in enumerate(kinds):
+        found = [best[arm]["kinds"].get(kind, {}).get("speedup", {}) for arm in arms]
+        at = [x + (i - (len(kinds) - 1) / 2) * 0.8 / len(kinds) for x in range(len(arms))]
+        height = [f.get("ratio", 0.0) for f in found]
+        errors = [[max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(found, height, strict=True)]
+                  for side, sign in (("low", -1), ("high", 1))]
+        axes.bar(at, height, width=0.8 / len(kinds), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=kind)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=5, rotation=30, ha="right")
+    axes.set(ylabel="speedup over plain decoding", title=f"T={rows[0]['T']:g}, best size of each")
+    axes.legend(fontsize=7)
 
 
 def _rules(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -76,6 +154,7 @@ def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:
 
 def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
+    points = [p for p in points if p["config"]["tree"]["nodes"] != "auto"]
     for point in points:
         config = point["config"]
         name = f"{config['drafter']['name']}, T={config['decode']['temperature']:g}"

@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from selfspec.training.corpus import Document
+
+
+# Kinds of text whose repetitiveness differs, and what their prompts are
+KINDS = {
+    "continuation": "stretches of modules",
+    "docstrings": "modules up to the first line of a docstring",
+    "tests": "stretches of test modules, which repeat themselves",
+    "edits": "a stretch of a module, then its beginning again: the answer copies from the prompt",
+}
+_DOCSTRING = re.compile(r'^ +def .*\n +r?"""\S.*\n', re.MULTILINE)
+
+
+def prompts_of_kind(kind: str, documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts of about `tokens` tokens, of one of KINDS. Raises ValueError where the documents hold too few."""
+    tests = [d for d in documents if d.name.startswith("test/")]
+    modules = [d for d in documents if not d.name.startswith("test/")]
+    if kind == "continuation":
+        return cut_prompts(modules, tokenizer, count, tokens)
+    if kind == "tests":
+        return cut_prompts(tests, tokenizer, count, tokens)
+    if kind == "edits":
+        line = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+        return [p + line + p[: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
+    ends = [(d.text, m.end()) for d in modules for m in _DOCSTRING.finditer(d.text)]
+    found = []
+    for text, end in ends:
+        ids = tokenizer(text[max(0, end - 16 * tokens) : end], add_special_tokens=False)["input_ids"]
+        if len(ids) >= tokens:
+            found.append(ids[-tokens:])
+    if len(found) < count:
+        raise ValueError(
+            f"no usable example: {len(found)} of {count} docstrings of held-out modules have {tokens} tokens before them"
+        )
+    return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
 
 
 def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
@@ -14,6 +49,8 @@ def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: i
 
     Raises ValueError where the documents are too short for that many.
     """
+    if not documents:
+        raise ValueError("no usable example: the data holds no held-out text of this kind")
     texts = [d.text for d in documents]
     total = sum(map(len, texts))
     prompts: dict[tuple[int, int], list[int]] = {}  # by document and offset: none is taken twice

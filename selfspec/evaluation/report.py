@@ -19,6 +19,7 @@ _COLUMNS = (
     "tok/s spec",
     "vs autoregressive",
     "vs hf_generate",
+    "predicted / measured",
     "pass cost",
     "draft/target/other",
     "bookkeeping",
@@ -66,6 +67,7 @@ def _row(point: dict[str, Any]) -> list[str]:
         rate("speculative"),
         ratio("autoregressive"),
         ratio("hf_generate"),
+        f"{spec['forecast']['speedup']:.2f} / {spec['decode']:.2f}" if {"forecast", "decode"} <= spec.keys() else "-",
         f"{spec['cost']:.2f}" if "cost" in spec else "-",
         "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
         f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
@@ -107,7 +109,25 @@ def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> N
     os.replace(scratch, folder / "summary.json")
 
 
-def read_points(folder: Path) -> list[dict[str, Any]]:
-    """The points of all runs below `folder`, in the order of their folders."""
-    found = sorted(folder.rglob("summary.json"), key=lambda p: [(len(part), part) for part in p.parts])
-    return [json.loads(path.read_text()) for path in found]
+def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
+    """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their folders,
+    and why. """
+    marks = ("summary.json", "records.jsonl", "figures.jsonl", "config.yaml", ".hydra")
+    homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
+    homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
+    homes |= {folder} if (folder / "summary.json").exists() else set()
+    points, broken = [], []
+    for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
+        try:
+            point = json.loads((home / "summary.json").read_text())
+            wrong = not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
+        except FileNotFoundError:
+            broken.append((home, "summary.json is missing: the run did not end"))
+        except ValueError as error:
+            broken.append((home, f"summary.json is not whole ({error})"))
+        else:
+            if wrong:
+                broken.append((home, "summary.json holds no point of eval/decode.py"))
+            else:
+                points.append(point)
+    return points, broken

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from selfspec.evaluation.prompts import KINDS
 from selfspec.lossy import Lossy
 from selfspec.options import Options, check
 from selfspec.spec import Generated, Spec, end_tokens
@@ -21,12 +22,14 @@ ARMS = ("hf_generate", "autoregressive", "speculative")
 
 @dataclass
 class DecodeConfig:
-    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); repeats: timed runs
+    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); kind: of those cut, see
+    `prompts.KINDS` (None: from anywhere); repeats: timed runs
     per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS; lossy: a rule that
     changes the output (see `selfspec.lossy.Lossy`), whose distance from the exact distribution is then measured."""
 
     prompts: int = 24
     prompt_tokens: int = 128
+    kind: str | None = None
     prompt_file: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -47,6 +50,8 @@ class DecodeConfig:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
         if unknown := set(self.arms) - set(ARMS):
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
+        if self.kind is not None and self.kind not in KINDS:
+            raise ValueError(f"decode.kind={self.kind!r} must be one of {', '.join(KINDS)}")
         if self.lossy is not None:
             Lossy(self.lossy)
 
@@ -59,7 +64,8 @@ class DecodeConfig:
 @dataclass
 class Record:
     """One arm on one batch of prompts. seconds: median wall-clock of a whole call, prompt included. Where a lossy rule
-    was asked for, altered: tokens it put in place of the target's pick; log_prob: of all tokens under the target."""
+    was asked for, altered: tokens it put in place of the target's pick; log_prob: of all tokens under the target.
+    forecast: with nodes="auto", what was expected."""
 
     prompt: int
     arm: str
@@ -69,9 +75,10 @@ class Record:
     stats: Stats | None
     altered: int | None = None
     log_prob: float | None = None
+    forecast: dict[str, float] | None = None
 
 
-def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int) -> list[Record]:
+def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> list[Record]:
     """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
     options = config.options()
     calls: dict[str, Callable[[list[list[int]]], Generated]] = {
@@ -102,6 +109,8 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
             stats = results[arm].stats if arm != "hf_generate" else None
             records.append(Record(first, arm, statistics.median(seconds[arm]), sum(map(len, ids)), ids, stats))
             totals[arm] += records[-1].seconds
+            if (forecast := results[arm].forecast) is not None:
+                records[-1].forecast = forecast.as_dict()
             if config.lossy is not None:
                 records[-1].log_prob = log_prob(spec, batch, ids, config.temperature)
                 if (rule := results[arm].lossy) is not None:
@@ -111,7 +120,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
     return records
 
 
-def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], nodes: int) -> float:
+def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], nodes: int | str) -> float:
     """Share of a step's time that is neither the target's forward nor the drafter's products: trees, masks, noise,
     choices, the walk, the cache. Told apart by hooks, in runs of their own that no speedup counts."""
     clock = {"start": 0.0, "inside": 0.0}
@@ -154,8 +163,9 @@ def log_prob(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], t
     return total
 
 
-def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig) -> Generated:
-    """transformers' own generate on the same model; left-padded where lengths differ."""
+def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, **method: Any) -> Generated:
+    """transformers' own generate on the same model; left-padded where lengths differ. method: further arguments of
+    generate, which choose one of its own ways to decode faster."""
     model, width = spec.target.model, max(map(len, batch))
     pad = [width - len(row) for row in batch]
     ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
@@ -174,6 +184,7 @@ def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig) -> Gen
         eos_token_id=sorted(eos) or None,
         pad_token_id=min(eos, default=0),
         **sampled,
+        **method,
     )
     rows = []
     for row in out[:, width:].tolist():

@@ -130,12 +130,14 @@ def train_heads(
         figures = {kind: drafter.measure(kind, samples[kind]) for kind in KINDS}
         return {"loss": sum(losses) / len(losses), "tau32": figures["greedy"]["tau"]["32"], **figures}
 
+    training = None
     if trained := drafter.trained():
         optimizer = torch.optim.AdamW(
             trained.values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
         figures |= _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
+        training = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
         note = f"Trained for {loop.steps} steps of {windows.size} x {windows.length} tokens."
     else:
         module.eval()
@@ -145,7 +147,7 @@ def train_heads(
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
     summary = {**figures, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
     if main:
-        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note)
+        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
     return summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -138,6 +139,8 @@ def pretrain(
         shutil.rmtree(scratch, ignore_errors=True)
         model.to(torch.bfloat16).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        tokens = loop.steps * loop.batch_size * config.length
+        (scratch / "training.json").write_text(json.dumps({"seconds": figures["seconds"], "tokens": tokens}) + "\n")
         shutil.rmtree(out, ignore_errors=True)
         os.replace(scratch, out)
     return figures

@@ -1,0 +1,20 @@
+"""One table and the plots of all runs of a sweep folder: python eval/report.py sweep=runs/decode/<date>"""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from selfspec.build import run_report
+from selfspec.config import register
+
+register()
+
+
+@hydra.main(config_path="../configs", config_name="report", version_base="1.3")
+def main(config: DictConfig) -> None:
+    run_report(config)
+
+
+if __name__ == "__main__":
+    main()
