@@ -20,9 +20,8 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument(
         "--heads",
-        nargs="+",
-        default=["tiny-medusa"],
-        help="embedded name, run folder, hub id, or prompt_lookup or lookahead; several share one tree (tiny-medusa)",
+        default="tiny-medusa",
+        help="embedded name, run folder, hub id, prompt_lookup or lookahead; several joined by + (%(default)s)",
     )
     parser.add_argument("--target", help="for drafters that name none, and to override theirs")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -39,7 +38,7 @@ def main() -> None:
     import selfspec
 
     try:
-        spec = selfspec.load(args.heads[0] if len(args.heads) == 1 else args.heads, args.target)
+        spec = selfspec.load(args.heads, args.target)
         options = {
             key: getattr(args, key)
             for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "nodes")

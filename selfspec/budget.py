@@ -1,21 +1,20 @@
 """`nodes="auto"`: how large a tree pays on this machine, decided anew in every pass.
 
 The cost of a pass over n nodes is measured once for a target, device and dtype and kept in a file. What a tree is worth
-is the sum of its nodes' chances to be accepted, which every drafter gives from its measured acceptance, corrected by how
-many tokens such promises have brought so far. A node stays in the tree if it brings more tokens than its time would bring
-otherwise; where drafting brings less than plain steps, decoding is plain.
+is the sum of its nodes' chances to be accepted, which every drafter gives from its measured acceptance, corrected by
+how many tokens such promises have brought so far. A node stays in the tree if it brings more tokens than its time would
+bring otherwise; where drafting brings less than plain steps, decoding is plain.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
 import os
 import platform
 import random
 import statistics
-import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
+from selfspec.generate import Accepted, Context, Options, autoregressive, clock, speculative
 from selfspec.sampling import Sampling
 from selfspec.target import Target
 from selfspec.tree import DraftTree, chain
@@ -52,7 +51,8 @@ def device_name(device: torch.device) -> str:
 
 
 def cost_file(target: Target, rows: int) -> Path:
-    """Where the costs of this target on this device lie: in $SELFSPEC_CACHE, or selfspec's folder in the user's cache."""
+    """Where the costs of this target on this device lie: in $SELFSPEC_CACHE, or selfspec's folder in the user's
+    cache."""
     cache = os.environ.get("SELFSPEC_CACHE")
     home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     key = json.dumps([_identity(target, rows), target.model.config.to_json_string()])
@@ -70,7 +70,8 @@ def _identity(target: Target, rows: int) -> dict[str, Any]:
 
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
-    """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain step.
+    """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
+    step.
 
     Raises ValueError for a file of costs that was measured on another device, or is damaged.
     """
@@ -86,7 +87,7 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
         wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
         if wrong:
             raise ValueError(
-                f"{path} holds costs of {wrong}, not of {({key: identity[key] for key in wrong})}; delete it, they "
+                f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, they "
                 "will be measured again"
             )
         return _interpolated(seconds)
@@ -113,7 +114,7 @@ def _interpolated(seconds: list[float]) -> list[float]:
     smooth = [mean for mean, count in blocks for _ in range(count)]
     line = [seconds[0]]
     points = list(zip(SIZES, smooth, strict=True))
-    for (n, low), (m, high) in zip(points, points[1:], strict=False):
+    for (n, low), (m, high) in itertools.pairwise(points):
         line += [low + (high - low) * i / (m - n) for i in range(m - n)]
     return [*line, smooth[-1]]
 
@@ -123,24 +124,23 @@ class _Probe:
 
     features: tuple[int, ...] = ()
 
-    def __init__(self, vocab: int, bar: Any) -> None:
-        self.random, self.vocab, self.bar = random.Random(0), vocab, bar
+    def __init__(self, vocab: int) -> None:
+        self.random, self.vocab = random.Random(0), vocab
         self.seconds: dict[int, list[float]] = {n: [] for n in SIZES}
         self.clock = {"turn": 0, "start": 0.0}  # decoding works on copies, which share it
 
     def propose(self, context: Context) -> DraftTree:
         if self.clock["start"]:
             size = SIZES[int(self.clock["turn"]) % len(SIZES)]
-            self.seconds[size].append(time.perf_counter() - self.clock["start"])
+            self.seconds[size].append(clock(context.roots.device) - self.clock["start"])
             self.clock["turn"] += 1
-            self.bar.update()
         n, rows = SIZES[int(self.clock["turn"]) % len(SIZES)], len(context.lengths)
         parents = [-1, *(self.random.randrange(max(0, i - 6), i) for i in range(1, n))]
         tokens = torch.tensor([[self.random.randrange(self.vocab) for _ in range(n)] for _ in range(rows)])
         tokens = tokens.to(context.roots.device)
         tokens[:, 0] = context.roots
         tree = DraftTree(tokens, torch.tensor([parents] * rows, device=tokens.device))
-        self.clock["start"] = time.perf_counter()
+        self.clock["start"] = clock(tokens.device)
         return tree
 
     def observe(self, accepted: Accepted) -> None:
@@ -148,21 +148,34 @@ class _Probe:
 
 
 def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
-    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row. All take turns, behind a prompt
-    of 128 tokens."""
+    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
+
+    Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
+    whose speed drifts does not decide.
+    """
     room = target.max_positions or 4096
     made = random.Random(1)
     prompts = [[made.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
-    sampling, plain = Sampling(temperature), []
-    bar = tqdm(total=_ROUNDS * len(SIZES), desc="measure the cost of a pass", mininterval=1.0, leave=False)
-    probe = _Probe(target.vocab_size, bar)
-    while min(map(len, probe.seconds.values())) < _ROUNDS:
-        stats = autoregressive(target, prompts, Options(min(16, room // 2), sampling)).stats
-        plain.append((stats.seconds_target + stats.seconds_other) / stats.forwards)
-        probe.clock["start"] = 0.0  # a prompt comes first
-        speculative(target, prompts, Options(min(4 * len(SIZES), room // 2), sampling), probe, LARGEST)
-    bar.close()
-    return [statistics.median(plain), *(statistics.median(probe.seconds[n]) for n in SIZES)]
+    sampling = Sampling(temperature)
+
+    def step() -> float:
+        stats = autoregressive(target, prompts, Options(min(len(SIZES), room // 2), sampling)).stats
+        return (stats.seconds_target + stats.seconds_other) / stats.forwards
+
+    ratios: dict[int, list[float]] = {n: [] for n in SIZES}
+    plain = [step()]
+    bar = tqdm(range(_ROUNDS), desc="measure the cost of a pass", mininterval=1.0, leave=False)
+    for _ in bar:
+        probe = _Probe(target.vocab_size)
+        while not all(probe.seconds.values()):
+            probe.clock["start"] = 0.0  # a prompt comes first
+            speculative(target, prompts, Options(min(2 * len(SIZES), room // 2), sampling), probe, LARGEST)
+        plain.append(step())
+        for n, seconds in probe.seconds.items():
+            ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
+        bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=f"{ratios[SIZES[-1]][-1]:.2f}x at {SIZES[-1]} nodes")
+    base = statistics.median(plain)
+    return [base, *(base * statistics.median(ratios[n]) for n in SIZES)]
 
 
 @dataclass
@@ -182,10 +195,11 @@ class Average:
 
 @dataclass
 class Seen:
-    """What earlier passes taught, call after call, of one way of decoding. slow: seconds over measured costs of late, by
-    which all other times here are divided, since a machine's speed drifts; promised, kept: drafted tokens by their
-    chances, and those accepted; trust: the same (kept, promised), slowly, beginning with what was measured before; draft: seconds, and passes drafted for; size: nodes that paid; ways: tokens and seconds
-    by tree size asked for (0: whatever the chances said)."""
+    """What earlier passes taught, call after call, of one way of decoding. slow: seconds over measured costs of late,
+    by which all other times here are divided, since a machine's speed drifts; promised, kept: drafted tokens by their
+    chances, and those accepted; trust: the same (kept, promised), slowly, beginning with what was measured before;
+    draft: seconds, and passes drafted for; size: nodes that paid; ways: tokens and seconds by tree size asked for (0:
+    whatever the chances said)."""
 
     calls: int = 0
     slow: float = 1.0
@@ -224,9 +238,7 @@ class Forecast:
 class Auto:
     """Stands in for a drafter during one call and sizes its trees."""
 
-    def __init__(
-        self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, rows: int, limit: int
-    ) -> None:
+    def __init__(self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, rows: int, limit: int) -> None:
         """costs: as `pass_costs` gives them; limit: new tokens of each of the rows at most."""
         self.drafter, self.costs, self.seen, self.forecast = drafter, costs, seen, forecast
         self.whole, self.thrifty = drafter.own_tree, drafter.thrifty
@@ -255,21 +267,21 @@ class Auto:
         self.passes += 1
         if self.plain or (self.passes > _FAIR and not self._pays(rows)):
             return self._root(context)
-        self.start, self.rows, self.length = time.perf_counter(), rows, length
+        self.start, self.rows, self.length = clock(context.roots.device), rows, length
         self.way = max(seen.ways, key=lambda n: seen.ways[n].rate)
         asked = self.way or int(min(LARGEST, max(8, 2 * seen.size)))
         plain = rows / self.costs[0]
-        rate = max(plain, seen.ways[self.way].rate)
-        tree: DraftTree = self.drafter.propose(replace(context, nodes=asked, rate=rate / seen.slow))
+        tree: DraftTree = self.drafter.propose(replace(context, nodes=asked, rate=plain / seen.slow))
         self.promise = 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:
-            tree, self.promise = self._cut(tree, rate)
+            spent = (clock(context.roots.device) - self.start) / seen.slow
+            tree, self.promise = self._cut(tree, spent)
         self.nodes = tree.tokens.shape[1]
         drafting = seen.draft[0] / seen.draft[1] if seen.draft[1] else 0.0
         left = rows * min(self.nodes, max(1, self.end_at - max(map(len, context.tokens))))
         tokens = min(left, rows + self.promise * seen.kept / seen.promised)
         self._expect(tokens, (self.costs[min(self.nodes, LARGEST)] + drafting) * plain)
-        self.ready = time.perf_counter()
+        self.ready = clock(context.roots.device)
         self.drafting = self.ready - self.start
         return tree
 
@@ -288,18 +300,19 @@ class Auto:
         self.forecast.tokens += tokens
         self.forecast.steps += steps
 
-    def _cut(self, tree: DraftTree, rate: float) -> tuple[DraftTree, float]:
-        """The best nodes of a tree as far as they are worth their time, and the drafted tokens they promise."""
+    def _cut(self, tree: DraftTree, spent: float) -> tuple[DraftTree, float]:
+        """The best nodes of a tree, as many as give this pass the most tokens per second, `spent` seconds of drafting
+        included, and the drafted tokens they promise."""
         assert tree.scores is not None
         scores = tree.scores.expand_as(tree.tokens).tolist()
         # Parents come before their children and have no smaller chance: with a stable sort none is missing.
         order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in scores]
         trust = self.seen.kept / self.seen.promised
-        best, worth, promise, total = 1, -math.inf, 0.0, 0.0
+        best, worth, promise, total = 1, 0.0, 0.0, 0.0
         for n in range(1, min(len(order[0]), LARGEST) + 1):
             total += sum(row[at[n - 1]] for row, at in zip(scores, order, strict=True)) if n > 1 else 0.0
-            if (value := trust * total - rate * self.costs[n]) > worth:
-                best, worth, promise = n, value, total
+            if (rate := (len(scores) + trust * total) / (spent + self.costs[n])) > worth:
+                best, worth, promise = n, rate, total
         self.seen.size = 0.9 * self.seen.size + 0.1 * best
         if self.whole or best == len(order[0]):
             return tree, total
@@ -313,12 +326,12 @@ class Auto:
     def observe(self, accepted: Accepted) -> None:
         if self.plain:
             return
-        start = time.perf_counter()
+        start = clock(accepted.hidden.device)
         if self.ready:
             slow = (start - self.ready) / self.costs[min(self.nodes, LARGEST)]
             self.seen.slow = 0.9 * self.seen.slow + 0.1 * slow
         self.drafter.observe(accepted)
-        self.end = time.perf_counter()
+        self.end = clock(accepted.hidden.device)
         self.drafting += self.end - start
 
     def _book(self, tokens: int) -> None:

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.budget import pass_costs
 from selfspec.checkpoint import drafter_class, read_meta
-from selfspec.config import joined
 from selfspec.evaluation.audit import AuditConfig, audit, law_tests, law_verdict
 from selfspec.evaluation.compare import (
     held_bytes,
@@ -35,7 +34,17 @@ from selfspec.evaluation.report import audit_report, read_points, table, write_p
 from selfspec.evaluation.runs import DecodeConfig, bookkeeping, run_arms
 from selfspec.evaluation.verifiers import VerifiersConfig, compare, comparison_table
 from selfspec.log import RunLog, is_main_process
-from selfspec.spec import Spec, drafter_folder, find_drafter, load, load_target, load_tokenizer, resolve, untrained
+from selfspec.spec import (
+    Spec,
+    drafter_folder,
+    find_drafter,
+    joined,
+    load,
+    load_target,
+    load_tokenizer,
+    resolve,
+    untrained,
+)
 from selfspec.training.heads import train_heads
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
@@ -45,7 +54,8 @@ _FREE = ("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate
 
 
 def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> dict[str, Any]:
-    """Write the composed config into the run folder and return it as plain data. begun: the file that a run leaves there.
+    """Write the composed config into the run folder and return it as plain data. begun: the file that a run leaves
+    there.
 
     Raises ValueError where the folder already holds a run of another configuration, the keys `free` aside.
     """
@@ -216,9 +226,16 @@ def run_compare(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
         prices = {name: _price(name, spec) for name, spec in specs.items()}
         if draft_model is not None:
             prices["hf_assisted"] = _price_of_model(run.compare.draft_model, draft_model)
-        (folder / "compare.json").write_text(json.dumps({"rows": rows, "prices": prices, "config": plain}, indent=1) + "\n")
+        (folder / "compare.json").write_text(
+            json.dumps({"rows": rows, "prices": prices, "config": plain}, indent=1) + "\n"
+        )
         text = "\n\n".join(
-            (main_table(rows), kinds_table(rows), price_table(prices), verdict(runs, rows) if run.compare.methods else "")
+            (
+                main_table(rows),
+                kinds_table(rows),
+                price_table(prices),
+                verdict(runs, rows) if run.compare.methods else "",
+            )
         )
         (folder / "table.md").write_text(text + "\n")
         for row in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -74,12 +73,7 @@ class DrafterConfig:
         """What `selfspec.load` is given. Raises ValueError for a list beside another name than hybrid."""
         if self.drafters and self.name != "hybrid":
             raise ValueError(f"drafter.drafters belongs to drafter=hybrid, not to drafter={self.name}")
-        return list(self.drafters) if self.name == "hybrid" else joined(self.name)
-
-
-def joined(name: str) -> str | list[str]:
-    """`a+b` as a list of drafters; any other name as it is."""
-    return name.split("+") if "+" in name and not Path(name).exists() else name
+        return list(self.drafters) if self.name == "hybrid" else self.name
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from selfspec.sampling import Sampling
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 
+_DECODED = 16  # samples that are decoded again, where nothing else measures a drafter
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
 _PRIOR = [0.5 * 0.5**r for r in range(CHOICES)]  # before anything was measured
 _SHARPNESS = [2 ** (i / 4) for i in range(-6, 13)]
@@ -213,8 +213,10 @@ def plant(roots: Tensor, rows: Sequence[Sprout]) -> DraftTree:
         (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
     ]
     tokens, parents, chances = (list(part) for part in zip(*padded, strict=True))
-    at = {"device": roots.device}
-    return DraftTree(torch.tensor(tokens, **at), torch.tensor(parents, **at), torch.tensor(chances, **at))
+    at = roots.device
+    return DraftTree(
+        torch.tensor(tokens, device=at), torch.tensor(parents, device=at), torch.tensor(chances, device=at)
+    )
 
 
 def measure_by_decoding(target: Target, drafter: Drafter, samples: Sequence[Sample], kind: str) -> dict[str, Any]:
@@ -222,6 +224,7 @@ def measure_by_decoding(target: Target, drafter: Drafter, samples: Sequence[Samp
     prompts again. `top1` is then how often some child of a node holds the target's token, by depth (32 nodes), and
     `tau` the acceptance length itself, by number of nodes."""
     figures: dict[str, Any] = {"tau": {}}
+    samples = samples[:_DECODED]
     prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
     longest = max(len(sample.tokens) - sample.start for sample in samples)
     options = Options(max(1, longest), Sampling(0.0 if kind == "greedy" else 1.0))

@@ -40,8 +40,8 @@ class Result:
 class Context:
     """What a drafter may look at. roots: int64 [B]; lengths: each row's cached tokens, which is its root's position;
     tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy;
-    target and cache: for drafters that run the target's first layers on their nodes; rate: tokens per second that the
-    time of drafting must bring in (0: any)."""
+    target and cache: for drafters that run the target's first layers on their nodes; rate: plain decoding's
+    tokens per second, for drafters that weigh their own time (0: it does not count)."""
 
     roots: Tensor
     lengths: list[int]
@@ -166,7 +166,7 @@ class _Rows:
         self.left = [self.left[i] for i in going]
 
 
-def _clock(device: torch.device) -> float:
+def clock(device: torch.device) -> float:
     torch.cuda.synchronize(device) if device.type == "cuda" else None
     return time.perf_counter()
 
@@ -175,15 +175,15 @@ def _clock(device: torch.device) -> float:
 def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup."""
     stats, result = Stats(), [[] for _ in prompts]  # type: tuple[Stats, list[list[int]]]
-    t0 = _clock(target.device)
+    t0 = clock(target.device)
     rows = _Rows(target, prompts, options)
     rows.prefill(None)
     root = chain(rows.roots()[:, None])
-    t1 = _clock(target.device)
+    t1 = clock(target.device)
     stats.seconds_prefill = t1 - t0
     while rows.alive:
         logits = target.forward(root, rows.cache).logits
-        t2 = _clock(target.device)
+        t2 = clock(target.device)
         assert logits is not None
         picked, _ = rows.picker(logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
         rows.cache.keep([[0]] * len(rows.alive))
@@ -196,7 +196,7 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
             root = chain(picked[going, None])
         else:
             root = root.with_tokens(picked[:, None])
-        t0, t1 = t1, _clock(target.device)
+        t0, t1 = t1, clock(target.device)
         stats.forwards += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
@@ -229,11 +229,11 @@ def speculative_steps(
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     drafter = copy.copy(drafter)  # its state belongs to this call
-    t0 = _clock(target.device)
+    t0 = clock(target.device)
     rows = _Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
     rows.prefill(drafter)
-    t1 = _clock(target.device)
+    t1 = clock(target.device)
     stats.seconds_prefill += t1 - t0
     roots = rows.roots()
     while rows.alive:
@@ -241,9 +241,9 @@ def speculative_steps(
         context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
         tree = drafter.propose(context)
         assert torch.equal(tree.tokens[:, 0], roots), "a drafter's tree must stand on the row's last token"
-        t2 = _clock(target.device)
+        t2 = clock(target.device)
         out = target.forward(tree, cache, True, (tree.start, target.n_layers), tree.hidden, drafter.features)
-        t3 = _clock(target.device)
+        t3 = clock(target.device)
         assert out.logits is not None
         paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
         rows.cache.keep(paths)
@@ -257,10 +257,10 @@ def speculative_steps(
         if going:
             drafter.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going], out.logits))
             roots = rows.roots()
-        t0, t1 = t1, _clock(target.device)
+        t0, t1 = t1, clock(target.device)
         stats.forwards += 1
         stats.seconds_draft += t2 - t0
         stats.seconds_target += t3 - t2
         stats.seconds_other += t1 - t3
         yield added
-        t1 = _clock(target.device)
+        t1 = clock(target.device)

@@ -39,8 +39,8 @@ NODES = 16  # nodes per tree unless asked for otherwise
 class Generated:
     """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
     from_draft: for each token whether the draft tree held it; stats: see `selfspec.stats.Stats`; lossy: the rule that
-    changed the output, where one was asked for by name, and how many tokens it altered; forecast: with nodes="auto", how
-    many nodes were chosen and what was expected of them."""
+    changed the output, where one was asked for by name, and how many tokens it altered; forecast: with nodes="auto",
+    how many nodes were chosen and what was expected of them."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -88,9 +88,10 @@ class Spec:
         """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding.
 
         The tokens are those of `autoregressive` with the same arguments. temperature 0 is greedy; seed is one int, or
-        one per row; nodes bounds the draft tree, root included, or is "auto" (see `selfspec.budget`). A row ends at an EOS token (which is returned), after
-        max_new_tokens, or at the target's last position. `lossy` names a rule that does change the output, see
-        `selfspec.lossy.Lossy`. Raises ValueError for arguments out of range and for empty or too long prompts.
+        one per row; nodes bounds the draft tree, root included, or is "auto" (see `selfspec.budget`). A row ends at an
+        EOS token (which is returned), after max_new_tokens, or at the target's last position. `lossy` names a rule that
+        does change the output, see `selfspec.lossy.Lossy`. Raises ValueError for arguments out of range and for empty
+        or too long prompts.
         """
         options = self._options(max_new_tokens, Sampling(temperature, top_k, top_p, min_p), seed)
         rule = None if lossy is None else Lossy(lossy)
@@ -328,6 +329,11 @@ def drafter_folder(name: str) -> Path:
     return Path(snapshot_download(name))
 
 
+def joined(name: str) -> str | list[str]:
+    """`a+b` as a list of names; any other name as it is."""
+    return name.split("+") if "+" in name and not Path(name).exists() else name
+
+
 def find_drafter(name: str, target: Target, tokenizer: Any = None) -> Drafter:
     """A drafter for this target by the name of a kind that needs no training, or of a checkpoint (`drafter_folder`).
 
@@ -340,8 +346,8 @@ def find_drafter(name: str, target: Target, tokenizer: Any = None) -> Drafter:
 
 
 def untrained(name: str) -> type[Drafter] | None:
-    """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this name
-    needs one and no checkpoint has the name."""
+    """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this
+    name needs one and no checkpoint has the name."""
     if (Path(name) / "drafter.json").is_file() or (Path(name) / "drafter").is_dir():
         return None
     try:
@@ -364,15 +370,17 @@ def load(
     """Load a drafter and its target for inference.
 
     drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
-    ("prompt_lookup", "lookahead"; give `target` then), or a list of these, which share one tree; target: where to find
-    the target instead of the place the heads name, or the model itself (its weights must be the same); dtype: of the
-    target and the heads, by default as saved; `loading` goes to transformers' from_pretrained (device_map,
-    attn_implementation, ...). Raises FileNotFoundError and ValueError as `load_drafter` and `load_target` do.
+    ("prompt_lookup", "lookahead"; give `target` then), or several of these that share one tree, as a list or joined by
+    "+"; target: where to find the target instead of the place the heads name, or the model itself (its weights must be
+    the same); dtype: of the target and the heads, by default as saved; `loading` goes to transformers' from_pretrained
+    (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError as `load_drafter` and `load_target`
+    do.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
         if dtype != "auto":
             raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
         dtype = loading.pop("torch_dtype")
+    drafter = joined(drafter) if isinstance(drafter, str) else drafter
     listed = [drafter] if isinstance(drafter, (str, Path)) else drafter
     if not isinstance(listed, Sequence) or not all(isinstance(name, (str, Path)) for name in listed):
         raise ValueError(f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or a list of them")

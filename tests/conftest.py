@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()  # costs of passes are measured for these tests alone
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import compose_config, save_tiny
 from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from selfspec.build import run_heads, run_pretrain
@@ -30,10 +31,12 @@ def is_pretrain(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer: Any) -> None:
+def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer: Any, tiny_folder: str) -> None:
     if is_pretrain(name):
         shape = ("hidden_size=32", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=2")
         model = [f"pretrain.model.{s}" for s in (*shape, "num_key_value_heads=2", "vocab_size=320")]
+        if compose_config("target", f"+experiment={name}").pretrain.tokenizer is not None:
+            model.append(f"pretrain.tokenizer={tiny_folder}")
         config = compose_config(
             "target", f"+experiment={name}", f"data.root={source_root}", "pretrain.length=64", *QUICK, *model
         )
@@ -68,12 +71,17 @@ def test_debug_config_composes() -> None:
         ("train", "drafter=medusas"),
         ("target", "pretrain.model.hidden=5"),
         ("eval", "tree.node=5"),
-        ("eval", "tree.nodes=many"),
     ],
 )
 def test_unknown_keys_and_types_fail(config: str, override: str) -> None:
     with pytest.raises((ConfigCompositionException, ConfigKeyError, ValidationError)):
         compose_config(config, override)
+
+
+@pytest.mark.parametrize("nodes", ["many", "0", "2000", "1.5"])
+def test_tree_sizes_that_do_not_exist_fail(nodes: str) -> None:
+    with pytest.raises(ValueError, match=rf"tree\.nodes=.*{nodes}.* must be auto"):
+        OmegaConf.to_object(compose_config("eval", f"tree.nodes={nodes}"))
 
 
 def run_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -104,7 +112,7 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
         "decode.prompts=2",
         "decode.prompt_tokens=8",
         "decode.max_new_tokens=8",
-        "tree.nodes=4,8",
+        "tree.nodes=4,auto",
         "decode.temperature=0,1",
         "dtype=float32",
         cwd=tmp_path,
@@ -114,9 +122,18 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     rows = table.read_text().splitlines()
     assert len(rows) == 2 + 4
     assert all(" 2/2 " in row for row in rows[2:])
-    plots = {"acceptance_by_depth", "time_split", "speedup", "tau_by_nodes"}
+    plots = {"acceptance_by_depth", "time_split", "speedup"}
     assert {p.stem for p in table.parent.glob("*.png")} == plots
     assert len(list(table.parent.glob("*/records.jsonl"))) == 4
+    points = [json.loads(path.read_text()) for path in table.parent.glob("*/summary.json")]
+    assert {p["config"]["wandb"]["group"] for p in points} == {f"decode-{table.parent.name}"}
+    before = table.read_text()
+    table.unlink()
+    (table.parent / "0" / "summary.json").write_text("{")
+    report = run_script(str(ROOT / "eval" / "report.py"), f"sweep={table.parent}", cwd=tmp_path)
+    assert report.returncode == 0, report.stderr
+    assert "1 of 4 runs skipped" in report.stdout
+    assert table.read_text().splitlines()[2:] == before.splitlines()[3:]
 
 
 def test_bad_input_ends_in_one_clear_line(tmp_path: Path) -> None:

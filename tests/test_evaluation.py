@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import compose_config
 
 import selfspec
+from selfspec.build import run_report
 from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.report import read_points, table, write_point
@@ -56,7 +58,8 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         folder.mkdir()
         write_point(folder, point, records)
         assert all(path.stat().st_size > 5000 for path in plot_points([point], folder).values())
-    points = read_points(tmp_path)
+    points, broken = read_points(tmp_path)
+    assert not broken
     assert [p["label"] for p in points] == ["t=0.0", "t=0.8"]
     assert len(table(points).splitlines()) == 4
 
@@ -78,3 +81,39 @@ def test_a_subset_of_arms(heads_folder: Path) -> None:
         DecodeConfig(arms=["vllm"])
     with pytest.raises(ValueError, match=r"decode\.prompts=0"):
         DecodeConfig(prompts=0)
+
+
+def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_path: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    records = run_arms(spec, [[5, 9, 2]], DecodeConfig(max_new_tokens=4, repeats=1), 4)
+    config = {"drafter": {"name": "x"}, "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
+    for name in ("0", "1", "2", "10"):
+        (tmp_path / name).mkdir()
+        write_point(tmp_path / name, {"label": name, "config": config, **summarize(records)}, records)
+    whole = (tmp_path / "1" / "summary.json").read_text()
+    (tmp_path / "1" / "summary.json").write_text(whole[: len(whole) // 2])
+    (tmp_path / "2" / "summary.json").write_text('{"label": "2"}')
+    (tmp_path / "3").mkdir()  # killed before its end
+    points, broken = read_points(tmp_path)
+    assert [p["label"] for p in points] == ["0", "10"]
+    assert [path.name for path, _ in broken] == ["1", "2", "3"]
+    assert [why.split(" ")[2] for _, why in broken] == ["not", "no", "missing:"]
+    report = compose_config("report", f"sweep={tmp_path}")
+    run_report(report)
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + 2
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        run_report(compose_config("report", f"sweep={tmp_path}/nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no finished run"):
+        run_report(compose_config("report", f"sweep={tmp_path}/empty"))
+
+
+def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    records = run_arms(spec, [[5, 9, 2], [7, 7]], DecodeConfig(max_new_tokens=20, repeats=1), "auto")
+    figures = summarize(records)["speculative"]
+    assert figures["forecast"]["passes"] == figures["passes"]
+    assert figures["forecast"]["speedup"] == figures["forecast"]["tokens"] / figures["forecast"]["steps"] > 0
+    assert figures["decode"] == pytest.approx(figures["acceptance_length"] / figures["cost"])
+    point = {"label": "a", "config": {"decode": {"lossy": None}}, **summarize(records)}
+    assert f"{figures['forecast']['speedup']:.2f} / {figures['decode']:.2f}" in table([point])

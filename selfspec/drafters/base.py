@@ -102,6 +102,8 @@ class Drafter(nn.Module, ABC):
 class Untrained(Drafter):
     """What drafters have in common that hold no parameters. `target` is for measuring themselves by decoding."""
 
+    target: Target
+
     def __init__(self, target: Target) -> None:
         super().__init__()
         self.__dict__["target"] = target  # not a part of the drafter

@@ -1,9 +1,9 @@
 """Hybrid trees: several drafters propose into one tree under one node budget.
 
-Equal paths are one path. Every node carries the chance its sources give it: what was measured for trained drafters, what
-has been counted while decoding for n-grams; the best nodes of all make the tree. Trained drafters are only asked where
-the free ones promise fewer tokens than the trained ones usually do, so that copied text costs no drafting; where the rate
-of decoding is known (`nodes="auto"`), only where what they usually add is worth the time they take.
+Equal paths are one path. Every node carries the chance its sources give it: what was measured for trained drafters,
+what has been counted while decoding for n-grams; the best nodes of all make the tree. Trained drafters are only asked
+where the free ones promise fewer tokens than the trained ones usually do, so that copied text costs no drafting; where
+the rate of decoding is known (`nodes="auto"`), only where what they usually add is worth the time they take.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from selfspec.generate import Accepted, Context
 from selfspec.spec import find_drafter
 from selfspec.target import Target
 from selfspec.tree import DraftTree
-
 
 _WEIGHT = 8.0  # of what is believed of a class of nodes before any was checked, in tokens
 _DOUBT = 0.25  # the part of its chance a child keeps at first where another source proposes something else
@@ -111,8 +110,9 @@ class Hybrid(Untrained):
 
     def __init__(self, target: Target, drafters: Sequence[str], least: float = 0.0) -> None:
         """drafters: at least one name, as `selfspec.load` takes them: embedded, a run folder, or a kind that needs no
-        training; least: nodes with less chance than this to be on the accepted path are left out. Raises ValueError for an empty list, a name given twice, drafters of another target, and those whose
-        tree must stay as they proposed it.
+        training; least: nodes with less chance than this to be on the accepted path are left out. Raises ValueError for
+        an empty list, a name given twice, drafters of another target, and those whose tree must stay as they proposed
+        it.
         """
         super().__init__(target)
         if isinstance(drafters, str) or not drafters:
@@ -154,7 +154,7 @@ class Hybrid(Untrained):
         passes, usual, seconds = self._usual
         for member in members:
             trained = bool(member.products())
-            if trained and trees and passes and (usual - passes * promised) <= context.rate * seconds:
+            if trained and trees and passes and usual - passes * promised <= promised * context.rate * seconds:
                 continue
             start = time.perf_counter()
             found = _sprouts(member.propose(context))  # waits for the device

@@ -1,10 +1,10 @@
 """Lookahead decoding (arXiv 2402.02057): the target guesses far ahead in parallel, and what it guessed becomes n-grams.
 
-A window of `window` columns and ngram - 1 levels rides along in every pass. Level 0 is a chain behind the root; each later
-level's column hangs below the same column of the level before, one position further on. What the target picks behind
-the last level is the next level (Jacobi iteration), and every column's diagonal is an n-gram for the pool. Drafts are the
-pool's n-grams that begin with the root's token. In the paper a mask of its own holds the window; here it is a part of
-the draft tree, which has that very mask, so that a walk may even go through it.
+A window of `window` columns and ngram - 1 levels rides along in every pass. Level 0 is a chain behind the root; each
+later level's column hangs below the same column of the level before, one position further on. What the target picks
+behind the last level is the next level (Jacobi iteration), and every column's diagonal is an n-gram for the pool.
+Drafts are the pool's n-grams that begin with the root's token. In the paper a mask of its own holds the window; here it
+is a part of the draft tree, which has that very mask, so that a walk may even go through it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from selfspec.generate import Accepted, Context
 from selfspec.target import Target
 from selfspec.tree import DraftTree
 
-# Chances of a token's n-grams, the most recent first, at depth 1 and below, before anything was measured: what `measure`
-# finds on the embedded target's own text (notebooks/LOG.md).
+# Chances of a token's n-grams, the most recent first, at depth 1 and below, before anything was measured: what
+# `measure` finds on the embedded target's own text (notebooks/LOG.md).
 _START = {
     "greedy": [[0.47, 0.33, 0.19, 0.12], [0.86, 0.75, 0.48, 0.37]],
     "sampled": [[0.26, 0.1, 0.06, 0.04], [0.54, 0.33, 0.29, 0.25]],
@@ -28,7 +28,8 @@ _START = {
 
 
 class Pool:
-    """N-grams by their first token, the most recent of each last; the oldest token's go first where `size` is passed."""
+    """N-grams by their first token, the most recent of each last; the oldest token's go first where `size` is
+    passed."""
 
     def __init__(self, size: int, guesses: int) -> None:
         self.size, self.guesses, self.held = size, guesses, 0
@@ -60,7 +61,8 @@ class _Row:
 
 
 class Lookahead(Untrained):
-    """A Jacobi window and a pool of n-grams. No parameters and no checkpoint; costs the window's nodes in every pass."""
+    """A Jacobi window and a pool of n-grams. No parameters and no checkpoint; costs the window's nodes in every
+    pass."""
 
     kind = "lookahead"
     free = True
@@ -68,8 +70,8 @@ class Lookahead(Untrained):
     shortest = 2
 
     def __init__(self, target: Target, window: int = 5, ngram: int = 3, guesses: int = 4, pool: int = 4096) -> None:
-        """window: columns at most; ngram: tokens of an n-gram; guesses: n-grams kept for each first token; pool: n-grams
-        kept in all. At most half of a tree's nodes are window.
+        """window: columns at most; ngram: tokens of an n-gram; guesses: n-grams kept for each first token; pool:
+        n-grams kept in all. At most half of a tree's nodes are window.
 
         Raises ValueError for a number below 1 (ngram below 2) and an n-gram longer than the target's context.
         """

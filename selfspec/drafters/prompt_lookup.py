@@ -43,7 +43,8 @@ class NGrams:
         self.read = max(self.read, len(tokens))
 
     def next(self, suffix: tuple[int, ...], choices: int) -> dict[int, int]:
-        """Tokens that followed the end of `suffix`, each with the length of its match: longest and most recent first."""
+        """Tokens that followed the end of `suffix`, each with the length of its match: longest and most recent
+        first."""
         found: dict[int, int] = {}
         for n in range(len(suffix), self.shortest - 1, -1):
             for token in reversed(self.after.get(suffix[-n:], {})):

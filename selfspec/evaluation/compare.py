@@ -1,7 +1,9 @@
-"""Everything against everything: drafters, tree sizes and transformers' own methods on the same prompts, in one process.
+"""Everything against everything: drafters, tree sizes and transformers' own methods on the same prompts, in one
+process.
 
 Every arm runs between two runs of plain decoding, whose mean is what it is compared with, so that a machine that drifts
-does not decide. What is measured is written prompt by prompt; a comparison that was killed goes on with what is missing.
+does not decide. What is measured is written prompt by prompt; a comparison that was killed goes on with what is
+missing.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +34,10 @@ METHODS = ("hf_generate", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
 
 @dataclass
 class CompareConfig:
-    """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included; kinds
-    of prompts, and how many of each; methods: of transformers, a subset of METHODS; draft_model: of assisted generation,
-    an embedded name, a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
-    lookup; between: arms between two runs of plain decoding; readme: a Markdown file whose lines between
+    """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
+    kinds of prompts, and how many of each; methods: of transformers, a subset of METHODS; draft_model: of assisted
+    generation, an embedded name, a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted
+    by its prompt lookup; between: arms between two runs of plain decoding; readme: a Markdown file whose lines between
     <!-- compare --> and <!-- end --> the tables replace."""
 
     drafters: list[str] = field(default_factory=list)
@@ -70,8 +73,9 @@ class CompareConfig:
 
 @dataclass
 class Run:
-    """One arm on one prompt. seconds: the whole call, prompt included; plain: the same of plain decoding beside it, with
-    as many tokens; decode, plain_decode: without the reading of the prompt (selfspec's arms); passes of the target."""
+    """One arm on one prompt. seconds: the whole call, prompt included; plain: the same of plain decoding beside it,
+    with as many tokens; decode, plain_decode: without the reading of the prompt (selfspec's arms); passes of the
+    target."""
 
     temperature: float
     kind: str
@@ -95,9 +99,7 @@ class Run:
 Call = Callable[[list[int], float], dict[str, Any]]  # of a prompt and a temperature
 
 
-def arms(
-    specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareConfig
-) -> dict[tuple[str, str], Call]:
+def arms(specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareConfig) -> dict[tuple[str, str], Call]:
     """By (name, nodes): what gives an arm's tokens, passes and times."""
     any_spec = next(iter(specs.values()))
     found: dict[tuple[str, str], Call] = {}
@@ -108,14 +110,14 @@ def arms(
         "hf_assisted": {"assistant_model": draft_model},
     }
     for name in config.methods:
-        found[name, "-"] = lambda prompt, t, method=given[name]: _theirs(any_spec, prompt, t, config, method)
+        found[name, "-"] = partial(_theirs, any_spec, config, given[name])
     for name, spec in specs.items():
         for nodes in config.nodes:
-            found[name, str(nodes)] = lambda prompt, t, spec=spec, nodes=nodes: _ours(spec, prompt, t, config, nodes)
+            found[name, str(nodes)] = partial(_ours, spec, config, nodes)
     return found
 
 
-def _ours(spec: Spec, prompt: list[int], temperature: float, config: CompareConfig, nodes: Any) -> dict[str, Any]:
+def _ours(spec: Spec, config: CompareConfig, nodes: Any, prompt: list[int], temperature: float) -> dict[str, Any]:
     result = spec.generate([prompt], config.max_new_tokens, temperature, seed=config.seed, nodes=nodes)
     s = result.stats
     return {
@@ -130,7 +132,7 @@ def _ours(spec: Spec, prompt: list[int], temperature: float, config: CompareConf
 
 
 def _theirs(
-    spec: Spec, prompt: list[int], temperature: float, config: CompareConfig, method: dict[str, Any]
+    spec: Spec, config: CompareConfig, method: dict[str, Any], prompt: list[int], temperature: float
 ) -> dict[str, Any]:
     """One of transformers' methods; passes are the calls of the target's last layer."""
     passes = [0]
@@ -154,7 +156,8 @@ def run_comparison(
     config: CompareConfig,
     path: Path,
 ) -> list[Run]:
-    """All arms on all prompts at all temperatures, appended to the JSON lines of `path`; those already there are kept."""
+    """All arms on all prompts at all temperatures, appended to the JSON lines of `path`; those already there are
+    kept."""
     spec = next(iter(specs.values()))
     check(spec.target, [prompt for group in prompts.values() for prompt in group], Options(config.max_new_tokens))
     calls = arms(specs, draft_model, config)
@@ -189,7 +192,10 @@ def run_comparison(
 
 
 def _warm_up(
-    spec: Spec, calls: dict[tuple[str, str], Call], groups: list[tuple[float, str, int, list[int]]], config: CompareConfig
+    spec: Spec,
+    calls: dict[tuple[str, str], Call],
+    groups: list[tuple[float, str, int, list[int]]],
+    config: CompareConfig,
 ) -> None:
     """Costs of passes are measured, and what is laid out on first use is, before anything is timed."""
     prompt = groups[0][3]
@@ -201,7 +207,12 @@ def _warm_up(
 
 
 def _between_plain(
-    spec: Spec, calls: dict[tuple[str, str], Call], order: list[tuple[str, str]], prompt: list[int], t: float, c: CompareConfig
+    spec: Spec,
+    calls: dict[tuple[str, str], Call],
+    order: list[tuple[str, str]],
+    prompt: list[int],
+    t: float,
+    c: CompareConfig,
 ) -> Iterator[Run]:
     """Some arms on one prompt, `between` of them at a time between two runs of plain decoding."""
 
@@ -225,7 +236,17 @@ def _between_plain(
             beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
             own = {"plain_decode": beside["decode"], "same": ids == expected} if "decode" in found else {}
             yield Run(
-                t, "", 0, arm, nodes, seconds, len(ids), beside["seconds"], len(expected), **found, **own  # type: ignore[arg-type]
+                t,
+                "",
+                0,
+                arm,
+                nodes,
+                seconds,
+                len(ids),
+                beside["seconds"],
+                len(expected),
+                **found,
+                **own,  # type: ignore[arg-type]
             )
         before = after
 
@@ -241,7 +262,9 @@ def read_runs(path: Path) -> list[Run]:
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{path}, line {number} is no run ({error}); delete it, or choose another name=") from error
+            raise ValueError(
+                f"{path}, line {number} is no run ({error}); delete it, or choose another name="
+            ) from error
     return runs
 
 
@@ -261,8 +284,12 @@ def _ratio(runs: list[Run]) -> dict[str, float]:
 
 def against(ours: list[Run], theirs: list[Run]) -> dict[str, float]:
     """How much faster one arm is than another on the same prompts, each measured by the plain decoding beside it."""
-    pairs = [(a, b) for a in ours for b in theirs if (a.temperature, a.kind, a.prompt) == (b.temperature, b.kind, b.prompt)]
-    columns = [(a.plain, a.plain_tokens, a.seconds, a.tokens, b.plain, b.plain_tokens, b.seconds, b.tokens) for a, b in pairs]
+    pairs = [
+        (a, b) for a in ours for b in theirs if (a.temperature, a.kind, a.prompt) == (b.temperature, b.kind, b.prompt)
+    ]
+    columns = [
+        (a.plain, a.plain_tokens, a.seconds, a.tokens, b.plain, b.plain_tokens, b.seconds, b.tokens) for a, b in pairs
+    ]
 
     def ratio(s: Tensor) -> Tensor:
         one, other = ((s[:, i] / s[:, i + 1]) / (s[:, i + 2] / s[:, i + 3]) for i in (0, 4))
@@ -300,7 +327,11 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
     passes, step = total("passes"), total("plain_decode") / total("plain_tokens")
     parts = {name: 1000 * total(name) / passes for name in ("draft", "target", "other")}
     decode = (total("plain_decode") / total("plain_tokens")) / (total("decode") / total("tokens"))
-    row: dict[str, Any] = {"milliseconds_per_pass": parts, "draft_steps": parts["draft"] / 1000 / step, "decode": decode}
+    row: dict[str, Any] = {
+        "milliseconds_per_pass": parts,
+        "draft_steps": parts["draft"] / 1000 / step,
+        "decode": decode,
+    }
     row["same"] = sum(bool(r.same) for r in own)
     if costs is not None and nodes != "auto":
         row["limit"] = tau / (costs[min(int(nodes), len(costs) - 1)] / costs[0] + row["draft_steps"])
@@ -356,12 +387,26 @@ def _interval(found: dict[str, float]) -> str:
 
 def _markdown(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join(
-        ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in rows)]
+        [
+            "| " + " | ".join(columns) + " |",
+            "|" + "---|" * len(columns),
+            *("| " + " | ".join(row) + " |" for row in rows),
+        ]
     )
 
 
 def main_table(rows: list[dict[str, Any]]) -> str:
-    columns = ["T", "method", "nodes", "τ", "tok/s", "over plain", "limit", "predicted / measured", "draft / target / other, ms"]
+    columns = [
+        "T",
+        "method",
+        "nodes",
+        "τ",
+        "tok/s",
+        "over plain",
+        "limit",
+        "predicted / measured",
+        "draft / target / other, ms",
+    ]
     lines = []
     for row in rows:
         nodes, forecast, parts = row["nodes"], "", ""
@@ -372,8 +417,17 @@ def main_table(rows: list[dict[str, Any]]) -> str:
             parts = " / ".join(f"{ms:.1f}" for ms in row["milliseconds_per_pass"].values())
         limit = f"{row['limit']:.2f}x" if "limit" in row else ""
         lines.append(
-            [f"{row['T']:g}", f"`{row['arm']}`", nodes, f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}"]
-            + [_interval(row["speedup"]), limit, forecast, parts]
+            [
+                f"{row['T']:g}",
+                f"`{row['arm']}`",
+                nodes,
+                f"{row['tau']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+                _interval(row["speedup"]),
+                limit,
+                forecast,
+                parts,
+            ]
         )
     return _markdown(columns, lines)
 
@@ -400,7 +454,13 @@ def price_table(prices: dict[str, dict[str, Any]]) -> str:
         training = price.get("training")
         took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
         lines.append(
-            [f"`{name}`", f"{price['parameters'] / 1e6:.2f}M", f"{price['disk'] / 1e6:.1f}", f"{price['memory'] / 1e6:.1f}", took]
+            [
+                f"`{name}`",
+                f"{price['parameters'] / 1e6:.2f}M",
+                f"{price['disk'] / 1e6:.1f}",
+                f"{price['memory'] / 1e6:.1f}",
+                took,
+            ]
         )
     return _markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
 

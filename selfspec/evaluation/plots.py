@@ -34,8 +34,8 @@ def plot_rules(rows: list[dict[str, Any]], path: Path) -> Path:
 
 
 def plot_comparison(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time of
-    a pass, and the speedup by kind of text."""
+    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
+    of a pass, and the speedup by kind of text."""
     drawn = {}
     for temperature in dict.fromkeys(row["T"] for row in rows):
         own = [row for row in rows if row["T"] == temperature]
@@ -102,11 +102,15 @@ def _compare_kinds(axes: Any, rows: list[dict[str, Any]]) -> None:
         found = [best[arm]["kinds"].get(kind, {}).get("speedup", {}) for arm in arms]
         at = [x + (i - (len(kinds) - 1) / 2) * 0.8 / len(kinds) for x in range(len(arms))]
         height = [f.get("ratio", 0.0) for f in found]
-        errors = [[max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(found, height, strict=True)]
-                  for side, sign in (("low", -1), ("high", 1))]
+        errors = [
+            [max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(found, height, strict=True)]
+            for side, sign in (("low", -1), ("high", 1))
+        ]
         axes.bar(at, height, width=0.8 / len(kinds), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=kind)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=5, rotation=30, ha="right")
+    axes.set_xticks(
+        range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=5, rotation=30, ha="right"
+    )
     axes.set(ylabel="speedup over plain decoding", title=f"T={rows[0]['T']:g}, best size of each")
     axes.legend(fontsize=7)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from selfspec.training.corpus import Document
 
-
 # Kinds of text whose repetitiveness differs, and what their prompts are
 KINDS = {
     "continuation": "stretches of modules",
@@ -39,7 +38,7 @@ def prompts_of_kind(kind: str, documents: list[Document], tokenizer: Any, count:
             found.append(ids[-tokens:])
     if len(found) < count:
         raise ValueError(
-            f"no usable example: {len(found)} of {count} docstrings of held-out modules have {tokens} tokens before them"
+            f"no usable example: {len(found)} of {count} docstrings of held-out modules follow {tokens} tokens"
         )
     return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
 

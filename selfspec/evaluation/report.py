@@ -110,8 +110,8 @@ def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> N
 
 
 def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
-    """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their folders,
-    and why. """
+    """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
+    folders, and why."""
     marks = ("summary.json", "records.jsonl", "figures.jsonl", "config.yaml", ".hydra")
     homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
     homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
@@ -120,7 +120,9 @@ def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, st
     for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
         try:
             point = json.loads((home / "summary.json").read_text())
-            wrong = not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
+            wrong = (
+                not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
+            )
         except FileNotFoundError:
             broken.append((home, "summary.json is missing: the run did not end"))
         except ValueError as error:

@@ -22,8 +22,8 @@ ARMS = ("hf_generate", "autoregressive", "speculative")
 
 @dataclass
 class DecodeConfig:
-    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); kind: of those cut, see
-    `prompts.KINDS` (None: from anywhere); repeats: timed runs
+    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); kind: of those cut,
+    see `prompts.KINDS` (None: from anywhere); repeats: timed runs
     per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS; lossy: a rule that
     changes the output (see `selfspec.lossy.Lossy`), whose distance from the exact distribution is then measured."""
 

@@ -1,0 +1,203 @@
+"""nodes="auto": costs are measured once, trees are cut where nodes do not pay, and the output stays what it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomize
+
+from selfspec import budget
+from selfspec.budget import LARGEST, SIZES, Auto, Forecast, Seen, cost_file, pass_costs
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.lookahead import Lookahead
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
+from selfspec.sampling import Sampling
+from selfspec.spec import Spec
+from selfspec.target import Target
+from selfspec.tree import DraftTree
+
+PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
+FREE = [1e-3] * (LARGEST + 1)  # nodes cost nothing
+DEAR = [1e-3 * max(1, n) for n in range(LARGEST + 1)]  # every node costs a plain step
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(budget, "_ROUNDS", 2)
+
+
+def drafters(target: Target) -> list[Drafter]:
+    torch.manual_seed(0)
+    made: list[Drafter] = [Medusa(target, heads=3, rank=4), EarlyExit(target, rank=2)]
+    for drafter in made:
+        randomize(drafter)
+    return [*(d.eval() for d in made), PromptLookup(target), Lookahead(target)]
+
+
+def auto(drafter: Any, costs: list[float], rows: int = 1, limit: int = 30) -> tuple[Auto, Forecast, Seen]:
+    seen, forecast = Seen(), Forecast()
+    return Auto(drafter, costs, seen, forecast, rows, limit), forecast, seen
+
+
+def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pass_costs(llama)
+    assert len(first) == LARGEST + 1
+    assert all(a <= b for a, b in itertools.pairwise(first[1:]))
+    assert min(first) > 0
+    monkeypatch.setattr(budget, "measure_costs", lambda *_: pytest.fail("measured twice"))
+    assert pass_costs(llama) == first
+    assert pass_costs(llama, sampled=True) != first
+
+
+def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> None:
+    pass_costs(llama)
+    path = cost_file(llama, 1)
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "device": "another GPU"}))
+    with pytest.raises(ValueError, match=r"holds costs of \{'device': 'another GPU'\}.*delete it") as error:
+        pass_costs(llama)
+    assert str(path) in str(error.value)
+    for text in (path.read_text()[:50], "[]", json.dumps({**saved, "greedy": {"1": 2}})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is damaged"):
+            pass_costs(llama)
+    path.unlink()
+    assert pass_costs(llama)
+    assert cost_file(llama, 1) != cost_file(llama, 4)
+
+
+def test_noise_in_costs_is_smoothed() -> None:
+    measured = [0.9, *(float(n) for n in SIZES)]
+    measured[3], measured[4] = 6.0, 4.0  # four nodes seemed dearer than eight
+    line = budget._interpolated(measured)
+    assert line[0] == 0.9
+    assert line[4] == line[8] == 5.0
+    assert line[LARGEST] == LARGEST
+    assert line[20] == pytest.approx(20)
+
+
+@pytest.mark.parametrize("costs", [FREE, DEAR], ids=["free", "dear"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_lossless(target: Target, costs: list[float], temperature: float, rows: int) -> None:
+    options = Options(30, Sampling(temperature), 5)
+    plain = autoregressive(target, PROMPTS[:rows], options)
+    for drafter in drafters(target):
+        sized, forecast, seen = auto(drafter, costs, rows)
+        for _ in range(2):  # what the first call taught is there in the second
+            fast = speculative(target, PROMPTS[:rows], options, sized, LARGEST)
+            assert fast.token_ids == plain.token_ids
+            sized = Auto(drafter, costs, seen, forecast, rows, 30)
+        assert forecast.speedup > 0
+
+
+class _Spy:
+    """A trained drafter of fixed chances below the root that keeps what it was asked for."""
+
+    own_tree = thrifty = False
+    features: tuple[int, ...] = ()
+
+    def __init__(self, chances: list[float], own_tree: bool = False) -> None:
+        self.chances, self.own_tree = chances, own_tree
+        self.asked: list[int] = []
+        self.observed = [0]
+
+    def propose(self, context: Context) -> DraftTree:
+        self.asked.append(context.nodes)
+        n = min(context.nodes, len(self.chances) + 1)
+        parents = torch.tensor([[-1] + [0] * (n - 1)] * len(context.roots))
+        tokens = (context.roots[:, None] + torch.arange(n)) % 61
+        scores = torch.tensor([1.0, *self.chances[: n - 1]]).expand(len(tokens), -1)
+        return DraftTree(tokens, parents, scores)
+
+    def observe(self, accepted: Accepted) -> None:
+        self.observed[0] += 1
+
+
+def context(target: Target, length: int) -> Context:
+    tokens: Any = [[1] * length]
+    return Context(torch.tensor([1]), [length - 1], tokens, LARGEST, 0.0, None, target, None)  # type: ignore[arg-type]
+
+
+def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
+    chances = [0.5, 0.2, 0.1, 0.04, 0.01]
+    for price, left in [(0.0, 6), (0.03, 5), (0.06, 4), (0.3, 2)]:  # plain steps per further node, at about 1.0x
+        costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
+        sized, _, seen = auto(_Spy(chances), costs)
+        seen.ways[0] = budget.Average(1.0, 1.0)
+        tree = sized.propose(context(llama, 5))
+        assert tree.tokens.shape[1] == left, price
+
+
+def test_cut_trees_keep_parents_in_order(llama: Target) -> None:
+    tokens, parents = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3, 2]])
+    scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])
+    sized, _, _ = auto(_Spy([]), [1.0] + [1 + 0.1 * n for n in range(LARGEST)])
+    tree, promise = sized._cut(DraftTree(tokens, parents, scores), 1.0)
+    assert tree.tokens.tolist() == [[1, 2, 4, 5]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 2]]
+    assert promise == pytest.approx(1.5)
+    whole, _, _ = auto(_Spy([], own_tree=True), [1.0] + [1 + 0.1 * n for n in range(LARGEST)])
+    kept = DraftTree(tokens, parents, scores)
+    assert whole._cut(kept, 1.0)[0] is kept
+
+
+def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
+    spy = _Spy([0.01] * 20)
+    sized, forecast, seen = auto(spy, DEAR, limit=60)
+    seen.draft = [1e-3, 1.0]
+    plain = autoregressive(llama, PROMPTS[:1], Options(60))
+    fast = speculative(llama, PROMPTS[:1], Options(60), sized, LARGEST)
+    assert fast.token_ids == plain.token_ids
+    assert len(spy.asked) == budget._FAIR  # then nothing more was drafted in this call
+    assert spy.observed[0] <= budget._FAIR + 1  # nor read
+    for call in range(2, 2 * budget._TRY + 1):  # the calls after it do not try, but for every eighth
+        before = len(spy.asked)
+        speculative(llama, PROMPTS[:1], Options(5), Auto(spy, DEAR, seen, forecast := Forecast(), 1, 5), LARGEST)
+        assert (len(spy.asked) > before) == (call % budget._TRY == 0)
+        if call % budget._TRY:
+            assert forecast.speedup == 1.0
+            assert "decoding plainly" in str(forecast)
+
+
+def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:
+    costs = [1e-3] + [1.1e-3] * LARGEST
+    sized, forecast, _ = auto(_Spy([0.5, 0.25]), costs)
+    sized.propose(context(llama, 5))
+    assert (forecast.passes, forecast.nodes) == (1, 3)
+    assert forecast.tokens == pytest.approx(1.75)
+    assert forecast.steps == pytest.approx(1.1)
+    last, forecast, _ = auto(_Spy([0.9, 0.9]), costs, limit=1)
+    last.propose(context(llama, 5))
+    assert forecast.tokens == 1.0  # there is room for no more
+
+
+def test_spec_takes_auto(llama: Target) -> None:
+    spec = Spec(llama, PromptLookup(llama))
+    prompt = [[5, 9, 2, 7] * 3]
+    for temperature in (0.0, 1.0):
+        plain = spec.autoregressive(prompt, 40, temperature)
+        found = spec.generate(prompt, 40, temperature, nodes="auto")
+        assert found.token_ids == plain.token_ids
+        assert found.forecast is not None
+        assert found.forecast.passes == found.stats.passes
+        assert "auto: " in str(found.forecast)
+    assert spec.generate(prompt, 4, nodes=3).forecast is None
+    ids = torch.tensor(prompt)
+    out = llama.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, custom_generate=spec, nodes="auto"
+    )
+    assert out[0, 12:].tolist() == spec.autoregressive(prompt, 10).token_ids[0]
+    with pytest.raises(ValueError, match="nodes='best' must be a number or 'auto'"):
+        spec.generate(prompt, 4, nodes="best")
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        spec.generate([[]], 4, nodes="auto")

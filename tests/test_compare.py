@@ -1,0 +1,166 @@
+"""The comparison of everything: complete, resumable, and its tables land where they belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import compose_config, save_tiny, tiny_model
+
+from selfspec import budget
+from selfspec.build import run_compare
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.evaluation.compare import Run, against, best_size, held_bytes, read_runs, summarize, verdict
+from selfspec.evaluation.prompts import KINDS, prompts_of_kind
+from selfspec.target import Target
+from selfspec.training.corpus import PythonSource
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_ROUNDS", 1)
+
+
+@pytest.fixture
+def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: Any) -> list[str]:
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    stdlib = PythonSource()._root()
+    for name in ("heapq.py", "argparse.py", "queue.py"):
+        (library / name).write_text((stdlib / name).read_text())
+    (library / "test" / "test_heapq.py").write_text((stdlib / "heapq.py").read_text())
+    draft = save_tiny(tmp_path / "draft", tokenizer, num_hidden_layers=1)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- compare -->\nold\n<!-- end -->\nbehind\n")
+    return [
+        f"target={tiny_folder}",
+        f"data.root={library}",
+        f"compare.drafters=[prompt_lookup,{heads_folder},prompt_lookup+{heads_folder}]",
+        "compare.nodes=[4,auto]",
+        "compare.prompts=1",
+        "compare.prompt_tokens=24",
+        "compare.max_new_tokens=8",
+        "compare.exit_layer=1",
+        "compare.between=3",
+        f"compare.draft_model={draft}",
+        f"compare.readme={readme}",
+        "dtype=float32",
+        "wandb.mode=disabled",
+    ]
+
+
+def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], tmp_path: Path) -> None:
+    rows = run_compare(compose_config("compare", *overrides), tmp_path / "run")
+    arms = {(row["arm"], row["nodes"]) for row in rows}
+    assert len(rows) == len(arms) * 2 == (3 * 2 + 4) * 2  # two temperatures
+    path = tmp_path / "run" / "runs.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == len(rows) * len(KINDS)
+    assert all(run.tokens == 8 for run in read_runs(path))
+    for run in read_runs(path):
+        if not run.arm.startswith("hf_"):
+            assert run.same  # float32: the tokens of plain decoding
+            assert run.decode is not None
+            assert 0 < run.decode < run.seconds
+        assert 1 <= run.passes <= 9
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n<!-- compare -->\n| T |")
+    assert text.endswith("<!-- end -->\nbehind\n")
+    assert "old" not in text
+    assert (tmp_path / "run" / "table.md").read_text().strip() in text
+    assert len(list((tmp_path / "run").glob("compare_*.png"))) == 8
+    saved = json.loads((tmp_path / "run" / "compare.json").read_text())
+    assert saved["prices"]["prompt_lookup"]["parameters"] == 0
+    assert saved["prices"]["hf_assisted"]["parameters"] > 0
+
+    path.write_text("".join(lines[:25]) + lines[25][:40])  # killed while it wrote
+    again = run_compare(compose_config("compare", *overrides), tmp_path / "run")
+    after = path.read_text().splitlines(keepends=True)
+    assert after[:25] == lines[:25]
+    assert len(after) == len(lines)
+    keys = [(r.temperature, r.kind, r.prompt, r.arm, r.nodes) for r in read_runs(path)]
+    assert len(set(keys)) == len(keys)
+    assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
+
+    with pytest.raises(ValueError, match="another configuration"):
+        run_compare(compose_config("compare", *overrides, "compare.max_new_tokens=9"), tmp_path / "run")
+    path.write_text(lines[0] + "{}\n" + lines[1])
+    with pytest.raises(ValueError, match="line 2 is no run"):
+        run_compare(compose_config("compare", *overrides), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("compare.drafters=[]", "compare.drafters is empty"),
+        ("compare.nodes=[]", "compare.nodes is empty"),
+        ("compare.nodes=[0]", "compare.nodes holds 0"),
+        ("compare.nodes=[8,most]", "compare.nodes holds 'most'"),
+        ("compare.kinds=[poems]", r"compare.kinds holds \['poems'\]"),
+        ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
+        ("compare.prompts=0", "compare.prompts=0"),
+        ("compare.readme=nowhere.md", "has no lines <!-- compare --> and <!-- end -->"),
+    ],
+)
+def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_compare(compose_config("compare", *overrides, override), tmp_path / "run")
+    assert not (tmp_path / "run" / "runs.jsonl").exists()
+
+
+def run(arm: str, seconds: float, plain: float = 2.0, **changes: Any) -> Run:
+    given: dict[str, Any] = {"temperature": 0.0, "kind": "a", "prompt": 0, "nodes": "8", "tokens": 10, "passes": 5}
+    return Run(arm=arm, seconds=seconds, plain=plain, plain_tokens=10, **{**given, **changes})
+
+
+def test_figures_are_the_definitions() -> None:
+    ours = [run("x", 1.0), run("x", 0.5, plain=1.0, prompt=1)]
+    times = {"decode": 0.5, "plain_decode": 1.0, "draft": 0.1, "target": 0.3, "other": 0.1}
+    for r in ours:
+        r.__dict__.update(times)
+    theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
+    costs = [0.1] + [0.1] * 64
+    rows = summarize([*ours, *theirs], {0.0: costs})
+    row = best_size(rows, 0.0, "x")
+    assert row["tau"] == 2.0
+    assert row["tokens_per_second"] == 20 / 1.5
+    assert row["speedup"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert row["decode"] == 2.0
+    assert row["draft_steps"] == pytest.approx(0.02 / 0.1)
+    assert row["limit"] == pytest.approx(2.0 / (1.0 + 0.2))
+    assert against(ours, theirs)["ratio"] == 2.0
+    assert "wins 2.00x" in verdict([*ours, *theirs], rows)
+    assert "loses 0.50x" in verdict(
+        [*ours, *[run("hf_y", 0.5, nodes="-"), run("hf_y", 0.25, plain=1.0, prompt=1, nodes="-")]], rows
+    )
+
+
+def test_memory_is_what_is_held_beside_the_target() -> None:
+    target = Target(tiny_model(dtype=torch.float32))
+    assert held_bytes(PromptLookup(target), target.model) == 0
+    drafter = Medusa(target, heads=2, blocks=1, rank=4)
+    own = sum(p.numel() for p in drafter.trained().values()) * 4
+    assert held_bytes(drafter, target.model) == own
+    assert held_bytes(drafter.eval(), target.model) > own  # what is laid out for decoding
+
+
+def test_kinds_of_prompts(tokenizer: Any) -> None:
+    documents = PythonSource().evaluation()
+    for kind in KINDS:
+        prompts = prompts_of_kind(kind, documents, tokenizer, 4, 48)
+        assert len({tuple(p) for p in prompts}) == 4
+        texts = [tokenizer.decode(p) for p in prompts]
+        if kind == "docstrings":
+            assert all('"""' in text.splitlines()[-1] and text.endswith("\n") for text in texts)
+        if kind == "edits":
+            assert all(p[-12:] == p[:12] for p in prompts)
+        else:
+            assert {len(p) for p in prompts} == {48}
+    with pytest.raises(ValueError, match="no usable example"):
+        prompts_of_kind("tests", [d for d in documents if not d.name.startswith("test/")], tokenizer, 4, 48)
+    with pytest.raises(ValueError, match="docstrings"):
+        prompts_of_kind("docstrings", documents[:1], tokenizer, 4000, 48)
