@@ -17,7 +17,8 @@ $(VENV)/.ready: pyproject.toml
 # Trains heads live on the embedded target and measures them: the main job, small.
 demo: $(VENV)/.ready
 	$(BIN)/python train/heads.py +experiment=demo name=demo
-	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo tree.nodes=16 decode.temperature=0,1 decode.prompts=8
+	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=16 \
+		decode.temperature=0,1 decode.prompts=6
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest

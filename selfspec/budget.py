@@ -8,6 +8,7 @@ bring otherwise; where drafting brings less than plain steps, decoding is plain.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -240,23 +241,24 @@ class Auto:
 
     def __init__(self, drafter: Any, costs: list[float], seen: Seen, forecast: Forecast, rows: int, limit: int) -> None:
         """costs: as `pass_costs` gives them; limit: new tokens of each of the rows at most."""
-        self.drafter, self.costs, self.seen, self.forecast = drafter, costs, seen, forecast
+        self.drafter, self.costs, self.seen, self.forecast = copy.copy(drafter), costs, seen, forecast
         self.whole, self.thrifty = drafter.own_tree, drafter.thrifty
         for way in _WHOLE if self.whole else (0,):
             steps = _WHOLE_HOPED if self.whole else _HOPED
-            seen.ways.setdefault(way, Average(_HOPE * steps * rows, steps * costs[0]))
+            seen.ways.setdefault(way, Average(_HOPE * steps, steps * costs[0]))
         self.way, self.passes, self.nodes, self.promise = 0, 0, 1, 0.0
         self.start = self.ready = self.drafting = self.end = 0.0
-        self.rows = self.length = 0
+        self.all_rows, self.rows, self.length = rows, 0, 0
         self.end_at = limit  # of the longest row, once its prompt is known
         self.root: DraftTree | None = None
+        self.shared = False  # whether drafting has run some of the target's layers
         seen.calls += 1
-        self.plain = not self._pays(rows) and seen.calls % _TRY > 0
+        self.plain = not self._pays() and seen.calls % _TRY > 0
         self.features = () if self.plain else drafter.features
 
-    def _pays(self, rows: int) -> bool:
+    def _pays(self) -> bool:
         """Whether drafting is worth its time."""
-        return self.thrifty or max(way.rate for way in self.seen.ways.values()) >= rows / self.costs[0]
+        return self.thrifty or max(way.rate for way in self.seen.ways.values()) >= 1 / self.costs[0]
 
     def propose(self, context: Context) -> DraftTree:
         seen, rows, length = self.seen, len(context.lengths), sum(map(len, context.tokens))
@@ -265,7 +267,7 @@ class Auto:
         if not self.passes:
             self.end_at += max(map(len, context.tokens))
         self.passes += 1
-        if self.plain or (self.passes > _FAIR and not self._pays(rows)):
+        if self.plain or (self.passes > _FAIR and not self._pays()):
             return self._root(context)
         self.start, self.rows, self.length = clock(context.roots.device), rows, length
         self.way = max(seen.ways, key=lambda n: seen.ways[n].rate)
@@ -276,7 +278,7 @@ class Auto:
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             spent = (clock(context.roots.device) - self.start) / seen.slow
             tree, self.promise = self._cut(tree, spent)
-        self.nodes = tree.tokens.shape[1]
+        self.nodes, self.shared = tree.tokens.shape[1], tree.start > 0
         drafting = seen.draft[0] / seen.draft[1] if seen.draft[1] else 0.0
         left = rows * min(self.nodes, max(1, self.end_at - max(map(len, context.tokens))))
         tokens = min(left, rows + self.promise * seen.kept / seen.promised)
@@ -327,7 +329,7 @@ class Auto:
         if self.plain:
             return
         start = clock(accepted.hidden.device)
-        if self.ready:
+        if self.ready and self.rows == self.all_rows and not self.shared:  # costs are of whole passes of all rows
             slow = (start - self.ready) / self.costs[min(self.nodes, LARGEST)]
             self.seen.slow = 0.9 * self.seen.slow + 0.1 * slow
         self.drafter.observe(accepted)
@@ -345,4 +347,4 @@ class Auto:
         seen.draft = [_KEEP * seen.draft[0] + drafting, _KEEP * seen.draft[1] + 1]
         cost = self.costs[min(self.nodes, LARGEST)] + drafting
         expected = self.rows + self.promise * seen.trust[0] / seen.trust[1]
-        seen.ways[self.way].add(tokens if self.whole else expected, cost)
+        seen.ways[self.way].add((tokens if self.whole else expected) / self.rows, cost)

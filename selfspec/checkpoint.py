@@ -141,11 +141,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
             f"the heads in {folder} were trained on target {theirs['name']!r} (weights {theirs['fingerprint'][:12]}), "
             f"not on {target.name!r} (weights {ours[:12]})"
         )
-    if tokenizer is not None and meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer_hash(tokenizer):
-        raise ValueError(
-            f"the heads in {folder} were trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
-            f"{tokenizer.name_or_path!r} (vocabulary {str(tokenizer_hash(tokenizer))[:12]})"
-        )
+    check_tokenizer(folder, meta, tokenizer)
     for name, digest in meta["files"].items():
         path = folder / name
         if not path.is_file():
@@ -172,6 +168,15 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
     drafter.requires_grad_(False)
     drafter.eval()
     return drafter
+
+
+def check_tokenizer(folder: Path, meta: dict[str, Any], tokenizer: Any) -> None:
+    """Raises ValueError where heads were trained with another tokenizer than this one."""
+    if tokenizer is not None and meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer_hash(tokenizer):
+        raise ValueError(
+            f"the heads in {folder} were trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
+            f"{tokenizer.name_or_path!r} (vocabulary {str(tokenizer_hash(tokenizer))[:12]})"
+        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:

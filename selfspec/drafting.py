@@ -225,6 +225,8 @@ def measure_by_decoding(target: Target, drafter: Drafter, samples: Sequence[Samp
     `tau` the acceptance length itself, by number of nodes."""
     figures: dict[str, Any] = {"tau": {}}
     samples = samples[:_DECODED]
+    if not samples:
+        raise ValueError("there is no text to measure a drafter on; give at least one prompt")
     prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
     longest = max(len(sample.tokens) - sample.start for sample in samples)
     options = Options(max(1, longest), Sampling(0.0 if kind == "greedy" else 1.0))

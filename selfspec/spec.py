@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import (
 )
 
 from selfspec.budget import LARGEST, Auto, Forecast, Seen, pass_costs
-from selfspec.checkpoint import drafter_class, load_drafter, read_meta
+from selfspec.checkpoint import check_tokenizer, drafter_class, load_drafter, read_meta
 from selfspec.custom_generate import SpeculativeOutput, custom_generate
 from selfspec.drafters.base import Drafter
 from selfspec.families import probe
@@ -70,7 +69,7 @@ class Spec:
         if key not in self._costs:
             self._costs[key] = pass_costs(self.target, rows, sampled)
         forecast, seen = Forecast(), self._seen.setdefault(key, Seen())
-        auto = Auto(copy.copy(self.drafter), self._costs[key], seen, forecast, rows, limit)
+        auto = Auto(self.drafter, self._costs[key], seen, forecast, rows, limit)
         return auto, LARGEST, forecast
 
     def generate(
@@ -398,6 +397,8 @@ def load(
         None if target is not None else meta.get("revision"),
         **loading,
     )
+    for folder in trained:
+        check_tokenizer(folder, read_meta(folder), tokenizer)
     if isinstance(drafter, (str, Path)):
         return Spec(frozen, find_drafter(names[0], frozen, tokenizer), tokenizer)
     return Spec(frozen, drafter_class("hybrid")(frozen, names).eval(), tokenizer)  # type: ignore[call-arg]

@@ -15,7 +15,7 @@ class DraftTree:
 
     tokens: int64 [B, N]; parents: int64 [B, N], each smaller than its node's index. Node 0 is the root (parent -1): the
     last emitted token, whose KV is not yet cached. Any other node with parent -1 is spare: no walk reaches it.
-    scores: float [B, N], what the drafter thinks of each node (its own units); only for people to look at.
+    scores: float [B, N], each node's chance to be on the accepted path; a drafter's promise, to size and mix trees by.
     start, hidden: where the drafter has run the target's layers below `start` on the nodes, their output [B, N, H];
     verification then begins at that layer.
 

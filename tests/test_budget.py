@@ -129,13 +129,16 @@ def context(target: Target, length: int) -> Context:
 
 
 def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
-    chances = [0.5, 0.2, 0.1, 0.04, 0.01]
-    for price, left in [(0.0, 6), (0.03, 5), (0.06, 4), (0.3, 2)]:  # plain steps per further node, at about 1.0x
+    chances, sizes = [0.5, 0.2, 0.1, 0.04, 0.01], []
+    for price in (0.0, 0.03, 0.06, 0.3, 2.0):  # plain steps per further node
         costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
-        sized, _, seen = auto(_Spy(chances), costs)
-        seen.ways[0] = budget.Average(1.0, 1.0)
-        tree = sized.propose(context(llama, 5))
-        assert tree.tokens.shape[1] == left, price
+        sized, _, _ = auto(_Spy(chances), costs)
+        sizes.append(sized.propose(context(llama, 5)).tokens.shape[1])
+        best = max(range(1, 7), key=lambda n: (1 + sum(chances[: n - 1])) / costs[n])
+        assert sizes[-1] == best, price
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 6
+    assert sizes[-1] == 1
 
 
 def test_cut_trees_keep_parents_in_order(llama: Target) -> None:
@@ -158,8 +161,8 @@ def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
     plain = autoregressive(llama, PROMPTS[:1], Options(60))
     fast = speculative(llama, PROMPTS[:1], Options(60), sized, LARGEST)
     assert fast.token_ids == plain.token_ids
-    assert len(spy.asked) == budget._FAIR  # then nothing more was drafted in this call
-    assert spy.observed[0] <= budget._FAIR + 1  # nor read
+    assert budget._FAIR <= len(spy.asked) < 30 < fast.stats.passes  # then nothing more was drafted in this call
+    assert spy.observed[0] <= len(spy.asked) + 1  # nor read
     for call in range(2, 2 * budget._TRY + 1):  # the calls after it do not try, but for every eighth
         before = len(spy.asked)
         speculative(llama, PROMPTS[:1], Options(5), Auto(spy, DEAR, seen, forecast := Forecast(), 1, 5), LARGEST)

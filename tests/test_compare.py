@@ -14,7 +14,7 @@ from selfspec import budget
 from selfspec.build import run_compare
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.evaluation.compare import Run, against, best_size, held_bytes, read_runs, summarize, verdict
+from selfspec.evaluation.compare import Run, against, best_sizes, held_bytes, read_runs, summarize, verdict
 from selfspec.evaluation.prompts import KINDS, prompts_of_kind
 from selfspec.target import Target
 from selfspec.training.corpus import PythonSource
@@ -86,6 +86,14 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     assert len(set(keys)) == len(keys)
     assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
 
+    fewer = (
+        "compare.temperatures=[0.0]",
+        "compare.methods=[hf_assisted]",
+        "compare.kinds=[tests]",
+        "compare.nodes=[6]",
+    )
+    more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
+    assert len(more) == len(rows) + 3  # what was measured before is kept
     with pytest.raises(ValueError, match="another configuration"):
         run_compare(compose_config("compare", *overrides, "compare.max_new_tokens=9"), tmp_path / "run")
     path.write_text(lines[0] + "{}\n" + lines[1])
@@ -119,20 +127,24 @@ def run(arm: str, seconds: float, plain: float = 2.0, **changes: Any) -> Run:
 
 def test_figures_are_the_definitions() -> None:
     ours = [run("x", 1.0), run("x", 0.5, plain=1.0, prompt=1)]
-    times = {"decode": 0.5, "plain_decode": 1.0, "draft": 0.1, "target": 0.3, "other": 0.1}
+    times = {"decode": 0.5, "plain_decode": 1.0, "draft": 0.1, "target": 0.3, "other": 0.1, "nodes_run": 30}
     for r in ours:
         r.__dict__.update(times)
     theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
-    costs = [0.1] + [0.1] * 64
+    costs = [0.1, *(0.05 * n for n in range(1, 65))]
     rows = summarize([*ours, *theirs], {0.0: costs})
-    row = best_size(rows, 0.0, "x")
+    row, _ = best_sizes(rows)
     assert row["tau"] == 2.0
     assert row["tokens_per_second"] == 20 / 1.5
     assert row["speedup"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
     assert row["decode"] == 2.0
     assert row["draft_steps"] == pytest.approx(0.02 / 0.1)
-    assert row["limit"] == pytest.approx(2.0 / (1.0 + 0.2))
-    assert against(ours, theirs)["ratio"] == 2.0
+    assert row["mean_nodes"] == 6.0
+    assert row["limit"] == pytest.approx(2.0 / (0.3 / 0.1 + 0.2))
+    found = against(ours, theirs)
+    assert found is not None
+    assert found["ratio"] == 2.0
+    assert against(ours, []) is None
     assert "wins 2.00x" in verdict([*ours, *theirs], rows)
     assert "loses 0.50x" in verdict(
         [*ours, *[run("hf_y", 0.5, nodes="-"), run("hf_y", 0.25, plain=1.0, prompt=1, nodes="-")]], rows

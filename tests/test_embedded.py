@@ -13,9 +13,13 @@ from selfspec.training.corpus import PythonSource
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"])
+TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"]
+OTHERS = ["prompt_lookup", "lookahead", "tiny-feature+prompt_lookup"]
+
+
+@pytest.fixture(scope="module", params=[*TRAINED, *OTHERS])
 def spec(request: pytest.FixtureRequest) -> Spec:
-    return selfspec.load(request.param, dtype="float32")
+    return selfspec.load(request.param, target="tiny-target", dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: 
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
         plain = spec.autoregressive(rows, 128, temperature)
-        for nodes in (16, 32):
+        for nodes in (16, 32, "auto"):
             assert spec.generate(rows, 128, temperature, nodes=nodes).token_ids == plain.token_ids
 
 
@@ -40,3 +44,12 @@ def test_identical_to_transformers(spec: Spec, prompts: list[list[int]]) -> None
         ids = torch.tensor([prompt])
         reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=128)
         assert spec.generate([prompt], 128).token_ids[0] == reference[0, len(prompt) :].tolist()
+
+
+def test_hybrids_accept_more_than_their_members() -> None:
+    taus = {}
+    for name in ("tiny-feature", "prompt_lookup", "tiny-feature+prompt_lookup"):
+        spec = selfspec.load(name, target="tiny-target", dtype="float32")
+        texts = cut_prompts(PythonSource().evaluation(), spec.tokenizer, 6, 128)
+        taus[name] = spec.generate(texts, 128, nodes=16).stats.acceptance_length
+    assert taus["tiny-feature+prompt_lookup"] > 1.1 * max(taus["tiny-feature"], taus["prompt_lookup"])

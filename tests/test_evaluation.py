@@ -93,7 +93,10 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
     whole = (tmp_path / "1" / "summary.json").read_text()
     (tmp_path / "1" / "summary.json").write_text(whole[: len(whole) // 2])
     (tmp_path / "2" / "summary.json").write_text('{"label": "2"}')
-    (tmp_path / "3").mkdir()  # killed before its end
+    (tmp_path / "3" / ".hydra").mkdir(parents=True)  # killed before its end
+    (tmp_path / "3" / ".hydra" / "config.yaml").write_text("name: x")
+    (tmp_path / "0" / "wandb" / "run" / "files").mkdir(parents=True)
+    (tmp_path / "0" / "wandb" / "run" / "files" / "config.yaml").write_text("name: x")
     points, broken = read_points(tmp_path)
     assert [p["label"] for p in points] == ["0", "10"]
     assert [path.name for path, _ in broken] == ["1", "2", "3"]

@@ -24,6 +24,7 @@ from selfspec.target import Target
 from selfspec.tree import DraftTree
 
 _WEIGHT = 8.0  # of what is believed of a class of nodes before any was checked, in tokens
+_RESTED = 16  # passes after which trained members are asked again
 _DOUBT = 0.25  # the part of its chance a child keeps at first where another source proposes something else
 
 
@@ -134,7 +135,9 @@ class Hybrid(Untrained):
         self.measured = {"greedy": [], "sampled": []}
         self._running: list[Drafter] | None = None
         self._rows: list[_Row] = []
-        self._usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens they promised, seconds they took
+        # Of the trained members: passes, tokens they promised and seconds they took of late; times asked, passes
+        # rested.
+        self._usual, self._asked, self._rested = [0.0, 0.0, 0.0], 0, 0
 
     def products(self) -> list[nn.Module]:
         return [module for member in self.__dict__["members"] for module in member.products()]
@@ -150,22 +153,34 @@ class Hybrid(Untrained):
         for row, tokens in zip(self._rows, context.tokens, strict=True):
             row.learn(tokens)
         trees: list[list[Sprout]] = []
-        promised = 0.0  # tokens by the members without products
-        passes, usual, seconds = self._usual
+        promised = 0.0  # tokens per row by the members without products
         for member in members:
             trained = bool(member.products())
-            if trained and trees and passes and usual - passes * promised <= promised * context.rate * seconds:
+            if trained and trees and self._rests(promised, context.rate / len(context.tokens)):
                 continue
             start = time.perf_counter()
             found = _sprouts(member.propose(context))  # waits for the device
             mean = sum(sum(chances) for _, _, chances in found) / len(found)
-            if trained:
-                self._usual = [a + b for a, b in zip(self._usual, (1, mean, time.perf_counter() - start), strict=True)]
-            else:
+            if not trained:
                 promised = max(promised, mean)
+            elif len(found[0][0]) > 1:  # a root alone: it has not read the prompt yet
+                self._asked += 1
+                if self._asked > 1:  # the first time it reads the prompt, which is not what drafting usually costs
+                    now = (1, mean, time.perf_counter() - start)
+                    self._usual = [0.9 * before + new for before, new in zip(self._usual, now, strict=True)]
             trees.append(found)
         parts = zip(self._rows, zip(*trees, strict=True), strict=True)
         return plant(context.roots, [row.merge(part, context.nodes, self.least) for row, part in parts])
+
+    def _rests(self, promised: float, rate: float) -> bool:
+        """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.
+        rate: tokens per second and row of plain decoding."""
+        count, tokens, seconds = self._usual
+        if self._asked < 2 or tokens - count * promised > promised * rate * seconds or self._rested >= _RESTED:
+            self._rested = 0
+            return False
+        self._rested += 1
+        return True
 
     def observe(self, accepted: Accepted) -> None:
         if self._rows:

@@ -41,7 +41,7 @@ class Pool:
         self.held -= len(own)
         own.pop(rest, None)
         own[rest] = None
-        if len(own) > self.guesses:
+        if len(own) > min(self.guesses, self.size):
             own.popitem(last=False)
         self.held += len(own)
         while self.held > self.size:

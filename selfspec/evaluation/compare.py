@@ -9,6 +9,7 @@ missing.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -94,6 +95,7 @@ class Run:
     other: float | None = None
     forecast: dict[str, float] | None = None
     same: bool | None = None
+    nodes_run: int | None = None
 
 
 Call = Callable[[list[int], float], dict[str, Any]]  # of a prompt and a temperature
@@ -118,11 +120,17 @@ def arms(specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareC
 
 
 def _ours(spec: Spec, config: CompareConfig, nodes: Any, prompt: list[int], temperature: float) -> dict[str, Any]:
-    result = spec.generate([prompt], config.max_new_tokens, temperature, seed=config.seed, nodes=nodes)
+    sizes: list[int] = []
+    handle = spec.target.layers[-1].register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    try:
+        result = spec.generate([prompt], config.max_new_tokens, temperature, seed=config.seed, nodes=nodes)
+    finally:
+        handle.remove()
     s = result.stats
     return {
         "ids": result.token_ids[0],
         "passes": s.forwards,
+        "nodes_run": sum(sizes[-s.forwards :]),  # what came before read the prompt
         "decode": s.seconds - s.seconds_prefill,
         "draft": s.seconds_draft,
         "target": s.seconds_target,
@@ -163,7 +171,9 @@ def run_comparison(
     calls = arms(specs, draft_model, config)
     runs = read_runs(path)
     if path.exists():  # a torn last line is dropped for good
-        path.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs))
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs))
+        os.replace(scratch, path)
     done = {(run.temperature, run.kind, run.prompt, run.arm, run.nodes) for run in runs}
     groups = [
         (temperature, kind, i, prompts[kind][i])
@@ -282,14 +292,18 @@ def _ratio(runs: list[Run]) -> dict[str, float]:
     return {"ratio": ratio, "low": low, "high": high}
 
 
-def against(ours: list[Run], theirs: list[Run]) -> dict[str, float]:
-    """How much faster one arm is than another on the same prompts, each measured by the plain decoding beside it."""
+def against(ours: list[Run], theirs: list[Run]) -> dict[str, float] | None:
+    """How much faster one arm is than another on the prompts both have, each measured by the plain decoding beside
+    it; None where there are none."""
     pairs = [
         (a, b) for a in ours for b in theirs if (a.temperature, a.kind, a.prompt) == (b.temperature, b.kind, b.prompt)
     ]
     columns = [
         (a.plain, a.plain_tokens, a.seconds, a.tokens, b.plain, b.plain_tokens, b.seconds, b.tokens) for a, b in pairs
     ]
+
+    if not columns:
+        return None
 
     def ratio(s: Tensor) -> Tensor:
         one, other = ((s[:, i] / s[:, i + 1]) / (s[:, i + 2] / s[:, i + 3]) for i in (0, 4))
@@ -333,8 +347,11 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
         "decode": decode,
     }
     row["same"] = sum(bool(r.same) for r in own)
-    if costs is not None and nodes != "auto":
-        row["limit"] = tau / (costs[min(int(nodes), len(costs) - 1)] / costs[0] + row["draft_steps"])
+    if costs is not None and all(r.nodes_run is not None for r in own):
+        mean = total("nodes_run") / passes
+        row["mean_nodes"], below = mean, min(int(mean), len(costs) - 2)
+        cost = costs[below] + (mean - below) * (costs[below + 1] - costs[below])
+        row["limit"] = tau / (cost / costs[0] + row["draft_steps"])
     forecasts = [r.forecast for r in own if r.forecast is not None]
     if forecasts:
         tokens, steps, count, n = (sum(f[key] for f in forecasts) for key in ("tokens", "steps", "passes", "nodes"))
@@ -342,11 +359,14 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
     return row
 
 
-def best_size(rows: list[dict[str, Any]], temperature: float, arm: str) -> dict[str, Any]:
-    """The row of the size with the highest speedup."""
-    return max(
-        (row for row in rows if (row["T"], row["arm"]) == (temperature, arm)), key=lambda row: row["speedup"]["ratio"]
-    )
+def best_sizes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every temperature and arm the row of the size with the highest speedup."""
+    best: dict[tuple[float, str], dict[str, Any]] = {}
+    for row in rows:
+        found = best.setdefault((row["T"], row["arm"]), row)
+        if row["speedup"]["ratio"] > found["speedup"]["ratio"]:
+            best[row["T"], row["arm"]] = row
+    return list(best.values())
 
 
 def held_bytes(part: nn.Module, beside: nn.Module) -> int:
@@ -369,10 +389,10 @@ def held_bytes(part: nn.Module, beside: nn.Module) -> int:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)
-        elif isinstance(value, nn.Module):
-            visit(value.__dict__)
-        elif type(value).__module__.startswith("selfspec.") and hasattr(value, "__dict__"):
-            visit({k: v for k, v in value.__dict__.items() if k != "model"})
+        elif isinstance(value, nn.Module) or type(value).__module__.startswith("selfspec."):
+            for name, item in list(getattr(value, "__dict__", {}).items()):
+                if name != "model":
+                    visit(item)
 
     visit(part)
     return sum(found.values())
@@ -409,9 +429,12 @@ def main_table(rows: list[dict[str, Any]]) -> str:
     ]
     lines = []
     for row in rows:
-        nodes, forecast, parts = row["nodes"], "", ""
+        nodes, forecast, parts, same = row["nodes"], "", "", ""
+        if "mean_nodes" in row:
+            nodes = f"{nodes} ({row['mean_nodes']:.1f})"
+        if "same" in row:
+            same = f"{row['same']}/{row['prompts']}"
         if "predicted" in row:
-            nodes = f"auto ({row['mean_nodes']:.0f})"
             forecast = f"{row['predicted']:.2f} / {row['decode']:.2f}"
         if "milliseconds_per_pass" in row:
             parts = " / ".join(f"{ms:.1f}" for ms in row["milliseconds_per_pass"].values())
@@ -427,6 +450,7 @@ def main_table(rows: list[dict[str, Any]]) -> str:
                 limit,
                 forecast,
                 parts,
+                same,
             ]
         )
     return _markdown(columns, lines)
@@ -436,14 +460,12 @@ def kinds_table(rows: list[dict[str, Any]]) -> str:
     """Speedup and τ by kind of text, of every arm at its best size."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["kinds"]))
     lines = []
-    for temperature in dict.fromkeys(row["T"] for row in rows):
-        for arm in dict.fromkeys(row["arm"] for row in rows):
-            row = best_size(rows, temperature, arm)
-            cells = [
-                f"{_interval(found['speedup'])}, τ {found['tau']:.2f}" if (found := row["kinds"].get(kind)) else ""
-                for kind in kinds
-            ]
-            lines.append([f"{temperature:g}", f"`{arm}`", row["nodes"], *cells])
+    for row in best_sizes(rows):
+        cells = [
+            f"{_interval(found['speedup'])}, τ {found['tau']:.2f}" if (found := row["kinds"].get(kind)) else ""
+            for kind in kinds
+        ]
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
     return _markdown(["T", "method", "nodes", *kinds], lines)
 
 
@@ -467,19 +489,22 @@ def price_table(prices: dict[str, dict[str, Any]]) -> str:
 
 def verdict(runs: list[Run], rows: list[dict[str, Any]]) -> str:
     """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
-    ours = list(dict.fromkeys(row["arm"] for row in rows if not row["arm"].startswith("hf_")))
     theirs = list(dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("hf_")))
     lines = []
-    for temperature in dict.fromkeys(row["T"] for row in rows):
-        for arm in ours:
-            nodes = best_size(rows, temperature, arm)["nodes"]
-            own = [r for r in runs if (r.temperature, r.arm, r.nodes) == (temperature, arm, nodes)]
-            cells = []
-            for other in theirs:
-                found = against(own, [r for r in runs if (r.temperature, r.arm) == (temperature, other)])
-                word = "wins" if found["low"] > 1 else "loses" if found["high"] < 1 else "level"
-                cells.append(f"{word} {_interval(found)}")
-            lines.append([f"{temperature:g}", f"`{arm}`", nodes, *cells])
+    for row in best_sizes(rows):
+        temperature, arm, nodes = row["T"], row["arm"], row["nodes"]
+        if arm in theirs:
+            continue
+        own = [r for r in runs if (r.temperature, r.arm, r.nodes) == (temperature, arm, nodes)]
+        cells = []
+        for other in theirs:
+            beside = [r for r in runs if (r.temperature, r.arm) == (temperature, other)]
+            if (found := against(own, beside)) is None:
+                cells.append("")
+                continue
+            word = "wins" if found["low"] > 1 else "loses" if found["high"] < 1 else "level"
+            cells.append(f"{word} {_interval(found)}")
+        lines.append([f"{temperature:g}", f"`{arm}`", nodes, *cells])
     return _markdown(["T", "drafter", "nodes", *(f"over `{other}`" for other in theirs)], lines)
 
 

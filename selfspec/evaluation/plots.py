@@ -52,7 +52,7 @@ def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
         if row["nodes"].isdigit():
             lines.setdefault(row["arm"], []).append(row)
-    return lines
+    return {arm: sorted(line, key=lambda row: int(row["nodes"])) for arm, line in lines.items()}
 
 
 def _nodes_axis(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -161,7 +161,8 @@ def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
     points = [p for p in points if p["config"]["tree"]["nodes"] != "auto"]
     for point in points:
         config = point["config"]
-        name = f"{config['drafter']['name']}, T={config['decode']['temperature']:g}"
+        drafter = "+".join(config["drafter"].get("drafters") or [config["drafter"]["name"]])
+        name = f"{drafter}, T={config['decode']['temperature']:g}"
         lines.setdefault(name, []).append((config["tree"]["nodes"], point["speculative"]["acceptance_length"]))
     for name, line in lines.items():
         nodes, tau = zip(*sorted(line), strict=True)

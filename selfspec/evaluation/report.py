@@ -112,7 +112,7 @@ def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> N
 def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
-    marks = ("summary.json", "records.jsonl", "figures.jsonl", "config.yaml", ".hydra")
+    marks = ("summary.json", "records.jsonl", "figures.jsonl", ".hydra")
     homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
     homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
     homes |= {folder} if (folder / "summary.json").exists() else set()
