@@ -69,6 +69,9 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
         assert 1 <= run.passes <= 9
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("before\n<!-- compare -->\n| T |")
+    table = [line.split("|") for line in text.splitlines()[2 : 4 + len(rows)]]
+    assert {len(cells) for cells in table} == {12}
+    assert [cells[1].strip() for cells in table[2:]] == ["0"] * 10 + ["1"] * 10
     assert text.endswith("<!-- end -->\nbehind\n")
     assert "old" not in text
     assert (tmp_path / "run" / "table.md").read_text().strip() in text

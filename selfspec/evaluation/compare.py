@@ -319,7 +319,11 @@ def summarize(runs: list[Run], costs: dict[float, list[float]]) -> list[dict[str
     groups: dict[tuple[float, str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.temperature, run.arm, run.nodes), []).append(run)
-    for (temperature, arm, nodes), own in sorted(groups.items(), key=lambda item: item[0][0]):
+    names = sorted(dict.fromkeys(run.arm for run in runs), key=lambda name: (not name.startswith("hf_"), "+" in name))
+    order = {name: i for i, name in enumerate(names)}
+    for (temperature, arm, nodes), own in sorted(
+        groups.items(), key=lambda item: (item[0][0], order[item[0][1]], len(item[0][2]), item[0][2])
+    ):
         passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
         row: dict[str, Any] = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
         row |= {"tau": tokens / max(1, passes), "tokens_per_second": tokens / sum(r.seconds for r in own)}
@@ -426,6 +430,7 @@ def main_table(rows: list[dict[str, Any]]) -> str:
         "limit",
         "predicted / measured",
         "draft / target / other, ms",
+        "identical",
     ]
     lines = []
     for row in rows:
