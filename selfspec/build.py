@@ -258,22 +258,26 @@ def _price(name: str, spec: Spec) -> dict[str, Any]:
     for part in [names] if isinstance(names, str) else names:
         if untrained(part) is None:
             home = drafter_folder(part)
-            meta = read_meta(home)
-            price["parameters"] += meta["parameters"]
+            price["parameters"] += read_meta(home)["parameters"]
             price["disk"] += _disk(home)
-            price["training"] = meta.get("training")
+            price["training"] = _training(home)
     return price
 
 
 def _price_of_model(name: str, model: Any) -> dict[str, Any]:
-    home, note = Path(resolve(name)), Path(resolve(name)) / "training.json"
+    home = Path(resolve(name))
     parameters = list(model.parameters())
     return {
         "parameters": sum(p.numel() for p in parameters),
         "disk": _disk(home) if home.is_dir() else 0,
         "memory": sum(p.numel() * p.element_size() for p in parameters),
-        "training": json.loads(note.read_text()) if note.is_file() else None,
+        "training": _training(home),
     }
+
+
+def _training(home: Path) -> dict[str, float] | None:
+    note = home / "training.json"
+    return json.loads(note.read_text()) if note.is_file() else None
 
 
 def _disk(folder: Path) -> int:

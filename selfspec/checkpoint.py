@@ -91,12 +91,13 @@ def save_drafter(
         },
         "tokenizer": tokenizer_hash(tokenizer),
         "measured": drafter.measured,
-        "training": training,
         "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
     }
     (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
     (scratch / "README.md").write_text(_card(meta, note))
+    if training is not None:  # apart from what is the same again whenever the same run is repeated
+        (scratch / "training.json").write_text(json.dumps(training) + "\n")
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -136,7 +136,7 @@ def test_figures_are_the_definitions() -> None:
     theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
     costs = [0.1, *(0.05 * n for n in range(1, 65))]
     rows = summarize([*ours, *theirs], {0.0: costs})
-    row, _ = best_sizes(rows)
+    _, row = best_sizes(rows)
     assert row["tau"] == 2.0
     assert row["tokens_per_second"] == 20 / 1.5
     assert row["speedup"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}

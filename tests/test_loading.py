@@ -135,8 +135,8 @@ def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monk
         ({"target": 5}, ValueError, "target is a int"),
         ({"target": "/nowhere"}, FileNotFoundError, "has no config.json"),
         ({"target": Path("/nowhere")}, FileNotFoundError, "has no config.json"),
-        ({"name": 5}, ValueError, "name=5"),
-        ({"name": Path("/nowhere")}, FileNotFoundError, "no drafter at"),
+        ({"drafter": 5}, ValueError, "drafter=5"),
+        ({"drafter": Path("/nowhere")}, FileNotFoundError, "no drafter at"),
         ({"dtype": torch.int8}, ValueError, "dtype=torch.int8"),
         ({"dtype": 32}, ValueError, "dtype=32"),
         ({"dtype": "float8_e4m3fn"}, ValueError, "dtype='float8_e4m3fn'"),
@@ -149,4 +149,4 @@ def test_what_can_not_be_loaded_is_named(
     heads_folder: Path, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        selfspec.load(**{"name": str(heads_folder), **change})
+        selfspec.load(**{"drafter": str(heads_folder), **change})

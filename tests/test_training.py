@@ -138,6 +138,8 @@ def test_resume_is_bit_equal(
     run_heads(config, tmp_path / "parts")
     steps = [record["step"] for record in logged(tmp_path / "parts", "train")]
     assert steps == [1, 2, 3, 4, 5, 6]
+    told = json.loads((tmp_path / "whole" / "drafter" / "training.json").read_text())
+    assert told["tokens"] > 0 < told["seconds"]
     names = ["drafter.safetensors", "drafter.json", *(f"lora/head_{k}/adapter_model.safetensors" for k in range(3))]
     for name in names:
         assert (tmp_path / "whole" / "drafter" / name).read_bytes() == (

@@ -128,8 +128,7 @@ class Hybrid(Untrained):
         for name, member in zip(names, members, strict=True):
             if member.own_tree or isinstance(member, Hybrid):
                 raise ValueError(f"drafter {name!r} ({member.kind}) can not share a tree with others; leave it out")
-        # Held beside the module tree: nothing of them is trained or saved here. Those without products come first.
-        self.__dict__["members"] = sorted(members, key=lambda member: len(member.products()) > 0)
+        self.__dict__["members"] = members  # beside the module tree: nothing of them is trained or saved here
         self.thrifty = any(member.thrifty for member in members)
         self.features = tuple(sorted({layer for member in members for layer in member.features}))
         self.measured = {"greedy": [], "sampled": []}
@@ -152,23 +151,17 @@ class Hybrid(Untrained):
         self._rows = self._rows or [_Row() for _ in context.tokens]
         for row, tokens in zip(self._rows, context.tokens, strict=True):
             row.learn(tokens)
-        trees: list[list[Sprout]] = []
-        promised = 0.0  # tokens per row by the members without products
-        for member in members:
-            trained = bool(member.products())
-            if trained and trees and self._rests(promised, context.rate / len(context.tokens)):
-                continue
+        trees = [_sprouts(member.propose(context)) for member in members if not member.products()]
+        promised = max((_promise(found) for found in trees), default=0.0)
+        if not trees or not self._rests(promised, context.rate / len(context.tokens)):
             start = time.perf_counter()
-            found = _sprouts(member.propose(context))  # waits for the device
-            mean = sum(sum(chances) for _, _, chances in found) / len(found)
-            if not trained:
-                promised = max(promised, mean)
-            elif len(found[0][0]) > 1:  # a root alone: it has not read the prompt yet
+            asked = [_sprouts(member.propose(context)) for member in members if member.products()]
+            if any(len(found[0][0]) > 1 for found in asked):  # roots alone: nothing was read of the prompt yet
                 self._asked += 1
-                if self._asked > 1:  # the first time it reads the prompt, which is not what drafting usually costs
-                    now = (1, mean, time.perf_counter() - start)
+                if self._asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
+                    now = (1, max(map(_promise, asked)), time.perf_counter() - start)
                     self._usual = [0.9 * before + new for before, new in zip(self._usual, now, strict=True)]
-            trees.append(found)
+            trees += asked
         parts = zip(self._rows, zip(*trees, strict=True), strict=True)
         return plant(context.roots, [row.merge(part, context.nodes, self.least) for row, part in parts])
 
@@ -192,8 +185,13 @@ class Hybrid(Untrained):
         return measure_by_decoding(self.target, self, samples, kind)
 
 
+def _promise(found: list[Sprout]) -> float:
+    """Tokens that trees promise, per row."""
+    return sum(sum(chances) for _, _, chances in found) / len(found)
+
+
 def _sprouts(tree: DraftTree) -> list[Sprout]:
-    """A tree's rows as lists; a tree without scores is its roots alone."""
+    """A tree's rows as lists, once the device is through; a tree without scores is its roots alone."""
     scores = torch.ones_like(tree.tokens, dtype=torch.float64) if tree.scores is None else tree.scores.double()
     assert tree.scores is not None or tree.tokens.shape[1] == 1
     scores = scores.expand_as(tree.tokens)
