@@ -9,7 +9,7 @@ import sys
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
 
-def _nodes(text: str) -> int | str:
+def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=_nodes, help="largest draft tree, root included, or auto")
+    parser.add_argument("--nodes", type=number_or_auto, help="largest draft tree, root included, or auto")
     parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -113,7 +113,7 @@ def _interpolated(seconds: list[float]) -> list[float]:
             (a, m), (b, n) = blocks[-2:]
             blocks[-2:] = [((a * m + b * n) / (m + n), m + n)]
     smooth = [mean for mean, count in blocks for _ in range(count)]
-    line = [seconds[0]]
+    line = [min(seconds[0], smooth[0])]  # a plain step is a pass without a tree
     points = list(zip(SIZES, smooth, strict=True))
     for (n, low), (m, high) in itertools.pairwise(points):
         line += [low + (high - low) * i / (m - n) for i in range(m - n)]

@@ -219,6 +219,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
         kind: prompts_of_kind(kind, documents, tokenizer, run.compare.prompts, run.compare.prompt_tokens)
         for kind in run.compare.kinds
     }
+    (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         runs = run_comparison(specs, draft_model, prompts, run.compare, path)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}

@@ -73,6 +73,8 @@ class DrafterConfig:
         """What `selfspec.load` is given. Raises ValueError for a list beside another name than hybrid."""
         if self.drafters and self.name != "hybrid":
             raise ValueError(f"drafter.drafters belongs to drafter=hybrid, not to drafter={self.name}")
+        if self.name == "hybrid" and not self.drafters:
+            raise ValueError('drafter=hybrid needs its members: "drafter.drafters=[a,b]", or drafter=a+b')
         return list(self.drafters) if self.name == "hybrid" else self.name
 
 

@@ -321,7 +321,7 @@ def drafter_folder(name: str) -> Path:
         embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
         raise FileNotFoundError(
             f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, a hub id owner/name, or one "
-            f"of the embedded {embedded}"
+            f"of the embedded {embedded}, or prompt_lookup or lookahead, which need no training (join several by +)"
         )
     from huggingface_hub import snapshot_download
 
@@ -389,7 +389,7 @@ def load(
     trained = [drafter_folder(name) for name in names if untrained(name) is None]
     meta: dict[str, Any] = read_meta(trained[0])["target"] if trained else {}
     if target is None and not meta.get("name"):
-        raise ValueError(f"drafter={drafter!r} was trained for no target; give target=")
+        raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
     frozen, tokenizer = load_target(
         target if target is not None else meta["name"],
         dtype,

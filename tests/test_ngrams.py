@@ -339,7 +339,7 @@ def test_drafters_load_without_a_checkpoint(heads_folder: Path, tiny_folder: str
         assert spec.generate([[5, 9, 2, 5, 9, 2]], 20).token_ids == plain.token_ids
     assert selfspec.load(["prompt_lookup", heads_folder]).drafter.kind == "hybrid"  # the target that the heads name
     for drafter, message in [
-        ("prompt_lookup", "give target="),
+        ("prompt_lookup", "names no target; give one"),
         ([], "is empty"),
         ("medusa", "train/heads.py drafter=medusa"),
         ("hybrid", "give the list"),

@@ -507,8 +507,8 @@ def verdict(runs: list[Run], rows: list[dict[str, Any]]) -> str:
             if (found := against(own, beside)) is None:
                 cells.append("")
                 continue
-            word = "wins" if found["low"] > 1 else "loses" if found["high"] < 1 else "level"
-            cells.append(f"{word} {_interval(found)}")
+            word = "wins " if found["low"] > 1 else "loses " if found["high"] < 1 else "level "
+            cells.append(f"{word if len(own) > 1 else ''}{_interval(found)}")  # one prompt decides nothing
         lines.append([f"{temperature:g}", f"`{arm}`", nodes, *cells])
     return _markdown(["T", "drafter", "nodes", *(f"over `{other}`" for other in theirs)], lines)
 
