@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Spec", "Target", "load", "load_target"]
 
 
 def __getattr__(name: str) -> Any:  # `import selfspec` stays light; torch and transformers load on first use
-    if name in ("load", "load_target", "Spec"):
-        from selfspec import spec
+    if name in ("load", "Spec"):
+        from selfspec import api
 
-        return getattr(spec, name)
+        return getattr(api, name)
+    if name == "load_target":
+        from selfspec.loading import load_target
+
+        return load_target
     if name == "Target":
-        from selfspec.target import Target
+        from selfspec.core.target import Target
 
         return Target
     raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -1,50 +1,106 @@
-"""A trained drafter on disk: drafter.json, drafter.safetensors, one regular PEFT folder per adapter, a model card."""
+"""A drafter on disk: drafter.json, drafter.safetensors, one regular PEFT folder per adapter, a model card."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.metadata
-import inspect
 import json
 import math
-import os
 import re
-import shutil
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from selfspec.drafters.base import Drafter
-from selfspec.fingerprint import tokenizer_hash
-from selfspec.target import Target
+from selfspec.core.target import Target
+from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
+from selfspec.drafters.parts.views import Adapted
+from selfspec.log import atomic
 
-FORMAT = 2
+FORMAT = 3
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
 
 
 def drafter_class(kind: str) -> type[Drafter]:
-    """`early_exit` -> selfspec.drafters.early_exit.EarlyExit. Raises ValueError for a kind that does not exist."""
-    name = "".join(part.title() for part in kind.split("_"))
-    if re.fullmatch(r"[a-z][a-z_]*", kind):
+    """`early_exit` -> the drafter class of selfspec/drafters/early_exit.py. Raises ValueError for a kind that does not
+    exist."""
+    if re.fullmatch(r"[a-z][a-z0-9_]*", kind) and kind != "base":
+        name = f"selfspec.drafters.{kind}"
         try:
-            found = getattr(importlib.import_module(f"selfspec.drafters.{kind}"), name, None)
-        except ModuleNotFoundError:
-            found = None
-        if isinstance(found, type) and issubclass(found, Drafter):
-            return found
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            if found := [c for c in own if issubclass(c, Drafter)]:
+                return found[0]
     raise ValueError(f"unknown drafter kind {kind!r}")
 
 
-def fingerprint(target: Target) -> str:
-    """SHA-256 of the target's weights rounded to bfloat16, the same whatever dtype they are loaded in."""
-    return target.fingerprint or target.checksum(torch.bfloat16)
+def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
+    """The config that a drafter class is built from."""
+    found: type[DrafterConfig] = typing.get_type_hints(kind)["config"]
+    return found
+
+
+def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """The one fingerprint of weights: SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
+    quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
+    digest = hashlib.sha256()
+    buffers = (
+        (f"{path}.{name}", buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    for name, tensor in (*model.named_parameters(), *buffers):
+        for part in _stored(tensor.detach()):
+            values = part.to(dtype or part.dtype) if part.is_floating_point() else part
+            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
+            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        yield from _stored(getattr(tensor, name))
+
+
+def tokenizer_hash(tokenizer: Any) -> str | None:
+    """SHA-256 of the vocabulary; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    vocab = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocab.encode()).hexdigest()
+
+
+def target_hash(target: Target) -> str:
+    """The weights hash of a target rounded to bfloat16, the same whatever dtype it is loaded in."""
+    return target.saved_hash or weights_hash(target.model, torch.bfloat16)
+
+
+def adapters(drafter: Drafter) -> dict[str, nn.Module]:
+    """A drafter's PEFT adapters by name, each with the module it was injected into."""
+    return {k: v for module in drafter.modules() if isinstance(module, Adapted) for k, v in module.adapters.items()}
+
+
+def own_state(drafter: Drafter) -> dict[str, Tensor]:
+    """What is saved beside the adapters: parameters that training moves, and buffers of the drafter itself."""
+    trained = {name: p for name, p in drafter.trained().items() if ".lora_A." not in name and ".lora_B." not in name}
+    return {**trained, **dict(drafter.named_buffers(recurse=False))}
 
 
 def save_drafter(
@@ -58,52 +114,41 @@ def save_drafter(
 ) -> None:
     """Write the drafter's folder; an interruption leaves the old folder or the new one. `note` goes into the card;
     training: the seconds and tokens it took."""
-    scratch = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    save_file(
-        {name: _at_rest(t, target.saved_dtype) for name, t in drafter.own_state().items()},
-        scratch / "drafter.safetensors",
-    )
-    for name, module in drafter.adapters().items():
-        out = scratch / "lora" / name
-        out.mkdir(parents=True)
-        state = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
-        save_file(
-            {_PREFIX + key: _at_rest(t, target.saved_dtype) for key, t in state.items()},
-            out / "adapter_model.safetensors",
-        )
-        config: LoraConfig = module.peft_config[name]  # type: ignore[index, union-attr, assignment]
-        config.base_model_name_or_path, config.inference_mode = target_name, True
-        config.save_pretrained(str(out))
-    files = sorted(p.relative_to(scratch).as_posix() for p in scratch.rglob("*") if p.is_file())
-    meta = {
-        "format": FORMAT,
-        "kind": drafter.kind,
-        "shape": drafter.shape,
-        "parameters": sum(p.numel() for p in drafter.trained().values()),
-        "target": {
-            "name": target_name,
-            "revision": getattr(target.model.config, "_commit_hash", None),
-            "fingerprint": fingerprint(target),
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-        },
-        "tokenizer": tokenizer_hash(tokenizer),
-        "measured": drafter.measured,
-        "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
-    }
-    (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
-    (scratch / "README.md").write_text(_card(meta, note))
-    if training is not None:  # apart from what is the same again whenever the same run is repeated
-        (scratch / "training.json").write_text(json.dumps(training) + "\n")
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(scratch, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with atomic(folder) as scratch:
+        scratch.mkdir(parents=True)
+        state = {name: _at_rest(t, target.saved_dtype) for name, t in own_state(drafter).items()}
+        save_file(state, scratch / "drafter.safetensors")
+        for name, module in adapters(drafter).items():
+            out = scratch / "lora" / name
+            out.mkdir(parents=True)
+            lora = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+            at_rest = {_PREFIX + key: _at_rest(t, target.saved_dtype) for key, t in lora.items()}
+            save_file(at_rest, out / "adapter_model.safetensors")
+            peft_config = module.peft_config[name]  # type: ignore[index, union-attr]
+            peft_config.base_model_name_or_path, peft_config.inference_mode = target_name, True
+            peft_config.save_pretrained(str(out))
+        files = sorted(p.relative_to(scratch).as_posix() for p in scratch.rglob("*") if p.is_file())
+        meta = {
+            "format": FORMAT,
+            "kind": drafter.kind,
+            "config": asdict(drafter.config),
+            "parameters": sum(p.numel() for p in drafter.trained().values()),
+            "target": {
+                "name": target_name,
+                "revision": getattr(target.model.config, "_commit_hash", None),
+                "weights_hash": target_hash(target),
+                "hidden_size": target.hidden_size,
+                "vocab_size": target.vocab_size,
+            },
+            "tokenizer": tokenizer_hash(tokenizer),
+            "calibration": {mode: asdict(found) for mode, found in drafter.calibration.items()},
+            "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
+        }
+        (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (scratch / "README.md").write_text(_card(meta, note))
+        if training is not None:  # apart from what is the same again whenever the same run is repeated
+            (scratch / "training.json").write_text(json.dumps(training) + "\n")
 
 
 def _at_rest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,31 +161,45 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no drafter in {folder}: drafter.json is missing")
     try:
-        meta: dict[str, Any] = json.loads(path.read_text())
-        complete = {"format", "kind", "shape", "target", "tokenizer", "measured", "files"} <= meta.keys()
-        kinds = {"kind": str, "shape": dict, "target": dict, "measured": dict, "files": dict}
-        wrong = [name for name, kind in kinds.items() if name in meta and not isinstance(meta[name], kind)]
+        meta = json.loads(path.read_text())
+        version = meta.get("format")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a drafter's JSON: {error}") from error
-    if not complete or meta["format"] != FORMAT:
-        raise ValueError(f"{path} is not of format {FORMAT}; retrain, or load it with the version that wrote it")
-    if wrong or not {"name", "fingerprint"} <= meta["target"].keys():
+    if version != FORMAT:
+        raise ValueError(
+            f"{path} is of format {version!r}, this version reads format {FORMAT}: train the drafter again "
+            "(train/heads.py), or load it with the version of selfspec that wrote it"
+        )
+    kinds = {"kind": str, "config": dict, "target": dict, "calibration": dict, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(meta.get(name), kind)]
+    if wrong or "tokenizer" not in meta or not {"name", "weights_hash"} <= meta["target"].keys():
         raise ValueError(f"{path} was altered: {', '.join(wrong) or 'target'} is not what was written; copy it again")
-    return meta
+    return dict(meta)
+
+
+def read_config(path: Path, kind: type[Drafter], saved: dict[str, Any]) -> DrafterConfig:
+    """A drafter's config from its JSON. Raises ValueError naming keys that are unknown or missing, and the ones that
+    exist."""
+    made = config_class(kind)
+    known = {f.name for f in fields(made)}
+    if known != saved.keys():
+        unknown, missing = sorted(saved.keys() - known), sorted(known - saved.keys())
+        raise ValueError(f"{path}: unknown keys {unknown}, missing keys {missing}; {made.__name__} has {sorted(known)}")
+    return made(**saved)
 
 
 def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter:
     """Build the drafter of `folder` on `target`, in eval mode.
 
-    Raises FileNotFoundError for a missing file; ValueError for heads of another target or tokenizer, damaged files, and
+    Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged files, and
     tensors that are missing, unknown or of another shape.
     """
     meta = read_meta(folder)
-    theirs, ours = meta["target"], fingerprint(target)
-    if theirs["fingerprint"] != ours:
+    theirs, ours = meta["target"], target_hash(target)
+    if theirs["weights_hash"] != ours:
         raise ValueError(
-            f"the heads in {folder} were trained on target {theirs['name']!r} (weights {theirs['fingerprint'][:12]}), "
-            f"not on {target.name!r} (weights {ours[:12]})"
+            f"the drafter in {folder} was made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]}), "
+            f"not for {target.name!r} (weights {ours[:12]})"
         )
     check_tokenizer(folder, meta, tokenizer)
     for name, digest in meta["files"].items():
@@ -150,32 +209,24 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
     kind = drafter_class(meta["kind"])
-    known = inspect.signature(kind).parameters.keys() - {"target"}
-    if known != meta["shape"].keys():
-        raise ValueError(
-            f"{folder / 'drafter.json'}: {meta['kind']} heads have the shape {sorted(known)}, not "
-            f"{sorted(meta['shape'])}: is it a checkpoint of another kind?"
-        )
-    drafter = kind(target, **meta["shape"])  # type: ignore[call-arg]
-    _copy(_read(folder / "drafter.safetensors"), drafter.own_state(), folder / "drafter.safetensors")
-    for name, module in drafter.adapters().items():
-        path = folder / "lora" / name / "adapter_model.safetensors"
-        state = {key.removeprefix(_PREFIX): t for key, t in _read(path).items()}
+    path = folder / "drafter.json"
+    drafter = kind(target, read_config(path, kind, meta["config"]))  # type: ignore[call-arg, arg-type]
+    _copy(_read(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
+    for name, module in adapters(drafter).items():
+        part = folder / "lora" / name / "adapter_model.safetensors"
+        state = {key.removeprefix(_PREFIX): t for key, t in _read(part).items()}
         expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
-        _compare(state, expected, path)
+        _compare(state, expected, part)
         set_peft_model_state_dict(module, state, adapter_name=name)
-    _check_measured(meta["measured"], drafter.measured, folder / "drafter.json")
-    drafter.measured = meta["measured"]
-    drafter.requires_grad_(False)
-    drafter.eval()
-    return drafter
+    drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
+    return drafter.eval()
 
 
 def check_tokenizer(folder: Path, meta: dict[str, Any], tokenizer: Any) -> None:
-    """Raises ValueError where heads were trained with another tokenizer than this one."""
+    """Raises ValueError where a drafter was trained with another tokenizer than this one."""
     if tokenizer is not None and meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer_hash(tokenizer):
         raise ValueError(
-            f"the heads in {folder} were trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
+            f"the drafter in {folder} was trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
             f"{tokenizer.name_or_path!r} (vocabulary {str(tokenizer_hash(tokenizer))[:12]})"
         )
 
@@ -198,24 +249,27 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) 
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
 
 
-def _check_measured(found: dict[str, Any], expected: dict[str, list[list[float]]], path: Path) -> None:
-    def fits(kind: str) -> bool:
-        rows = found.get(kind)
-        return (
-            isinstance(rows, list)
-            and len(rows) == len(expected[kind])
-            and all(
-                isinstance(row, list) and row and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
-                for row in rows
-            )
-        )
+def _read_calibration(
+    found: dict[str, Any], expected: dict[str, Calibration], path: Path
+) -> dict[str, Calibration]:
+    """Raises ValueError for what is not of the drafter's own shape, or not finite."""
 
-    for kind in expected:
-        if not fits(kind):
+    def finite(row: object, length: int | None = None) -> bool:
+        numbers = isinstance(row, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
+        return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
+
+    result = {}
+    for mode, own in expected.items():
+        saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
+        table = saved.get("acceptance") if isinstance(saved, dict) else None
+        rows = isinstance(table, list) and len(table) == depths and all(finite(row) and row for row in table)
+        if not rows or not finite(saved.get("inverse_temperature"), factors):
             raise ValueError(
-                f"{path}: measured[{kind!r}] must hold finite numbers for each of {len(expected[kind])} depths; "
-                "measure the drafter again, or copy the folder again"
+                f"{path}: calibration[{mode!r}] must hold finite numbers for each of {depths} depths; calibrate the "
+                "drafter again, or copy the folder again"
             )
+        result[mode] = Calibration(table, saved["inverse_temperature"])
+    return result
 
 
 def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None:
@@ -226,7 +280,7 @@ def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None
 
 
 def _card(meta: dict[str, Any], note: str) -> str:
-    shape = "\n".join(f"- {key}: {value}" for key, value in meta["shape"].items())
+    config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
     return f"""---
 library_name: selfspec
 base_model: {meta["target"]["name"]}
@@ -243,8 +297,8 @@ import selfspec
 spec = selfspec.load("path/to/this/folder")
 ```
 
-{shape}
-- target weights (SHA-256 in bfloat16): {meta["target"]["fingerprint"]}
+{config}
+- target weights (SHA-256 in bfloat16): {meta["target"]["weights_hash"]}
 
 {note}
 """

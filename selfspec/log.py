@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +28,27 @@ class WandbConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"wandb.mode={self.mode!r} must be one of {', '.join(MODES)}")
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
+    interruption leaves the old one or the new one, never half of one."""
+    scratch, old = (path.with_name(f"{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    try:
+        yield scratch
+        if path.is_dir():
+            os.replace(path, old)
+        os.replace(scratch, path)
+    finally:
+        for rest in (scratch, old):
+            shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as scratch:
+        scratch.write_text(text)
 
 
 def is_main_process() -> bool:
@@ -86,9 +110,7 @@ class RunLog:
             if lines and not lines[-1].endswith("\n"):  # torn by whatever interrupted the run
                 lines.pop()
             kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
-            scratch = self.path.with_suffix(".tmp")
-            scratch.write_text("".join(kept))
-            os.replace(scratch, self.path)
+            write_text(self.path, "".join(kept))
 
     def images(self, paths: dict[str, Path]) -> None:
         """Send saved plots to W&B."""

@@ -1,26 +1,59 @@
-"""The contract of a drafter: what proposes, and never decides."""
+"""What a drafter is: weights and a config. The state of one call is a session (see `selfspec.core.contract`)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from selfspec.generate import Accepted, Context
-from selfspec.options import integer
-from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.core.contract import Accepted, Session
+from selfspec.core.options import integer
+from selfspec.core.target import Target
+
+MODES = ("greedy", "sampled")  # the decoding modes that drafters are calibrated for
+CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured in advance, for one decoding mode, so that scores become probabilities.
+
+    acceptance: [depth][rank], how often the drafter's choice of that rank is the target's token, given that its parent
+    was (n-gram drafters: by class of match instead of depth); inverse_temperature: [depth], the factor on scores that
+    makes their softmax the best forecast of the target's token.
+    """
+
+    acceptance: list[list[float]]
+    inverse_temperature: list[float]
+
+
+@dataclass
+class DrafterConfig:
+    """What a drafter is built from: the Hydra schema, the constructor's argument, and what `drafter.json` saves.
+    Every default stands in its subclasses alone."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
+    count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
+    layers that the drafter reads, by index."""
+
+    tokens: Tensor
+    mask: Tensor
+    hidden: Tensor
+    logits: Tensor
+    features: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
 class Sample:
     """Text that the target itself generated. tokens: int64 [S], a prompt and its continuation from index
     `start` >= 2; hidden: [S, H], the target's last hidden states on it; features: outputs [S, H] of the layers that
-    the drafter asked for, by index; noise: positions int64 [n] -> float64 [n, V], or None where the text is greedy."""
+    the drafter reads, by index; noise: positions int64 [n] -> float64 [n, V], or None where the text is greedy."""
 
     tokens: Tensor
     start: int
@@ -31,122 +64,96 @@ class Sample:
 
 
 class Drafter(nn.Module, ABC):
-    """Proposes draft trees for a target. Nothing it does can change the output, only how many passes it takes.
+    """Weights that propose draft trees for a target. Nothing it does can change the output, only how many passes it
+    takes.
 
-    `kind` names the drafter on disk and its module here; `shape` is what its constructor needs to build it again.
-    Parameters that require gradients are its own and all that is trained; target weights it reuses are views (the
-    target's tensors themselves, frozen). Decoding runs on a shallow copy, so state kept between `observe` and `propose`
-    belongs to one call of generate. `measured` is what `measure` found by kind of decoding and depth, by which the
-    drafter shapes its trees. `features` are the target layers whose outputs it wants to see; `vocabulary`, int64, the
-    only tokens it can draft (None: all), which training fills with the most frequent ones. `shortest` is how many
-    tokens a row of training text has at least; `whole_layers` says whether target layers are trained in full, which a
-    target in half precision runs under autocast alone. `free` says whether it works without a checkpoint; `own_tree`
-    whether the pass has to run exactly the tree it proposed, because some of its work rides along with the nodes;
-    `thrifty` that it only spends time that is worth it at `context.rate`.
+    A drafter of kind `early_exit` is the one drafter class in `selfspec/drafters/early_exit.py`, built as
+    `EarlyExit(target, config)`; its annotation of `config` names its config. Parameters that require gradients and
+    buffers of the drafter itself are what is saved; target weights it reuses are views (the target's tensors
+    themselves, frozen). `reads` are the target layers whose outputs it wants to see.
     """
 
-    kind: str
-    shape: dict[str, Any]
-    measured: dict[str, list[list[float]]]
-    features: tuple[int, ...] = ()
-    vocabulary: Tensor | None = None
-    shortest: int
-    whole_layers: bool = False
-    free: bool = False
-    own_tree: bool = False
-    thrifty: bool = False
+    config: DrafterConfig
+    reads: tuple[int, ...] = ()
+
+    def __init__(self, config: DrafterConfig, calibration: dict[str, Calibration]) -> None:
+        super().__init__()
+        self.config, self.calibration = config, calibration
+
+    @property
+    def kind(self) -> str:
+        """The drafter's name on disk, which is its module's."""
+        return type(self).__module__.rsplit(".", 1)[-1]
 
     @abstractmethod
-    def propose(self, context: Context) -> DraftTree:
-        """A tree of at most `context.nodes` nodes for every row, rooted at `context.roots`."""
-
-    @abstractmethod
-    def observe(self, accepted: Accepted) -> None:
-        """Take in what the last pass kept; called while the prompt is read and after every pass."""
-
-    @abstractmethod
-    def products(self) -> list[nn.Module]:
-        """The modules whose calls are the drafter's own products in decoding, none inside another, so that benchmarks
-        can tell them from bookkeeping."""
-
-    @abstractmethod
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Training loss (a scalar) and figures per depth to log.
-
-        batch: tokens int64 [B, S], mask bool [B, S] (which tokens count), and from the frozen target on those tokens
-        hidden [B, S, H], logits [B, S, V] and features, outputs [B, S, H] by layer.
-        """
-
-    @abstractmethod
-    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Measure on the target's own text how often choices are right, and shape coming trees by it.
-
-        kind: greedy or sampled, the decoding the samples came from. Returns per depth how often the first choice
-        (`top1`) and, where scores are at hand, the first five (`top5`) hold the target's token, and `tau`, the
-        acceptance length that a static tree grown from such a table promises, by number of nodes.
-        """
-
-    @abstractmethod
-    def adapters(self) -> dict[str, nn.Module]:
-        """PEFT adapters by name, each with the module it was injected into."""
-
-    @abstractmethod
-    def own_state(self) -> dict[str, Tensor]:
-        """Trained tensors outside PEFT, by name."""
+    def session(self, target: Target, rows: int) -> Session:
+        """The state of one call of generate over so many rows."""
 
     def trained(self) -> dict[str, nn.Parameter]:
         """All parameters that training moves."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
-class Untrained(Drafter):
-    """What drafters have in common that hold no parameters. `target` is for measuring themselves by decoding."""
+class Trained(Drafter):
+    """A drafter with a loss."""
 
-    target: Target
+    def __init__(self, config: DrafterConfig, depth: int) -> None:
+        """depth: how many tokens ahead it drafts. Until it is calibrated, choices are believed to halve in worth."""
+        prior = [0.5 * 0.5**rank for rank in range(CHOICES)]
+        super().__init__(config, {mode: Calibration([list(prior) for _ in range(depth)], [1.0] * depth) for mode in MODES})
+        self.depth = depth
 
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        self.__dict__["target"] = target  # not a part of the drafter
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss (a scalar) and figures per depth to log."""
 
-    @staticmethod
-    def parameter_count(**_: Any) -> int:
-        """Trained parameters: none."""
-        return 0
-
-    def products(self) -> list[nn.Module]:
-        return []
-
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return torch.zeros((), device=batch["tokens"].device), {}
-
-    def adapters(self) -> dict[str, nn.Module]:
-        return {}
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {}
+    @abstractmethod
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        """Logits [depth, n, V] that the drafter gives, from positions `at` (int64 [n]) of a known text, to the tokens
+        2, 3, ... places on, each with the text itself as the path before it."""
 
 
-def whole(name: str, value: Any, low: int = 1, high: int | None = None, why: str = "") -> None:
-    """A whole number of a drafter's shape. Raises ValueError naming it, the value and what it may be."""
-    if integer(f"drafter.{name}", value) < low or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"drafter.{name}={value} must be {span}{why}")
-
-
-def number(name: str, value: Any, low: float, high: float) -> None:
-    """A number above `low` and below `high` (`low` itself where it is 0 and high 1: a share). Raises ValueError."""
-    share = (low, high) == (0, 1)
-    fits = isinstance(value, (int, float)) and (low <= value if share else low < value) and value < high
-    if not fits:
-        raise ValueError(f"drafter.{name}={value!r} must " + ("lie in [0, 1)" if share else f"be above {low}, finite"))
-
-
-def one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    """Raises ValueError for a value that is none of those known."""
-    if not any(value is k or (isinstance(value, str) and value == k) for k in known):
-        raise ValueError(f"drafter.{name}={value!r} must be one of {', '.join(map(str, known))}")
+def last_hidden(before: Tensor | None, accepted: Accepted) -> Tensor:
+    """The target's hidden state before each row's root, [B, H]; `before` holds that of rows that kept nothing."""
+    if all(accepted.paths):
+        return accepted.last_hidden()
+    if before is None:
+        before = accepted.hidden.new_zeros(len(accepted.rows), accepted.hidden.shape[-1])
+    for i, (row, path) in enumerate(zip(accepted.rows, accepted.paths, strict=True)):
+        if path:
+            before[i] = accepted.hidden[row, path[-1]]
+    return before
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts beside a target of this dtype are trained: at least float32."""
     return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+# -- checks of a config's values
+
+
+def whole(name: str, value: object, low: int = 1, high: int | None = None, why: str = "") -> None:
+    """A whole number of a drafter's config. Raises ValueError naming it, the value and what it may be."""
+    number = integer(f"drafter.{name}", value)
+    if number < low or (high is not None and number > high):
+        span = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"drafter.{name}={value} must be {span}{why}")
+
+
+def share(name: str, value: object) -> None:
+    """A number in [0, 1). Raises ValueError."""
+    if not (isinstance(value, (int, float)) and 0 <= value < 1):
+        raise ValueError(f"drafter.{name}={value!r} must lie in [0, 1)")
+
+
+def positive(name: str, value: object) -> None:
+    """A finite number above 0. Raises ValueError."""
+    if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+        raise ValueError(f"drafter.{name}={value!r} must be above 0, finite")
+
+
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """Raises ValueError for a value that is none of those known."""
+    if not any(value is k or (isinstance(value, str) and value == k) for k in known):
+        raise ValueError(f"drafter.{name}={value!r} must be one of {', '.join(map(str, known))}")

@@ -11,182 +11,161 @@ draft already has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec.cache import TreeCache
-from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
-from selfspec.drafting import Growth, measure_along, perturbed
-from selfspec.generate import Accepted, Context
-from selfspec.target import Target
-from selfspec.training.losses import KINDS, distance, masked_mean
-from selfspec.tree import DraftTree, chain
-from selfspec.views import Tail
+from selfspec.core.cache import TreeCache
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, share, training_dtype, whole
+from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+from selfspec.drafters.parts.views import Tail
 
 
-class EarlyExit(Drafter):
+@dataclass
+class EarlyExitConfig(DrafterConfig):
+    """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head
+    read the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most;
+    width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded, and drafting
+    ends where there is no other; loss: kl (to the target's own distribution) or ce (to the text).
+
+    Raises ValueError for a negative rank and other numbers outside their range.
+    """
+
+    exit: int = 1
+    rank: int = 64
+    depth: int = 4
+    width: int = 3
+    min_prob: float = 0.3
+    loss: str = "kl"
+
+    def __post_init__(self) -> None:
+        whole("rank", self.rank, 0, why=" (no block, nothing trained)")
+        for name in ("exit", "depth", "width"):
+            whole(name, getattr(self, name))
+        share("min_prob", self.min_prob)
+        one_of("loss", self.loss, LOSSES)
+
+
+class EarlyExit(Trained):
     """Drafts from the output of layer E - 1.
 
     Parameters: rank * (inputs + outputs) of every linear map of the target's last decoder layer and of lm_head.
     """
 
-    kind = "early_exit"
-    own_tree = True
+    config: EarlyExitConfig
 
-    def __init__(
-        self,
-        target: Target,
-        exit: int = 1,
-        rank: int = 64,
-        depth: int = 4,
-        width: int = 3,
-        least: float = 0.3,
-        loss: str = "kl",
-    ) -> None:
-        """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head
-        read the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most;
-        width: nodes expanded per depth at most; least: a node with less chance than this to be on the accepted path is
-        not expanded, and drafting ends where there is none; loss: kl or ce.
-
-        Raises ValueError for an exit outside 1..L-1, a negative rank, and other numbers outside their range.
-        """
-        super().__init__()
+    def __init__(self, target: Target, config: EarlyExitConfig) -> None:
+        """Raises ValueError for an exit outside 1..L-1."""
+        super().__init__(config, config.depth)
         if target.n_layers < 2:
             raise ValueError("a target of one layer has none to exit after; early exit needs at least two")
-        whole("exit", exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
-        whole("rank", rank, 0, why=" (no block, nothing trained)")
-        for name, value in (("depth", depth), ("width", width)):
-            whole(name, value)
-        number("least", least, 0, 1)
-        one_of("loss", loss, KINDS)
-        self.shape: dict[str, Any] = {"exit": exit, "rank": rank, "depth": depth, "width": width, "least": least}
-        self.shape["loss"] = loss
-        self.exit, self.rank, self.depth, self.width, self.least = exit, rank, depth, width, least
-        self.loss_kind, self.features, self.shortest = loss, (exit - 1,), 2
-        self.tail = Tail(target, rank, training_dtype(target.dtype), "exit", head=True)
-        # measured[kind][d]: the factor on scores at depth d + 1 that makes their softmax the best forecast
-        self.measured = {kind: [[1.0] for _ in range(depth)] for kind in ("greedy", "sampled")}
-        self._cache: TreeCache | None = None
-        self._late: list[Tensor] = []  # per row [0 or 1, H]: a kept node that the block has not read yet
-        self._read = 0  # nodes of the last tree that the block has read; none while the prompt is read
+        whole("exit", config.exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
+        self.reads = (config.exit - 1,)
+        self.tail = Tail(target, config.rank, training_dtype(target.dtype), "exit", head=True)
 
-    @staticmethod
-    def parameter_count(target: Target, rank: int = 64, **_: Any) -> int:
-        """Trained parameters of this shape."""
-        return rank * Tail.widths(target, head=True)
+    def along(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, S, V] along whole texts from the exit's hidden states [B, S, H] on them."""
+        logits = self.tail.text(hidden, tokens, block=self.config.rank > 0).logits
+        assert logits is not None
+        return logits
 
-    def products(self) -> list[nn.Module]:
-        return self.tail.products()
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        draft = self.along(batch.features[self.config.exit - 1], batch.tokens)
+        losses = distance(self.config.loss, draft[:, :-1], batch.logits[:, :-1], batch.tokens[:, 1:])
+        return decayed(self.config.loss, masked_mean(losses[None], batch.mask[None, :, 1:]), 1.0)
 
-    def forward(self, hidden: Tensor, tree: DraftTree, ran: int, logits: bool = True) -> Tensor | None:
-        """For decoding: logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
-        if not self.rank:
-            return self.tail.text(hidden, tree.tokens[:, ran:], block=False).logits
-        assert self._cache is not None
-        return self.tail.step(hidden, tree, self._cache, ran, logits).logits
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)
+        draft = self.along(hidden, sample.tokens[None].to(hidden.device))
+        return torch.stack([draft[0, at + 1 + d] for d in range(self.depth)])
 
-    # -- decoding
+    def session(self, target: Target, rows: int) -> EarlyExitSession:
+        return EarlyExitSession(self, target, rows)
+
+
+class EarlyExitSession:
+    """What one call keeps. cache: keys and values of the exit block (None without one); late: per row [0 or 1, H], a
+    kept node that the block has not read yet; read: nodes of the last tree that it has read, 0 while the prompt is
+    read."""
+
+    def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
+        self.drafter = drafter
+        self.cache: TreeCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
+        self.late: list[Tensor] = []
+        self.read = 0
 
     def propose(self, context: Context) -> DraftTree:
-        target, cache = context.target, context.cache
-        root = chain(context.roots[:, None])
+        target, cache, config = context.target, context.cache, self.drafter.config
+        root, below = chain(context.roots[:, None]), (0, config.exit)
         if not max(context.lengths) or context.nodes == 1:  # one-token prompts: the cache is not made yet
-            self._read = 0
+            self.read = 0
             return root
-        below = (0, self.exit)
-        hidden = target.forward(root, cache, False, below).hidden
-        scores = self._first(hidden, context.roots)
-        growth = Growth(context.roots, context.nodes, self.width, self.least, reserve=True)
-        sharpness = self.measured["greedy" if context.noise is None else "sampled"]
-        if context.noise is not None:
-            noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)
-        expanded = 1
-        for d in range(self.depth):
-            if context.noise is not None:
-                scores = perturbed(scores, noise[:, d, None], context.temperature)
-            growth.extend(scores * sharpness[d][0])
-            if d + 1 == self.depth or not growth.frontier.shape[1]:
-                break
+        hidden, expanded = target.forward(root, cache, False, below).hidden, 1
+
+        def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+            nonlocal hidden, expanded
+            if d == 0:
+                return self._first(hidden, context.roots), None
             tree = growth.stem()
             new = target.forward(tree, cache, False, below, ran=expanded).hidden
             hidden = torch.cat([hidden, new], 1)
             above = DraftTree(tree.tokens[:, 1:], tree.parents[:, 1:] - 1)  # the block has kept the root
-            block = self(new, above, expanded - 1)
-            assert block is not None
-            scores, expanded = block, tree.tokens.shape[1]
-        tree = growth.tree()
+            scores = self._block(new, above, expanded - 1)
+            expanded = tree.tokens.shape[1]
+            return scores, None
+
+        tree = grown(
+            self.drafter, context, step, config.depth, config.width, config.min_prob, reserve=True
+        ).tree()
         if tree.tokens.shape[1] > expanded:
             hidden = torch.cat([hidden, target.forward(tree, cache, False, below, ran=expanded).hidden], 1)
-        tree.start, tree.hidden, self._read = self.exit, hidden, expanded
-        return tree
+        self.read = expanded
+        return DraftTree(tree.tokens, tree.parents, tree.scores, prunable=False, start=config.exit, hidden=hidden)
+
+    def _block(self, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
+        """Logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
+        if self.cache is None:
+            return self.drafter.along(hidden, tree.tokens[:, ran:])
+        logits = self.drafter.tail.step(hidden, tree, self.cache, ran).logits
+        assert logits is not None
+        return logits
 
     def _first(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Logits [B, 1, V] at the roots; the block reads what was kept late, and the roots, for good."""
-        late = [len(part) for part in self._late]
-        if self._cache is None or not any(late):
-            scores = self(hidden, chain(roots[:, None]), 0)
-            if self._cache is not None:
-                self._cache.keep([[0]] * len(roots))
+        late = [len(part) for part in self.late]
+        if self.cache is None or not any(late):
+            scores = self._block(hidden, chain(roots[:, None]), 0)
+            if self.cache is not None:
+                self.cache.keep([[0]] * len(roots))
         else:
             states = hidden.new_zeros(len(roots), 2, hidden.shape[-1])
-            for row, part in enumerate(self._late):
+            for row, part in enumerate(self.late):
                 states[row, : len(part)] = part
                 states[row, len(part)] = hidden[row, 0]
-            scores = self(states, chain(roots[:, None].expand(-1, 2)), 0)
-            assert scores is not None
-            self._cache.keep([list(range(n + 1)) for n in late])
-            scores = scores[torch.arange(len(late)), torch.tensor(late)][:, None]
-        self._late = [hidden.new_zeros(0, hidden.shape[-1]) for _ in late]
-        assert scores is not None
+            both = self._block(states, chain(roots[:, None].expand(-1, 2)), 0)
+            self.cache.keep([list(range(n + 1)) for n in late])
+            scores = both[torch.arange(len(late)), torch.tensor(late)][:, None]
+        self.late = [hidden.new_zeros(0, hidden.shape[-1]) for _ in late]
         return scores
 
     def observe(self, accepted: Accepted) -> None:
-        if not self.rank:
+        if self.cache is None:
             return
-        states = accepted.features[self.exit - 1]
-        if self._cache is None:
-            self._cache = self.tail.fast.cache(len(states), 256)
+        states = accepted.features[self.drafter.config.exit - 1]
         if len(accepted.rows) < len(states):
-            self._cache.select(torch.tensor(accepted.rows, device=states.device))
+            self.cache.select(torch.tensor(accepted.rows, device=states.device))
             states = states[accepted.rows]
-        if not self._read:  # a part of the prompt, or a pass that nothing was drafted for
-            self(states, chain(states.new_zeros(states.shape[:2], dtype=torch.long)), 0, False)
-            self._cache.keep(accepted.paths)
-            self._late = [states[0, :0] for _ in states]
+        if not self.read:  # a part of the prompt, or a pass that nothing was drafted for
+            tree = chain(states.new_zeros(states.shape[:2], dtype=torch.long))
+            self.drafter.tail.step(states, tree, self.cache, logits=False)
+            self.cache.keep(accepted.paths)
+            self.late = [states[0, :0] for _ in states]
             return
-        self._cache.keep([[node - 1 for node in path[1:] if node < self._read] for path in accepted.paths])
+        self.cache.keep([[node - 1 for node in path[1:] if node < self.read] for path in accepted.paths])
         last = [path[-1] for path in accepted.paths]
-        self._late = [states[i, n : n + 1] if n >= self._read else states[i, :0] for i, n in enumerate(last)]
-
-    # -- training
-
-    def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, logits = batch["tokens"], batch["logits"]
-        draft = self.tail.text(batch["features"][self.exit - 1], tokens, block=self.rank > 0).logits
-        assert draft is not None
-        losses = distance(self.loss_kind, draft[:, :-1], logits[:, :-1], tokens[:, 1:])
-        mean = masked_mean(losses[None], batch["mask"][None, :, 1:])
-        return mean[0], {self.loss_kind: mean.detach()}
-
-    @torch.no_grad()
-    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        def scores(sample: Sample, at: Tensor) -> Tensor:
-            hidden = sample.features[self.exit - 1][None].to(self.tail.dtype)
-            draft = self.tail.text(hidden, sample.tokens[None].to(hidden.device), block=self.rank > 0).logits
-            assert draft is not None
-            return torch.stack([draft[0, at + 1 + d] for d in range(self.depth)])
-
-        _, sharpness, figures = measure_along(samples, self.depth, scores)
-        self.measured[kind] = [[factor] for factor in sharpness]
-        return figures
-
-    # -- on disk
-
-    def adapters(self) -> dict[str, nn.Module]:
-        return self.tail.adapters()
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {}
+        self.late = [states[i, n : n + 1] if n >= self.read else states[i, :0] for i, n in enumerate(last)]

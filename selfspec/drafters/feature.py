@@ -12,94 +12,107 @@ anew from verified features.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
 
-from selfspec.cache import additive
-from selfspec.drafters.base import Drafter, Sample, number, one_of, training_dtype, whole
-from selfspec.drafting import Growth, measure_along, perturbed
-from selfspec.features import FeatureLayer, Reader
-from selfspec.generate import Accepted, Context
-from selfspec.options import integer
-from selfspec.target import Target
-from selfspec.training.losses import KINDS, distance, masked_mean
-from selfspec.tree import DraftTree, chain
+from selfspec.core.cache import TextCache, additive
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.options import integer
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import (
+    Batch,
+    DrafterConfig,
+    Sample,
+    Trained,
+    one_of,
+    positive,
+    share,
+    training_dtype,
+    whole,
+)
+from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
+from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 
 
-class Feature(Drafter):
-    """One decoder layer that continues the target's features.
+@dataclass
+class FeatureConfig(DrafterConfig):
+    """layers: whose outputs are the features (None: one low, one in the middle, the last); train: the decoder layer in
+    full, or lora with `rank`; unroll: steps of training, each on the outputs of the one before; depth: of the tree at
+    most; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded, and
+    drafting ends where there is no other; vocabulary: how many tokens can be drafted, the most frequent of the training
+    text (None: all); loss: kl (to the target's own distribution) or ce (to the text); depth_decay: weight of each
+    step's loss relative to the one before.
+
+    Raises ValueError for values outside their range.
+    """
+
+    layers: list[int] | None = None
+    train: str = "full"
+    rank: int = 64
+    unroll: int = 3
+    depth: int = 5
+    width: int = 4
+    min_prob: float = 0.2
+    vocabulary: int | None = None
+    loss: str = "kl"
+    depth_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, (list, type(None))):
+            raise ValueError(f"drafter.layers={self.layers!r} must be a list of layers, or null")
+        if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
+            raise ValueError(f"drafter.layers={self.layers} must name at least one layer, each once")
+        one_of("train", self.train, ("full", "lora"))
+        for name in ("rank", "unroll", "depth", "width"):
+            whole(name, getattr(self, name))
+        share("min_prob", self.min_prob)
+        one_of("loss", self.loss, LOSSES)
+        if self.vocabulary is not None:
+            whole("vocabulary", self.vocabulary)
+            if self.loss == "ce":
+                raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.vocabulary=null")
+        positive("depth_decay", self.depth_decay)
+
+    def read_layers(self, target: Target) -> tuple[int, ...]:
+        """The layers whose outputs are the features. Raises ValueError for one that the target does not have."""
+        last = target.n_layers - 1
+        layers = {min(1, last), target.n_layers // 2, last} if self.layers is None else self.layers
+        for layer in layers:
+            if not 0 <= integer("drafter.layers: layer", layer) <= last:
+                raise ValueError(f"drafter.layers={self.layers}: the target has no layer {layer}, only 0 to {last}")
+        return tuple(sorted(layers))
+
+
+class Feature(Trained):
+    """One decoder layer that continues the target's features. vocabulary: int64, the only tokens it can draft (None:
+    all).
 
     Parameters: F*H*H + 2*H*H for F features, and those of the layer, or of its LoRA.
     """
 
-    kind = "feature"
+    config: FeatureConfig
+    vocabulary: Tensor | None
 
-    def __init__(
-        self,
-        target: Target,
-        layers: Sequence[int] | None = None,
-        train: str = "full",
-        rank: int = 64,
-        unroll: int = 3,
-        depth: int = 5,
-        width: int = 4,
-        least: float = 0.2,
-        vocabulary: int | None = None,
-        loss: str = "kl",
-        depth_decay: float = 0.8,
-    ) -> None:
-        """layers: whose outputs are the features (by default one low, one in the middle, the last); train: the layer in
-        full, or lora with `rank`; unroll: steps of training, each on the outputs of the one before; depth: of the
-        tree at most; width: nodes expanded per depth at most; least: a node with less chance than this to be on the
-        accepted path is not expanded, and drafting ends where there is none; vocabulary: how many tokens can be
-        drafted, the most frequent of the training text (None: all); loss: kl or ce; depth_decay: weight of each
-        step's loss relative to the one before.
-
-        Raises ValueError for a layer that does not exist and other values outside their range.
-        """
-        super().__init__()
-        last = target.n_layers - 1
-        if not isinstance(layers, (list, tuple, type(None))):
-            raise ValueError(f"drafter.layers={layers!r} must be a list of layers, or null")
-        layers = sorted({min(1, last), target.n_layers // 2, last}) if layers is None else list(layers)
-        if not layers or len(set(layers)) < len(layers):
-            raise ValueError(f"drafter.layers={layers} must name at least one layer, each once")
-        for layer in layers:
-            if not 0 <= integer("drafter.layers: layer", layer) <= last:
-                raise ValueError(f"drafter.layers={layers}: the target has no layer {layer}, only 0 to {last}")
-        layers.sort()
-        one_of("train", train, ("full", "lora"))
-        for name, value in (("rank", rank), ("unroll", unroll), ("depth", depth), ("width", width)):
-            whole(name, value)
-        number("least", least, 0, 1)
-        if vocabulary is not None:
-            whole("vocabulary", vocabulary, 1, target.vocab_size, ": the target has no more tokens")
-        one_of("loss", loss, KINDS)
-        if loss == "ce" and vocabulary is not None:
-            raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.vocabulary=null")
-        number("depth_decay", depth_decay, 0, math.inf)
-        self.shape: dict[str, Any] = {"layers": layers, "train": train, "rank": rank, "unroll": unroll, "depth": depth}
-        self.shape |= {"width": width, "least": least, "vocabulary": vocabulary}
-        self.shape |= {"loss": loss, "depth_decay": depth_decay}
-        self.features, self.unroll, self.depth, self.width, self.least = tuple(layers), unroll, depth, width, least
-        self.loss_kind, self.depth_decay = loss, depth_decay
-        self.shortest, self.whole_layers = unroll + 2, train == "full"
-        self.layer = FeatureLayer(target, layers, rank, train == "full", training_dtype(target.dtype))
+    def __init__(self, target: Target, config: FeatureConfig) -> None:
+        super().__init__(config, config.depth)
+        self.reads = config.read_layers(target)
+        if config.vocabulary is not None:
+            why = ": the target has no more tokens"
+            whole("vocabulary", config.vocabulary, 1, target.vocab_size, why)
+        full, dtype = config.train == "full", training_dtype(target.dtype)
+        self.layer = FeatureLayer(target, self.reads, config.rank, full, dtype)
         self.head: nn.Linear = self.layer.tail.parts[1]  # type: ignore[assignment]
-        if vocabulary is not None:
-            self.vocabulary = torch.arange(vocabulary, device=target.device)
+        few = None if config.vocabulary is None else torch.arange(config.vocabulary, device=target.device)
+        self.register_buffer("vocabulary", few)
+        if few is not None:
             self._check_head()
-        # measured[kind][d]: the factor on scores at depth d + 1 that makes their softmax the best forecast
-        self.measured = {kind: [[1.0] for _ in range(depth)] for kind in ("greedy", "sampled")}
         self._few: Tensor | None = None  # lm_head's rows of a reduced vocabulary
-        self._reader: Reader | None = None
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -110,17 +123,9 @@ class Feature(Drafter):
         assert out.logits is not None
         if not torch.allclose(out.logits.float(), F.linear(out.hidden, self.head.weight).float(), rtol=0.02, atol=0.02):
             raise ValueError(
-                f"drafter.vocabulary={self.shape['vocabulary']}: the target scales, caps or shifts its logits, which a "
+                f"drafter.vocabulary={self.config.vocabulary}: the target scales, caps or shifts its logits, which a "
                 "reduced draft vocabulary does not; take drafter.vocabulary=null"
             )
-
-    @staticmethod
-    def parameter_count(target: Target, layers: Sequence[int], train: str = "full", rank: int = 64, **_: Any) -> int:
-        """Trained parameters of this shape."""
-        return FeatureLayer.parameter_count(target, len(layers), rank, train == "full")
-
-    def products(self) -> list[nn.Module]:
-        return self.layer.tail.products()
 
     def train(self, mode: bool = True) -> Feature:
         """Leaving training mode makes the weights ready for decoding, in the target's dtype.
@@ -149,21 +154,14 @@ class Feature(Drafter):
         n = tokens.shape[1] - 1
         states = self.layer.fused({layer: part[:, :n] for layer, part in features.items()})
         at = torch.arange(n, device=tokens.device)
-        cache, result = DynamicCache(), []
+        cache, result = TextCache(self.layer.tail.layer + 1, kept=True), []
         for step in range(steps):
             behind = at[:, None] - at  # how far before a position another is
             # verified entries, then one block for each step, this one the last
             seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
             far = torch.cat([behind] * (step + 1), 1)
-            mask = self.layer.tail.inner.per_kind(partial(self._mask, seen, far))
-            out = self.layer.text(
-                states,
-                tokens[:, 1:],
-                attention_mask=mask,
-                position_ids=at[None],
-                past_key_values=cache,
-                use_cache=True,
-            )
+            masks = self.layer.tail.target.per_kind(partial(self._mask, seen, far))
+            out = self.layer.text(states, tokens[:, 1:], True, cache, masks, at[None])
             assert out.logits is not None
             result.append(out.logits)
             states = F.pad(out.features[self.layer.tail.layer][:, :-1], (0, 0, 1, 0))
@@ -173,79 +171,67 @@ class Feature(Drafter):
         seen = seen if window is None else seen & (far < window)
         return additive(seen, self.layer.tail.dtype)[None, None]
 
-    # -- decoding
-
-    def propose(self, context: Context) -> DraftTree:
-        reader = self._reader
-        if reader is None or not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
-            return chain(context.roots[:, None])
-        scores, hidden, states = reader.read(context, self._few is None)
-        sharpness = self.measured["greedy" if context.noise is None else "sampled"]
-        growth = Growth(context.roots, context.nodes, self.width, self.least)
-        ids = None if self.vocabulary is None else self.vocabulary.expand(len(states), -1)
-        if context.noise is not None:
-            noise = context.noise.ahead([n + 1 for n in context.lengths], self.depth + 1)
-            noise = noise if self.vocabulary is None else noise[:, :, self.vocabulary]
-        for d in range(self.depth):
-            if self._few is not None:
-                scores = F.linear(hidden, self._few)
-            assert scores is not None
-            if context.noise is not None:
-                scores = perturbed(scores, noise[:, d, None], context.temperature)
-            before = growth.frontier[0, 0]
-            growth.extend(scores * sharpness[d][0], ids)
-            if d + 1 == self.depth or not growth.frontier.shape[1]:
-                break
-            stem = growth.stem()
-            above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
-            states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
-            tree = DraftTree(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
-            wide = growth.frontier.shape[1]
-            ran = tree.tokens.shape[1] - wide
-            out = reader.step(states, tree.tokens[:, -wide:], tree, ran, self._few is None)
-            scores, hidden, states = out.logits, out.hidden, out.features[self.layer.tail.layer]
-        return growth.tree()
-
-    def observe(self, accepted: Accepted) -> None:
-        if self._reader is None:
-            self._reader = Reader(self.layer)
-        self._reader.observe(accepted)
-
-    # -- training
-
-    def loss(self, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, logits, n = batch["tokens"], batch["logits"], batch["tokens"].shape[1] - 2
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
         means = []
-        for step, draft in enumerate(self.unrolled(tokens, batch["features"], self.unroll)):
-            guess, wanted, mask = draft[:, step:n], logits[:, step + 1 : n + 1], batch["mask"][:, step + 2 :]
+        for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll)):
+            guess, wanted = draft[:, step:n], batch.logits[:, step + 1 : n + 1]
+            mask = batch.mask[:, step + 2 :]
             if self.vocabulary is not None:
                 mask = mask & torch.isin(wanted.argmax(-1), self.vocabulary)
                 guess, wanted = guess[..., self.vocabulary], wanted[..., self.vocabulary]
-            losses = distance(self.loss_kind, guess, wanted, tokens[:, step + 2 :])
+            losses = distance(config.loss, guess, wanted, tokens[:, step + 2 :])
             means.append(masked_mean(losses[None], mask[None])[0])
-        means_ = torch.stack(means)
-        weights = self.depth_decay ** torch.arange(self.unroll, device=means_.device)
-        return (means_ * weights).sum() / weights.sum(), {self.loss_kind: means_.detach()}
+        return decayed(config.loss, torch.stack(means), config.depth_decay)
 
-    @torch.no_grad()
-    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        def scores(sample: Sample, at: Tensor) -> Tensor:
-            features = {layer: part[None].to(self.layer.tail.dtype) for layer, part in sample.features.items()}
-            logits = self.unrolled(sample.tokens[None].to(self.head.weight.device), features, self.depth)
-            found = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
-            if self.vocabulary is None:
-                return found
-            none = torch.full_like(found, -torch.inf)
-            return none.index_copy(2, self.vocabulary, found[..., self.vocabulary])
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        features = {layer: part[None].to(self.layer.tail.dtype) for layer, part in sample.features.items()}
+        logits = self.unrolled(sample.tokens[None].to(self.head.weight.device), features, self.depth)
+        found = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
+        if self.vocabulary is None:
+            return found
+        none = torch.full_like(found, -torch.inf)
+        return none.index_copy(2, self.vocabulary, found[..., self.vocabulary])
 
-        _, sharpness, figures = measure_along(samples, self.depth, scores)
-        self.measured[kind] = [[factor] for factor in sharpness]
-        return figures
+    def few_logits(self, hidden: Tensor) -> Tensor | None:
+        """Logits of the reduced vocabulary from hidden states behind the final norm; None where it is not reduced."""
+        return None if self._few is None else F.linear(hidden, self._few)
 
-    # -- on disk
+    def session(self, target: Target, rows: int) -> FeatureSession:
+        return FeatureSession(self)
 
-    def adapters(self) -> dict[str, nn.Module]:
-        return self.layer.tail.adapters()
 
-    def own_state(self) -> dict[str, Tensor]:
-        return self.layer.state() | ({} if self.vocabulary is None else {"vocabulary": self.vocabulary})
+class FeatureSession:
+    """What one call keeps: what the layer has read of each row."""
+
+    def __init__(self, drafter: Feature) -> None:
+        self.drafter, self.reader = drafter, Reader(drafter.layer)
+
+    def propose(self, context: Context) -> DraftTree:
+        drafter, reader, config = self.drafter, self.reader, self.drafter.config
+        if not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
+            return chain(context.roots[:, None])
+        vocabulary, unreduced = drafter.vocabulary, drafter.vocabulary is None
+        logits, hidden, states = reader.read(context, unreduced)
+        ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
+        before: Tensor | int = 0  # the first of the nodes expanded last
+
+        def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
+            nonlocal logits, hidden, states, before
+            if d > 0:
+                stem = growth.stem()
+                above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
+                states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
+                tree = DraftTree(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
+                wide = growth.frontier.shape[1]
+                out = reader.step(states, tree.tokens[:, -wide:], tree, tree.tokens.shape[1] - wide, unreduced)
+                logits, hidden, states = out.logits, out.hidden, out.features[drafter.layer.tail.layer]
+                before = growth.frontier[0, 0]
+            scores = logits if unreduced else drafter.few_logits(hidden)
+            assert scores is not None
+            return scores, ids
+
+        return grown(drafter, context, step, config.depth, config.width, config.min_prob).tree()
+
+    def observe(self, accepted: Accepted) -> None:
+        self.reader.observe(accepted)

@@ -1,31 +1,93 @@
 """Hybrid trees: several drafters propose into one tree under one node budget.
 
-Equal paths are one path. Every node carries the chance its sources give it: what was measured for trained drafters,
-what has been counted while decoding for n-grams; the best nodes of all make the tree. Trained drafters are only asked
-where the free ones promise fewer tokens than the trained ones usually do, so that copied text costs no drafting; where
-the rate of decoding is known (`nodes="auto"`), only where what they usually add is worth the time they take.
+Equal paths are one path. Every node carries the probability its sources give it: what was measured in advance for
+trained drafters, what has been counted while decoding for n-grams; the best nodes of all make the tree. Trained members
+are only asked where the others promise fewer tokens than the trained ones usually do, so that copied text costs no
+drafting; where the rate of plain decoding is known (`nodes="auto"`), only where what they usually add is worth the time
+they take.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
-from selfspec.drafters.base import Drafter, Sample, Untrained, number
-from selfspec.drafting import Sprout, measure_by_decoding, plant
-from selfspec.generate import Accepted, Context
-from selfspec.spec import find_drafter
-from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.generate import speculative
+from selfspec.core.options import Options
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
+from selfspec.drafters.base import Drafter, DrafterConfig, Trained
+from selfspec.drafters.parts.ngrams import ListTree, as_tree
 
 _WEIGHT = 8.0  # of what is believed of a class of nodes before any was checked, in tokens
 _RESTED = 16  # passes after which trained members are asked again
-_DOUBT = 0.25  # the part of its chance a child keeps at first where another source proposes something else
+_DOUBT = 0.25  # the part of its probability a child keeps at first where another source proposes something else
+
+
+@dataclass
+class HybridConfig(DrafterConfig):
+    """members: the names of the drafters, for reports; a hybrid has no checkpoint of its own."""
+
+    members: list[str] = field(default_factory=list)
+
+
+class Hybrid(Drafter):
+    """Several drafters in one. What is trained of them stays as it was loaded."""
+
+    config: HybridConfig
+
+    def __init__(self, target: Target, members: dict[str, Drafter]) -> None:
+        """members: at least one drafter of this target, by name. Raises ValueError for one whose trees must stay as it
+        proposed them."""
+        super().__init__(HybridConfig(list(members)), {})
+        for name, member in members.items():
+            if isinstance(member, Hybrid) or not _prunable(target, member):
+                raise ValueError(
+                    f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as it was "
+                    "proposed; leave it out"
+                )
+        self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
+        self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))
+
+    def session(self, target: Target, rows: int) -> HybridSession:
+        free = [m.session(target, rows) for m in self.members.values() if not isinstance(m, Trained)]
+        trained = [m.session(target, rows) for m in self.members.values() if isinstance(m, Trained)]
+        return HybridSession(free, trained, rows)
+
+    def train(self, mode: bool = True) -> Hybrid:
+        super().train(mode)
+        for member in self.members.values():
+            member.train(mode)
+        return self
+
+
+class _Watched:
+    """A drafter with one session, itself, that notes whether its trees can be pruned."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.reads, self.inner, self.prunable = drafter.reads, drafter.session(target, 1), True
+
+    def session(self, target: Target, rows: int) -> Session:
+        return self
+
+    def propose(self, context: Context) -> DraftTree:
+        tree = self.inner.propose(context)
+        self.prunable &= tree.prunable
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        self.inner.observe(accepted)
+
+
+def _prunable(target: Target, drafter: Drafter) -> bool:
+    """Whether a drafter's trees can be cut and mixed: seen from a few passes behind a short prompt."""
+    watched = _Watched(drafter, target)
+    speculative(target, [[0, 1, 0, 1]], Options(4), watched, 8)
+    return watched.prunable
 
 
 class _Row:
@@ -33,7 +95,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.seen = 0
-        self.below: list[dict[int, int]] = []  # children of each node of the last trie, by token
+        self.below: list[dict[int, int]] = []  # children of each node of the last tree, by token
         self.classes: list[tuple[int, int]] = []  # of each node: who proposed it, who proposed anything beside it
         self.believed: list[float] = []
         self.right: dict[tuple[int, int], list[float]] = {}  # per class: tokens that were right, tokens believed in
@@ -52,33 +114,33 @@ class _Row:
                 break
         self.seen = len(tokens)
 
-    def merge(self, trees: Sequence[Sprout], nodes: int, least: float) -> Sprout:
-        """Several sources' trees in one of at most `nodes` nodes, the best by the chances of their paths.
+    def merge(self, trees: Sequence[ListTree], nodes: int) -> ListTree:
+        """Several sources' trees in one of at most `nodes` nodes, the best by path probability.
 
         Where sources agree on a child, at least one of them has to be right; where only some propose it, there is
         doubt. Both beliefs are then scaled by how often such children were right so far.
         """
         ids, parents, given = [trees[0][0][0]], [-1], [1.0]
         whose, beside, self.below = [0], [0], [{}]
-        for source, (tokens, above, chances) in enumerate(trees):
+        for source, (tokens, above, probs) in enumerate(trees):
             place = [0]
             for node in range(1, len(tokens)):
                 if above[node] < 0:  # spare
                     place.append(-1)
                     continue
                 parent, token = place[above[node]], tokens[node]
-                chance = min(1.0, chances[node] / max(chances[above[node]], 1e-30))
+                prob = min(1.0, probs[node] / max(probs[above[node]], 1e-30))
                 beside[parent] |= 1 << source
                 if (found := self.below[parent].get(token)) is None:
                     found = self.below[parent][token] = len(ids)
                     ids.append(token)
                     parents.append(parent)
-                    given.append(chance)
+                    given.append(prob)
                     whose.append(0)
                     beside.append(0)
                     self.below.append({})
                 else:
-                    given[found] = 1 - (1 - given[found]) * (1 - chance)
+                    given[found] = 1 - (1 - given[found]) * (1 - prob)
                 whose[found] |= 1 << source
                 place.append(found)
         total = [1.0] * len(ids)
@@ -96,103 +158,66 @@ class _Row:
             for child in sorted(believed, key=believed.__getitem__, reverse=True):
                 share = min(left, believed[child])
                 total[child], left = total[node] * share, left - share
-        # Parents come before their children and have no smaller chance: with a stable sort none is missing.
-        likely = [node for node in range(len(ids)) if total[node] >= least or not node]
-        best = sorted(sorted(likely, key=lambda node: -total[node])[:nodes])
+        # Parents come before their children and have no smaller probability: with a stable sort none is missing.
+        best = sorted(sorted(range(len(ids)), key=lambda node: -total[node])[:nodes])
         at = {node: i for i, node in enumerate(best)}
         return [ids[n] for n in best], [at.get(parents[n], -1) for n in best], [total[n] for n in best]
 
 
-class Hybrid(Untrained):
-    """Several drafters in one. What is trained of them stays as it was loaded."""
+class HybridSession:
+    """What one call keeps: the members' sessions, what sources were worth in each row, and what the trained members
+    promised and took of late."""
 
-    kind = "hybrid"
-    shortest = 2
-
-    def __init__(self, target: Target, drafters: Sequence[str], least: float = 0.0) -> None:
-        """drafters: at least one name, as `selfspec.load` takes them: embedded, a run folder, or a kind that needs no
-        training; least: nodes with less chance than this to be on the accepted path are left out. Raises ValueError for
-        an empty list, a name given twice, drafters of another target, and those whose tree must stay as they proposed
-        it.
-        """
-        super().__init__(target)
-        if isinstance(drafters, str) or not drafters:
-            raise ValueError(f"drafter.drafters={drafters!r} must be a list of at least one drafter")
-        names = [str(name) for name in drafters]
-        if len(set(names)) < len(names):
-            raise ValueError(f"drafter.drafters={names} names a drafter twice")
-        number("least", least, 0, 1)
-        self.shape: dict[str, Any] = {"drafters": names, "least": least}
-        self.least = least
-        members = [find_drafter(name, target) for name in names]
-        for name, member in zip(names, members, strict=True):
-            if member.own_tree or isinstance(member, Hybrid):
-                raise ValueError(f"drafter {name!r} ({member.kind}) can not share a tree with others; leave it out")
-        self.__dict__["members"] = members  # beside the module tree: nothing of them is trained or saved here
-        self.thrifty = any(member.thrifty for member in members)
-        self.features = tuple(sorted({layer for member in members for layer in member.features}))
-        self.measured = {"greedy": [], "sampled": []}
-        self._running: list[Drafter] | None = None
-        self._rows: list[_Row] = []
-        # Of the trained members: passes, tokens they promised and seconds they took of late; times asked, passes
-        # rested.
-        self._usual, self._asked, self._rested = [0.0, 0.0, 0.0], 0, 0
-
-    def products(self) -> list[nn.Module]:
-        return [module for member in self.__dict__["members"] for module in member.products()]
-
-    def _members(self) -> list[Drafter]:
-        if self._running is None:
-            self._running = [copy.copy(member) for member in self.__dict__["members"]]  # state belongs to one call
-        return self._running
+    def __init__(self, free: list[Session], trained: list[Session], rows: int) -> None:
+        self.free, self.trained = free, trained
+        self.rows = [_Row() for _ in range(rows)]
+        self.usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens promised and seconds taken, fading
+        self.asked = self.rested = 0  # times they were asked; passes since
 
     def propose(self, context: Context) -> DraftTree:
-        members = self._members()
-        self._rows = self._rows or [_Row() for _ in context.tokens]
-        for row, tokens in zip(self._rows, context.tokens, strict=True):
+        for row, tokens in zip(self.rows, context.tokens, strict=True):
             row.learn(tokens)
-        trees = [_sprouts(member.propose(context)) for member in members if not member.products()]
+        trees = [_lists(session.propose(context)) for session in self.free]
         promised = max((_promise(found) for found in trees), default=0.0)
-        if not trees or not self._rests(promised, context.rate / len(context.tokens)):
+        if self.trained and (not trees or not self._rests(promised, context.rate)):
             start = time.perf_counter()
-            asked = [_sprouts(member.propose(context)) for member in members if member.products()]
+            asked = [_lists(session.propose(context)) for session in self.trained]
             if any(len(found[0][0]) > 1 for found in asked):  # roots alone: nothing was read of the prompt yet
-                self._asked += 1
-                if self._asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
+                self.asked += 1
+                if self.asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
                     now = (1, max(map(_promise, asked)), time.perf_counter() - start)
-                    self._usual = [0.9 * before + new for before, new in zip(self._usual, now, strict=True)]
+                    self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
             trees += asked
-        parts = zip(self._rows, zip(*trees, strict=True), strict=True)
-        return plant(context.roots, [row.merge(part, context.nodes, self.least) for row, part in parts])
+        parts = zip(self.rows, zip(*trees, strict=True), strict=True)
+        return as_tree(context.roots, [row.merge(part, context.nodes) for row, part in parts])
 
     def _rests(self, promised: float, rate: float) -> bool:
         """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.
         rate: tokens per second and row of plain decoding."""
-        count, tokens, seconds = self._usual
-        if self._asked < 2 or tokens - count * promised > promised * rate * seconds or self._rested >= _RESTED:
-            self._rested = 0
+        count, tokens, seconds = self.usual
+        if self.asked < 2 or tokens - count * promised > promised * rate * seconds or self.rested >= _RESTED:
+            self.rested = 0
             return False
-        self._rested += 1
+        self.rested += 1
         return True
 
     def observe(self, accepted: Accepted) -> None:
-        if self._rows:
-            self._rows = [self._rows[row] for row in accepted.rows]
-        for member in self._members():
-            member.observe(accepted)
-
-    def measure(self, kind: str, samples: Sequence[Sample]) -> dict[str, Any]:
-        return measure_by_decoding(self.target, self, samples, kind)
+        self.rows = [self.rows[row] for row in accepted.rows]
+        for session in (*self.free, *self.trained):
+            session.observe(accepted)
 
 
-def _promise(found: list[Sprout]) -> float:
+def _promise(found: list[ListTree]) -> float:
     """Tokens that trees promise, per row."""
-    return sum(sum(chances) for _, _, chances in found) / len(found)
+    return sum(sum(probs) for _, _, probs in found) / len(found)
 
 
-def _sprouts(tree: DraftTree) -> list[Sprout]:
-    """A tree's rows as lists, once the device is through; a tree without scores is its roots alone."""
+def _lists(tree: DraftTree) -> list[ListTree]:
+    """A tree's rows as lists, once the device is through; a tree without scores is its roots alone.
+
+    Raises ValueError for a larger tree without scores."""
+    if tree.scores is None and tree.tokens.shape[1] > 1:
+        raise ValueError("a member of a hybrid drafted a tree without scores, by which trees are mixed; give it scores")
     scores = torch.ones_like(tree.tokens, dtype=torch.float64) if tree.scores is None else tree.scores.double()
-    assert tree.scores is not None or tree.tokens.shape[1] == 1
     scores = scores.expand_as(tree.tokens)
     return list(zip(tree.tokens.tolist(), tree.parents.tolist(), scores.tolist(), strict=True))

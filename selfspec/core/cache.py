@@ -1,15 +1,71 @@
-"""The KV cache of tree decoding, and the attention masks over it: the only file that touches transformers' cache."""
+"""The KV cache of tree decoding, and the attention masks over it: the only file that touches transformers' cache.
+
+A cache is what a stock model hands to each of its layers, so it also carries what a part of a model needs in one pass:
+the hidden states that enter its first layer, and the outputs of the layers that are watched (see `selfspec.core.target`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from selfspec.memory import free_memory
-from selfspec.tree import DraftTree
+from selfspec.core.tree import DraftTree
+
+
+class PassCache(Cache):
+    """given: hidden states [B, N, H] that enter the first layer of this pass, where it is not layer 0. seen: outputs
+    [B, N, H] of the layers watched in this pass, by index; -1 is the decoder's, after its final norm."""
+
+    def __init__(self, layers: list[CacheLayerMixin]) -> None:
+        super().__init__(layers=layers)  # type: ignore[arg-type]
+        self.given: Tensor | None = None
+        self.seen: dict[int, Tensor] = {}
+
+    def enter(self, given: Tensor | None) -> None:
+        """Forget the pass before; `given` enters the next."""
+        self.given, self.seen = given, {}
+
+
+class _TextLayer(CacheLayerMixin):
+    """Passes keys and values through; with `kept`, behind those of the passes before."""
+
+    is_sliding = False
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept, self.is_initialized = kept, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.kept:
+            if self.keys is not None and self.values is not None:
+                key_states = torch.cat([self.keys, key_states], 2)
+                value_states = torch.cat([self.values, value_states], 2)
+            self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TextCache(PassCache):
+    """For passes over whole texts without draft trees. With `kept`, keys and values of earlier passes stay visible;
+    masks and positions are then the caller's."""
+
+    def __init__(self, n_layers: int, kept: bool = False) -> None:
+        super().__init__([_TextLayer(kept) for _ in range(n_layers)])
 
 
 class _Layer(CacheLayerMixin):
@@ -32,7 +88,7 @@ class _Layer(CacheLayerMixin):
         return self.cache.append(self.keys, key_states), self.cache.append(self.values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.cache.lengths) + self.cache._ran + query_length, 0
+        return max(self.cache.lengths) + self.cache.ran + query_length, 0
 
     def get_seq_length(self) -> int:
         return max(self.cache.lengths)
@@ -41,31 +97,42 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
-class TreeCache(Cache):
+class TreeCache(PassCache):
     """Keys and values of B rows with one length each.
 
     A pass appends N slots to every row behind that row's own length; `keep` compacts the slots of the accepted nodes
     and drops the rest. All tensors of one shape live in one storage [G, B, heads, capacity, head_dim], so that
-    compaction is one gather and one copy, and storage grows by doubling.
+    compaction is one gather and one copy, and storage grows by doubling. State changes in `begin`, `append`, `keep`,
+    `select` and `close` alone.
     """
 
-    def __init__(self, n_layers: int, rows: int, capacity: int, limit: int = 0) -> None:
-        """limit: slots per row that the whole generation will need (0: not known); MemoryError where they would not
-        fit."""
-        super().__init__(layers=[_Layer(self) for _ in range(n_layers)])
+    def __init__(self, n_layers: int, rows: int, capacity: int, dtype: torch.dtype, limit: int = 0) -> None:
+        """dtype: of masks; limit: slots per row that the whole generation will need (0: not known); MemoryError where
+        they would not fit."""
+        super().__init__([_Layer(self) for _ in range(n_layers)])
         self.lengths = [0] * rows
-        self.capacity, self.limit = capacity, limit
+        self.capacity, self.limit, self.dtype = capacity, limit, dtype
         self.storage: list[Tensor] = []
         self.first: dict[_Layer, tuple[Tensor, Tensor]] = {}
+        self.ran = 0  # nodes of this pass's tree that its layers hold already
         self._members: list[list[tuple[_Layer, str]]] = []
         self._slots: tuple[Tensor, Tensor] | None = None  # (row, slot) of every appended node where lengths differ
-        self._ran = 0  # nodes of this tree that the layers to come hold already
         self._below: tuple[Tensor, Tensor] | None = None  # parents of the last tree and its additive mask
+        self._closed = False
 
-    def begin(self, nodes: int, device: torch.device, ran: int = 0) -> None:
-        """Make room for a pass over a tree of `nodes` nodes, of which the first `ran` went through the same layers
-        before; call before the pass."""
-        self._ran, longest = ran, max(self.lengths)
+    def begin(self, tree: DraftTree, given: Tensor | None = None, ran: int = 0) -> None:
+        """Make room for a pass over `tree`, of which the first `ran` nodes went through the same layers before.
+
+        Raises ValueError where the call that the cache was made for has ended.
+        """
+        if self._closed:
+            raise ValueError(
+                "this call of generate has ended; a session and its context serve one call, make others by "
+                "drafter.session(target, rows)"
+            )
+        self.enter(given)
+        nodes, device = tree.tokens.shape[1], tree.tokens.device
+        self.ran, longest = ran, max(self.lengths)
         if longest + nodes > self.capacity:
             self.capacity = max(min(2 * self.capacity, (self.limit or 2**62) + nodes), longest + nodes)
             for i, old in enumerate(self.storage):  # one at a time, so that only one is held twice
@@ -79,10 +146,22 @@ class TreeCache(Cache):
             lengths = torch.tensor(self.lengths, device=device)[:, None]
             rows = torch.arange(len(self.lengths), device=device)[:, None]
             self._slots = (rows, lengths + torch.arange(ran, nodes, device=device))
+        elif self._below is None or self._below[0] is not tree.parents:
+            self._below = (tree.parents, additive(tree.mask, self.dtype)[:, None])
+
+    def positions(self, tree: DraftTree) -> Tensor:
+        """int64 [B, N]: each node's position, which is its row's length plus its depth, not its slot."""
+        if len(set(self.lengths)) == 1:
+            return tree.depth + self.lengths[0]
+        return tree.depth + torch.tensor(self.lengths, device=tree.tokens.device)[:, None]
+
+    def close(self) -> None:
+        """The call is over; a later pass is refused."""
+        self._closed = True
 
     def append(self, kept: Tensor, new: Tensor) -> Tensor:
         """Write new [B, heads, N, D] behind every row's length and what ran before; returns the row up to there."""
-        end = max(self.lengths) + self._ran + new.shape[2]
+        end = max(self.lengths) + self.ran + new.shape[2]
         if self._slots is None:
             kept[:, :, end - new.shape[2] : end] = new
         else:
@@ -117,33 +196,30 @@ class TreeCache(Cache):
         self.lengths = [self.lengths[r] for r in rows.tolist()]
         self._share()
 
-    def mask(self, tree: DraftTree, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive attention mask [B or 1, 1, N, S] for a pass over `tree`, without rows for what ran before: 0 or the
+    def mask(self, tree: DraftTree, window: int | None = None) -> Tensor:
+        """Additive attention mask [B or 1, 1, N - ran, S] for the pass over `tree` that `begin` prepared: 0 or the
         dtype's lowest value.
 
         A node sees every kept slot, its ancestors and itself; under a sliding `window`, only those whose position is
-        less than `window` behind its own. A node's position is its row's length plus its depth, not its slot.
+        less than `window` behind its own.
         """
         nodes, longest = tree.tokens.shape[1], max(self.lengths)
         device = tree.tokens.device
         if self._slots is None and window is None:
-            if self._below is None or self._below[0] is not tree.parents:
-                self._below = (tree.parents, additive(tree.mask, dtype)[:, None])
+            assert self._below is not None
             below = self._below[1]
-            return torch.cat([below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest), below], -1)[
-                :, :, self._ran :
-            ]
+            kept = below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest)
+            return torch.cat([kept, below], -1)[:, :, self.ran :]
         lengths = torch.tensor(self.lengths, device=device)[:, None, None]
         slots = torch.arange(longest + nodes, device=device)
         allowed = (slots < lengths).expand(-1, nodes, -1).clone()
         index = (lengths + torch.arange(nodes, device=device)).expand(-1, nodes, -1)
         allowed.scatter_(2, index, tree.mask.expand(len(self.lengths), -1, -1))
         if window is not None:
-            positions = slots.expand(len(self.lengths), -1).clone()
-            depth = tree.depth.expand(len(self.lengths), -1)
-            positions.scatter_(1, index[:, 0], lengths[:, 0] + depth)
-            allowed &= (lengths + depth[:, :, None]) - positions[:, None, :] < window
-        return additive(allowed, dtype)[:, None, self._ran :]
+            own = self.positions(tree).expand(len(self.lengths), -1)
+            positions = slots.expand(len(self.lengths), -1).clone().scatter_(1, index[:, 0], own)
+            allowed &= own[:, :, None] - positions[:, None, :] < window
+        return additive(allowed, self.dtype)[:, None, self.ran :]
 
     def _allocate(self) -> None:
         groups: dict[tuple[Any, ...], list[tuple[_Layer, str, Tensor]]] = {}
@@ -179,3 +255,13 @@ class TreeCache(Cache):
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where attention is allowed, the dtype's lowest value elsewhere."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device; on kinds that do not tell, all there could be."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2**62

@@ -49,9 +49,13 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        number = isinstance(self.temperature, (int, float))
-        if not number or not (self.temperature == 0 or 1e-4 <= self.temperature < float("inf")):
+        try:
+            temperature = float("nan" if isinstance(self.temperature, str) else self.temperature)
+        except (TypeError, ValueError):
+            temperature = math.nan
+        if not (temperature == 0 or 1e-4 <= temperature < math.inf):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 0.0001, and finite")
+        object.__setattr__(self, "temperature", temperature)  # a plain float also of NumPy's and torch's scalars
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -1,8 +1,13 @@
-"""The way in from transformers: `model.generate(..., custom_generate=spec)`."""
+"""The way in from transformers: `model.generate(..., custom_generate=spec)`.
+
+What comes back is what generate returns, with `stats` and `from_draft` beside it, but without `past_key_values`: the
+cache of trees is selfspec's own and ends with the call.
+"""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +25,13 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from selfspec.generate import speculative_steps
-from selfspec.options import Options, as_seed
-from selfspec.sampling import Sampling
-from selfspec.stats import Stats
-from selfspec.target import Target
+from selfspec.core.contract import Drafts
+from selfspec.core.generate import speculative_steps
+from selfspec.core.options import Options, as_seed, limited
+from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+from selfspec.core.verify import Relaxed
 
 # These keep a state that they expect to advance by one token a call, or run the model themselves.
 _STATEFUL = (
@@ -40,32 +47,32 @@ _STATEFUL = (
     "WhisperTimeStampLogitsProcessor",
 )
 # What generate hands over beside the prompt and does not change what is generated.
-_HARMLESS = ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "token_type_ids")
+_HARMLESS = ("attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep")
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output and ours. stats: see `selfspec.stats.Stats`; from_draft: bool [B, new tokens], True where
+    """transformers' output and ours. stats: see `selfspec.core.stats.Stats`; from_draft: bool [B, new tokens], True where
     the draft tree held the token. In scores and logits, rows that have ended hold zeros."""
 
     stats: Stats | None = None
     from_draft: Tensor | None = None
 
 
-def custom_generate(
+def decode(
     target: Target,
-    drafter: Any,
+    drafter: Drafts,
     tokenizer: Any,
     nodes: int,
+    relaxed: Relaxed | None,
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Sequence[LogitsProcessor],
-    stopping_criteria: Sequence[StoppingCriteria],
     config: GenerationConfig,
     seed: int | Sequence[int] | None,
-    stop_strings: str | list[str] | None,
-    streamer: Any,
-    relaxed: Any,
+    logits_processor: Sequence[LogitsProcessor] = (),
+    stopping_criteria: Sequence[StoppingCriteria] = (),
+    stop_strings: str | list[str] | None = None,
+    streamer: Any = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """What generate's own decoding methods do, with their arguments, prompts padded on either side. Noise comes from
@@ -88,8 +95,13 @@ def custom_generate(
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     ends = {int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
     temperature = float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0
-    if seed is None:
-        seed = int(torch.randint(2**62, (1,))) if config.do_sample else 0
+    if not limits:
+        raise ValueError(
+            "spec(...) was called without a max_length among its stopping_criteria; it is meant to be called by "
+            "model.generate(..., custom_generate=spec); call spec.generate(prompts) by hand"
+        )
+    if seed is None and not config.do_sample:
+        seed = 0  # greedy decoding leaves torch's generator as it was
     options = Options(
         min(limits) - width,
         Sampling(temperature, None, config.top_p, config.min_p),  # not the warpers, but what they must satisfy
@@ -101,7 +113,10 @@ def custom_generate(
         relaxed=relaxed,
         record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
     )
-    stats, records = Stats(), [[] for _ in prompts]  # type: tuple[Stats, list[list[tuple[Tensor, Tensor]]]]
+    if (told := limited(target, prompts, options.max_new_tokens)) is not None:
+        warnings.warn(f"{told}; transformers' own decoding may go on", stacklevel=4)
+    stats = Stats()
+    records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     drafted: list[list[bool]] = [[] for _ in prompts]
     for added in speculative_steps(target, prompts, options, drafter, nodes, stats, records):
@@ -150,6 +165,12 @@ def _refuse(
 ) -> None:
     if model is not target.model:
         raise ValueError("custom_generate=spec was given to another model than spec.target.model; call that one")
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise ValueError(
+            "soft prompts (PEFT's prompt or prefix tuning) replace the model's inputs, which custom_generate=spec does "
+            "not see; merge them into the model, or use adapters inside its layers, such as LoRA"
+        )
     mode = config.get_generation_mode(outer.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value} can not be served; speculative decoding is greedy or samples")
@@ -168,9 +189,23 @@ def _refuse(
     model_kwargs.pop("past_key_values", None)  # the empty one that generate always makes
     if outer.get("kwargs", {}).get("past_key_values") is not None:
         raise ValueError("past_key_values: trees need selfspec's own cache; give the whole text as input_ids instead")
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if positions is not None and not _plain_positions(positions, mask):
+        raise ValueError(
+            "position_ids are packed or shifted; custom_generate=spec counts each row's own tokens from 0: leave "
+            "position_ids out, and give packed texts as rows of their own"
+        )
     for name, value in model_kwargs.items():
         if value is not None and name not in _HARMLESS:
             raise ValueError(f"{name} can not be used with custom_generate=spec, which takes text alone")
+
+
+def _plain_positions(positions: Tensor, mask: Tensor | None) -> bool:
+    """Whether every token that is no padding has the number of tokens before it as its position."""
+    kept = torch.ones_like(positions) if mask is None else mask.to(positions)
+    if positions.shape != kept.shape and positions.shape[0] == 1:
+        positions = positions.expand_as(kept)
+    return positions.shape == kept.shape and bool(((positions == kept.cumsum(-1) - 1) | (kept == 0)).all())
 
 
 def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from selfspec.sampling import Sampling
-from selfspec.target import Target
-from selfspec.verify import Relaxed
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.verify import Relaxed
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,13 @@ def integer(name: str, value: Any) -> int:
 
 
 def as_seed(seed: Any) -> int | list[int]:
-    """One seed, or one per row, as plain ints. Raises ValueError for what is no integer of 64 bits."""
-    one = not isinstance(seed, (list, tuple, torch.Tensor)) or (isinstance(seed, torch.Tensor) and seed.ndim == 0)
+    """One seed, or one per row (a list, tuple, range, array or tensor), as plain ints; None draws one from torch's
+    global generator. Raises ValueError for what is no integer of 64 bits."""
+    if seed is None:
+        return int(torch.randint(2**62, (1,)))
+    if hasattr(seed, "tolist"):  # of NumPy or torch
+        seed = seed.tolist()
+    one = not isinstance(seed, (list, tuple, range))
     seeds = [integer("seed", s) for s in ([seed] if one else seed)]
     if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
         raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
@@ -60,7 +65,8 @@ def as_seed(seed: Any) -> int | list[int]:
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
-    """Raises ValueError naming the prompt or option that can not be served."""
+    """Raises ValueError naming the prompt or option that can not be served, or how the model was changed."""
+    target.check()
     if not prompts:
         raise ValueError("prompts is empty; give at least one prompt")
     for i, prompt in enumerate(prompts):
@@ -77,3 +83,24 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) ->
         raise ValueError(
             f"seed has {len(options.seed)} entries for {len(prompts)} prompts; give one per row or one int"
         )
+
+
+def limited(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> str | None:
+    """A warning where rows will end at the target's last position before they have max_new_tokens; else None."""
+    if target.max_positions is None:
+        return None
+    rows = [i for i, prompt in enumerate(prompts) if len(prompt) + max_new_tokens > target.max_positions]
+    if not rows:
+        return None
+    return (
+        f"row {rows[0]} ends after {target.max_positions - len(prompts[rows[0]])} new tokens instead of "
+        f"{max_new_tokens}: {target.name!r} is served up to {target.max_positions} positions"
+    )
+
+
+def end_tokens(target: Target) -> frozenset[int]:
+    """The EOS ids of the target's generation config."""
+    eos = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 class Stats:
     """Counts of one call.
 
-    forwards: of the target over a tree; passes: the same, once for every row that took part; tokens: those returned,
-    after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was accepted.
+    passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
+    tokens: those returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was
+    accepted.
     """
 
     passes: int = 0
-    forwards: int = 0
+    calls: int = 0
     tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     seconds_prefill: float = 0.0

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-KINDS = ("kl", "ce")
+from selfspec.drafters.base import Batch
+
+LOSSES = ("kl", "ce")
 _CHUNK = 128  # positions at a time, so that a chunk's logits stay in the processor's cache
 
 
@@ -42,13 +44,13 @@ class _KL(torch.autograd.Function):
         return gradient * upstream[0][:, None].to(gradient.dtype), None
 
 
-def distance(kind: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
+def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
     """How far draft logits [..., V] are from what they should predict, in nats [...]; gradients reach `draft` alone.
 
     kl: KL(target || draft) to the target's own next-token distribution, from its logits [..., V];
     ce: cross-entropy to the text's next token, int64 [...].
     """
-    if kind == "kl":
+    if loss == "kl":
         losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
     else:
         losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
@@ -61,12 +63,17 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1).clamp(min=1)
 
 
-def ahead(kind: str, draft: Tensor, logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean distance [K] of heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits
-    [K, B, n, V] against the target's logits [B, S, V] on tokens int64 [B, S], where mask bool [B, S] counts."""
+def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """One loss of the means [K] per depth, each depth weighing `decay` times the one before; and the means to log."""
+    weights = decay ** torch.arange(len(means), device=means.device)
+    return (means * weights).sum() / weights.sum(), {loss: means.detach()}
+
+
+def heads_loss(loss: str, draft: Tensor, batch: Batch, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V]."""
     n, losses, counts = draft.shape[2], [], []
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
-        losses.append(distance(kind, guess, logits[:, 1 + k : 1 + k + n], tokens[:, place]))
-        counts.append(mask[:, place])
-    return masked_mean(torch.stack(losses), torch.stack(counts))
+        losses.append(distance(loss, guess, batch.logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
+        counts.append(batch.mask[:, place])
+    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts)), decay)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.cache import TreeCache
-from selfspec.generate import PREFILL, Accepted, Context
-from selfspec.target import Pass, Target
-from selfspec.tree import DraftTree, chain
-from selfspec.views import Tail
+from selfspec.core.cache import TextCache, TreeCache
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.generate import PREFILL
+from selfspec.core.target import Pass, Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.parts.views import Tail
 
 _FEW = 16  # entries that are read together with the root's; more, as behind a prompt, are read without logits
 
@@ -34,18 +34,9 @@ class FeatureLayer(nn.Module):
         fuse[-1] = torch.eye(hidden)
         self.fuse = nn.Parameter(fuse.flatten(0, 1))
         self.mix = nn.Parameter(torch.zeros(2 * hidden, hidden, device=target.device, dtype=dtype))
-        self.full = full
         self.tail = Tail(target, 0 if full else rank, dtype, "feature", full=full)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self._ready: tuple[Tensor, Tensor] | None = None
-
-    @staticmethod
-    def parameter_count(target: Target, features: int, rank: int, full: bool) -> int:
-        """Trained parameters for so many features."""
-        own = (features + 2) * target.hidden_size**2
-        if full:
-            return own + sum(p.numel() for p in target.layers[-1].parameters())
-        return own + rank * Tail.widths(target, head=False)
 
     def train(self, mode: bool = True) -> FeatureLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
@@ -67,14 +58,17 @@ class FeatureLayer(nn.Module):
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
         return states + F.linear(both, self._ready[1] if self._ready else self.mix.t().to(states.dtype))
 
-    def text(self, states: Tensor, tokens: Tensor, logits: bool = True, **how: Any) -> Pass:
+    def text(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        logits: bool = True,
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> Pass:
         """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
-        return self.tail.text(self.entry(states, tokens), tokens, logits=logits, **how)
-
-    def state(self) -> dict[str, Tensor]:
-        """Trained tensors outside PEFT, by name."""
-        layer = {f"layer.{name}": p.data for name, p in self.tail.parts[0].named_parameters()} if self.full else {}
-        return {"fuse": self.fuse.data, "mix": self.mix.data, **layer}
+        return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions)
 
 
 class Reader:
@@ -105,7 +99,7 @@ class Reader:
         final norm and outputs, both [B, 1, H]."""
         if self.cache is None:
             made = context.cache
-            self.cache = self.layer.tail.fast.cache(len(self.pending), made.capacity, made.limit)
+            self.cache = self.layer.tail.target.cache(len(self.pending), made.capacity, made.limit)
         while max(map(len, self.pending)) > _FEW:
             self._read(context, [min(PREFILL, len(part) - 1) for part in self.pending], False)
         count = [len(part) for part in self.pending]

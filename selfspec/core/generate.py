@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from selfspec.cache import TreeCache
-from selfspec.options import Options, check, integer
-from selfspec.prefix import PrefixRules
-from selfspec.sampling import Noise, pick, warp
-from selfspec.stats import Stats
-from selfspec.target import Target
-from selfspec.tree import chain
-from selfspec.verify import verify
+from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.options import Options, check, integer
+from selfspec.core.processors import PrefixRules
+from selfspec.core.sampling import Noise, pick, warp
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+from selfspec.core.tree import chain
+from selfspec.core.verify import verify
 
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
+_begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
 
 @dataclass
@@ -36,51 +36,15 @@ class Result:
     records: list[list[tuple[Tensor, Tensor]]]
 
 
-@dataclass
-class Context:
-    """What a drafter may look at. roots: int64 [B]; lengths: each row's cached tokens, which is its root's position;
-    tokens: each row's tokens, root included; nodes: the budget; noise: shared with verification, None when greedy;
-    target and cache: for drafters that run the target's first layers on their nodes; rate: plain decoding's
-    tokens per second, for drafters that weigh their own time (0: it does not count)."""
-
-    roots: Tensor
-    lengths: list[int]
-    tokens: list[list[int]]
-    nodes: int
-    temperature: float
-    noise: Noise | None
-    target: Target
-    cache: TreeCache
-    rate: float = 0.0
-
-
-@dataclass
-class Accepted:
-    """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter asked for; rows:
-    which of its B rows go on, in order; paths: the kept nodes of each of those rows (empty while a longer prompt of the
-    batch is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
-
-    hidden: Tensor
-    features: dict[int, Tensor]
-    rows: list[int]
-    paths: list[list[int]]
-    logits: Tensor | None = None
-
-    def last_hidden(self) -> Tensor:
-        """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
-        if self.hidden.shape[0] == 1:
-            return self.hidden[:, self.paths[0][-1]]
-        return self.hidden[self.rows, [path[-1] for path in self.paths]]
-
-
 class _Rows:
     """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
         check(target, prompts, options)
-        seeds, ids = [options.seed] * len(prompts), range(len(prompts))
-        if not isinstance(options.seed, int):
-            seeds, ids = list(options.seed), [0] * len(prompts)  # type: ignore[assignment]
+        if isinstance(options.seed, int):
+            seeds, ids = [options.seed] * len(prompts), list(range(len(prompts)))
+        else:
+            seeds, ids = list(options.seed), [0] * len(prompts)
         self.target, self.options = target, options
         self.alive = list(range(len(prompts)))
         self.tokens = [list(prompt) for prompt in prompts]
@@ -93,7 +57,7 @@ class _Rows:
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
-            self.noise = Noise(seeds, ids, target.vocab_size, target.device)  # type: ignore[arg-type]
+            self.noise = Noise(seeds, ids, target.vocab_size, target.device)
 
     def roots(self) -> Tensor:
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
@@ -119,7 +83,7 @@ class _Rows:
             scores[at] = self.rules.scores(scores[at], [self.alive[rows[i]] for i in at], prefixes)
         return scores
 
-    def prefill(self, drafter: Any) -> None:
+    def prefill(self, session: Session | None, reads: tuple[int, ...]) -> None:
         """Cache every prompt but its last token, which becomes the root."""
         prompts = [tokens[:-1] for tokens in self.tokens]
         for start in range(0, max(map(len, prompts)), PREFILL):
@@ -127,11 +91,11 @@ class _Rows:
             width = max(map(len, parts))
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
-            out = self.target.forward(tree, self.cache, False, features=() if drafter is None else drafter.features)
+            out = self.target.forward(tree, self.cache, False, reads=reads)
             paths = [list(range(len(part))) for part in parts]
             self.cache.keep(paths)
-            if drafter is not None:
-                drafter.observe(Accepted(out.hidden, out.features, list(range(len(parts))), paths))
+            if session is not None:
+                session.observe(Accepted(out.hidden, out.features, list(range(len(parts))), paths))
 
     def advance(self, emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Add one pass's tokens, cut where the row ends; returns the cut lists and the rows that go on."""
@@ -172,12 +136,16 @@ def clock(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
-    """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup."""
-    stats, result = Stats(), [[] for _ in prompts]  # type: tuple[Stats, list[list[int]]]
+def autoregressive(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts | None = None, nodes: int = 1
+) -> Result:
+    """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
+    nodes are not looked at; they are there so that the two can stand for each other."""
+    stats = Stats()
+    result: list[list[int]] = [[] for _ in prompts]
     t0 = clock(target.device)
     rows = _Rows(target, prompts, options)
-    rows.prefill(None)
+    rows.prefill(None, ())
     root = chain(rows.roots()[:, None])
     t1 = clock(target.device)
     stats.seconds_prefill = t1 - t0
@@ -197,14 +165,16 @@ def autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Op
         else:
             root = root.with_tokens(picked[:, None])
         t0, t1 = t1, clock(target.device)
-        stats.forwards += 1
+        stats.calls += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
 
 
 @torch.inference_mode()
-def speculative(target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Any, nodes: int) -> Result:
+def speculative(
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts, nodes: int = 16
+) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
@@ -215,12 +185,23 @@ def speculative(target: Target, prompts: Sequence[Sequence[int]], options: Optio
     return result
 
 
+def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
+    """A session for one call. Raises ValueError for one that another call was begun with."""
+    session = drafter.session(target, rows)
+    if _begun.get(id(session)) is session:
+        raise ValueError(
+            f"{type(drafter).__name__}.session returned a session of an earlier call; it must make a new one each time"
+        )
+    _begun[id(session)] = session
+    return session
+
+
 @torch.inference_mode()
 def speculative_steps(
     target: Target,
     prompts: Sequence[Sequence[int]],
     options: Options,
-    drafter: Any,
+    drafter: Drafts,
     nodes: int,
     stats: Stats,
     records: list[list[tuple[Tensor, Tensor]]] | None = None,
@@ -228,39 +209,43 @@ def speculative_steps(
     """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way."""
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
-    drafter = copy.copy(drafter)  # its state belongs to this call
     t0 = clock(target.device)
     rows = _Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
-    rows.prefill(drafter)
-    t1 = clock(target.device)
-    stats.seconds_prefill += t1 - t0
-    roots = rows.roots()
-    while rows.alive:
-        temperature, cache = options.sampling.temperature, rows.cache
-        context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
-        tree = drafter.propose(context)
-        assert torch.equal(tree.tokens[:, 0], roots), "a drafter's tree must stand on the row's last token"
-        t2 = clock(target.device)
-        out = target.forward(tree, cache, True, (tree.start, target.n_layers), tree.hidden, drafter.features)
-        t3 = clock(target.device)
-        assert out.logits is not None
-        paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
-        rows.cache.keep(paths)
-        tokens, going = rows.advance(emitted)
-        added: Added = []
-        for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
-            drafted = min(len(paths[i]) - 1, len(cut))
-            stats.count(drafted, len(cut))
-            added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
-        rows.select(going)
-        if going:
-            drafter.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going], out.logits))
-            roots = rows.roots()
-        t0, t1 = t1, clock(target.device)
-        stats.forwards += 1
-        stats.seconds_draft += t2 - t0
-        stats.seconds_target += t3 - t2
-        stats.seconds_other += t1 - t3
-        yield added
+    session, reads, cache = _begin(drafter, target, len(prompts)), drafter.reads, rows.cache
+    try:
+        rows.prefill(session, reads)
         t1 = clock(target.device)
+        stats.seconds_prefill += t1 - t0
+        roots = rows.roots()
+        while rows.alive:
+            temperature = options.sampling.temperature
+            tree = session.propose(
+                Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
+            )
+            assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
+            t2 = clock(target.device)
+            out = target.forward(tree, cache, True, (tree.start, target.n_layers), tree.hidden, reads)
+            t3 = clock(target.device)
+            assert out.logits is not None
+            paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
+            cache.keep(paths)
+            tokens, going = rows.advance(emitted)
+            added: Added = []
+            for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
+                drafted = min(len(paths[i]) - 1, len(cut))
+                stats.count(drafted, len(cut))
+                added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
+            rows.select(going)
+            if going:
+                session.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going], out.logits))
+                roots = rows.roots()
+            t0, t1 = t1, clock(target.device)
+            stats.calls += 1
+            stats.seconds_draft += t2 - t0
+            stats.seconds_target += t3 - t2
+            stats.seconds_other += t1 - t3
+            yield added
+            t1 = clock(target.device)
+    finally:
+        cache.close()

@@ -1,10 +1,9 @@
-"""Views of the target's modules: structural copies whose tensors are the target's own, and LoRA inside them by PEFT."""
+"""Parts of a drafter over the target's own tensors: its lm_head with one LoRA per head, and its last layer."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -14,16 +13,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.cache import TreeCache
-from selfspec.target import Pass, Target
-from selfspec.tree import DraftTree
-
-
-def view(module: nn.Module) -> Any:
-    """A copy of a module's structure over the same parameters and buffers. What is then put into it leaves the
-    original as it was."""
-    shared: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, shared)
+from selfspec.core.cache import TextCache, TreeCache
+from selfspec.core.support import view
+from selfspec.core.target import Pass, Target
+from selfspec.core.tree import DraftTree
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:
@@ -37,30 +30,38 @@ def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: t
             parameter.requires_grad_(True)
 
 
-class SharedHeads(nn.Module):
+class Adapted(nn.Module):
+    """A part with PEFT adapters. adapters: by name, each with the module it was injected into."""
+
+    adapters: dict[str, nn.Module]
+
+
+class SharedHeads(Adapted):
     """K projections to the vocabulary: a view of the target's lm_head with one LoRA per head, so that one product with
     the shared weights serves all heads. Parameters: K*rank*(H + V)."""
 
     def __init__(self, target: Target, heads: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
         path = next(n for n, m in target.model.named_modules() if m is target.lm_head)
-        self.name, self.heads = path.rsplit(".", 1)[-1], heads
+        self.name = path.rsplit(".", 1)[-1]
         self.lora = nn.ModuleDict({self.name: view(target.lm_head)})
-        for adapter in self.adapters():
+        self.adapters = {f"head_{k}": self.lora for k in range(heads)}
+        for adapter in self.adapters:
             inject(self.lora, rank, [self.name], adapter, dtype)
 
-    def adapters(self) -> dict[str, nn.Module]:
-        return {f"head_{k}": self.lora for k in range(self.heads)}
+    @property
+    def layer(self) -> LoraLayer:
+        return cast(LoraLayer, self.lora[self.name])
 
     @property
     def base(self) -> nn.Linear:
-        return self.lora[self.name].base_layer  # type: ignore[return-value, union-attr]
+        return cast(nn.Linear, self.layer.base_layer)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """LoRA A [K, H, r] and B [K, r, V] of all heads, stacked."""
-        layer: Any = self.lora[self.name]
-        a = torch.stack([layer.lora_A[n].weight.t() for n in self.adapters()])
-        b = torch.stack([layer.lora_B[n].weight.t() * layer.scaling[n] for n in self.adapters()])
+        layer = self.layer
+        a = torch.stack([layer.lora_A[n].weight.t() for n in self.adapters])
+        b = torch.stack([layer.lora_B[n].weight.t() * layer.scaling[n] for n in self.adapters])
         return a, b
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -69,11 +70,11 @@ class SharedHeads(nn.Module):
         return torch.baddbmm(logits, x @ a[: len(x)].to(x.dtype), b[: len(x)].to(x.dtype))
 
 
-class Tail(nn.Module):
+class Tail(Adapted):
     """The target's last decoder layer, final norm and lm_head as a view that can be fed with any hidden states.
 
     rank: of the LoRA that PEFT puts into the layer's linear maps (and into lm_head with `head`) under the name
-    `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. In decoding the layer's LoRA is
+    `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. For decoding the layer's LoRA is
     merged into weights of its own once, which takes the memory of one layer.
     """
 
@@ -81,13 +82,11 @@ class Tail(nn.Module):
         self, target: Target, rank: int, dtype: torch.dtype, adapter: str, head: bool = False, full: bool = False
     ) -> None:
         super().__init__()
-        self.layer, self.adapter, self.dtype = target.n_layers - 1, adapter, target.dtype
-        self.injected = rank > 0 and not full
+        self.layer, self.adapter, self.dtype, self.full = target.n_layers - 1, adapter, target.dtype, full
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
-        inner = Target(model)
-        inner.tuples = target.tuples
+        inner = Target(model, frozen=False)
         block = inner.layers[self.layer]
         if full:
             parameters = dict(block.named_parameters())
@@ -100,54 +99,37 @@ class Tail(nn.Module):
             for module in block.modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     setattr(module, name, nn.Parameter(parameter.detach().to(dtype, copy=True)))
-        elif self.injected:
-            inject(model, rank, list(self.linear(model, head)), adapter, dtype)
+        elif rank > 0:
+            inject(model, rank, list(linear_maps(model, head)), adapter, dtype)
+        self.adapters = {adapter: model} if rank > 0 and not full else {}
         # The rest of the view is the target's own modules again: only these hold anything that training moves.
         self.parts = nn.ModuleList([block, model.get_output_embeddings()])
-        self.inner: Target
-        self.model: Any
-        self.fast: Target
-        self.__dict__.update(inner=inner, model=model, fast=inner)
-
-    @staticmethod
-    def linear(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
-        """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model; none beside
-        a mixture's experts, whose names PEFT would take for the experts' own."""
-        parts = set(Target(model).layers[-1].modules()) | ({model.get_output_embeddings()} if head else set())
-        mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
-        return {
-            name: module
-            for name, module in model.named_modules()
-            if module in parts and isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(mixtures)
-        }
-
-    @staticmethod
-    def widths(target: Target, head: bool) -> int:
-        """Sum of inputs and outputs of those maps: the parameters of a LoRA of rank 1."""
-        return sum(sum(m.weight.shape) for m in Tail.linear(target.model, head).values())  # type: ignore[misc, arg-type]
+        self._views: dict[bool, Target] = {True: inner}  # by whether it trains; a dict, so that they are no submodules
 
     def train(self, mode: bool = True) -> Tail:
         """Leaving training mode merges what was trained, for decoding; dropout stays off, as in the frozen target."""
         super().train(False)
         self.training = mode
-        self.__dict__["fast"] = self.inner if mode else self._merged()
+        self._views.pop(False, None)
+        if not mode:
+            self._views[False] = self._merged()
         return self
+
+    @property
+    def target(self) -> Target:
+        """The view that runs: with PEFT's layers while training, with merged weights in decoding."""
+        return self._views[self.training]
 
     @torch.no_grad()
     def _merged(self) -> Target:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        target = Target(view(self.model))  # which freezes all that the two have in common
-        target.tuples = self.inner.tuples
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        block: Any = target.layers[self.layer]
+        target = Target(view(self._views[True].model), frozen=False)
+        block = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
                 if type(parameter) is nn.Parameter and parameter.is_floating_point():
                     setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
-            child: Any
             for name, child in list(module.named_children()):
-                if not _holds(child, self.adapter):
+                if not isinstance(child, LoraLayer) or self.adapter not in child.lora_A:
                     continue
                 base = child.get_base_layer()
                 # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
@@ -156,37 +138,41 @@ class Tail(nn.Module):
                     merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     setattr(module, name, plain)
-        head: Any = target.model.get_output_embeddings()
-        if _holds(head, self.adapter):
+        head = target.model.get_output_embeddings()
+        if isinstance(head, LoraLayer) and self.adapter in head.lora_A:
             for lora in (*head.lora_A.values(), *head.lora_B.values()):
                 lora.weight = nn.Parameter(lora.weight.to(self.dtype), requires_grad=False)
         return target
 
-    def products(self) -> list[nn.Module]:
-        """See `Drafter.products`."""
-        return [self.fast.decoder, self.fast.model.get_output_embeddings()]
-
-    def adapters(self) -> dict[str, nn.Module]:
-        """The view with its PEFT adapter, by the adapter's name; nothing where there is none."""
-        return {self.adapter: self.model} if self.injected else {}
-
-    def text(self, hidden: Tensor, tokens: Tensor, block: bool = True, logits: bool = True, **how: Any) -> Pass:
+    def text(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        block: bool = True,
+        logits: bool = True,
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> Pass:
         """The layer on whole texts, reading `hidden` [B, S, H]; tokens int64 [B, S]. The layer's output is among the
-        pass's features. Without `block` the final norm reads `hidden` itself. `how` goes to the model (masks,
-        positions, a cache of transformers')."""
-        start, seen = self.layer if block else self.layer + 1, {}  # type: tuple[int, dict[int, Tensor]]
-        run = self.inner if self.training else self.fast
-        module = run.model if logits else run.decoder
-        with run.patched(start, self.layer + 1, hidden, (self.layer,) if block else (), seen):
-            out = module(input_ids=tokens, **({"use_cache": False} | how))
-        return Pass(out.logits if logits else None, seen.pop(-1), seen)
+        pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
+        start = self.layer if block else self.layer + 1
+        reads = (self.layer,) if block else ()
+        return self.target.text(tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions)
 
     def step(self, hidden: Tensor, tree: DraftTree, cache: TreeCache, ran: int = 0, logits: bool = True) -> Pass:
-        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own. The layer's output is
-        among the pass's features."""
+        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
         layers = (self.layer, self.layer + 1)
-        return self.fast.forward(tree, cache, logits, layers, hidden, features=(self.layer,), ran=ran)
+        return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
 
 
-def _holds(module: nn.Module, adapter: str) -> bool:
-    return isinstance(module, LoraLayer) and adapter in module.lora_A
+def linear_maps(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
+    """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model; none beside a
+    mixture's experts, whose names PEFT would take for the experts' own."""
+    parts = set(Target(model, frozen=False).layers[-1].modules()) | ({model.get_output_embeddings()} if head else set())
+    mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module in parts and isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(mixtures)
+    }

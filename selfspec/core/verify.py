@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from selfspec.tree import DraftTree
+from selfspec.core.tree import DraftTree
 
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from

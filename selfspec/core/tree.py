@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class DraftTree:
     """Drafted tokens of B rows as trees of N nodes.
 
     tokens: int64 [B, N]; parents: int64 [B, N], each smaller than its node's index. Node 0 is the root (parent -1): the
     last emitted token, whose KV is not yet cached. Any other node with parent -1 is spare: no walk reaches it.
-    scores: float [B, N], each node's chance to be on the accepted path; a drafter's promise, to size and mix trees by.
-    start, hidden: where the drafter has run the target's layers below `start` on the nodes, their output [B, N, H];
-    verification then begins at that layer.
+    scores: float [B, N], the probability that each node lies on the accepted path, by which trees are sized and mixed.
+    prunable: False where the pass must run exactly this tree. start, hidden: where the drafter has run the target's
+    layers below `start` on the nodes, their output [B, N, H]; verification then begins at that layer.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
 
-    def __init__(self, tokens: Tensor, parents: Tensor, scores: Tensor | None = None) -> None:
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor | None = None
+    prunable: bool = True
+    start: int = 0
+    hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        tokens, parents = self.tokens, self.parents
         if tokens.shape != parents.shape or tokens.ndim != 2 or tokens.shape[1] < 1:
             raise ValueError(
                 f"a tree needs tokens and parents of one shape [B, N], got {list(tokens.shape)}, {list(parents.shape)}"
@@ -34,14 +43,12 @@ class DraftTree:
                 f"parents must precede their children (and be -1 for the root): row {row} gives node {node} "
                 f"the parent {int(parents[row, node])}"
             )
-        self.tokens, self.parents, self.scores = tokens, parents, scores
-        self.start, self.hidden = 0, None  # type: tuple[int, Tensor | None]
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
-        """The same structure over other tokens int64 [B, N]; what derives from it is computed once for all of them."""
+        """The same structure over other tokens int64 [B, N]; mask, depth and children are computed once for all."""
         _ = self.mask, self.depth, self.children
-        tree = copy.copy(self)
-        tree.tokens = tokens
+        tree = object.__new__(DraftTree)
+        tree.__dict__.update(self.__dict__, tokens=tokens)
         return tree
 
     @cached_property

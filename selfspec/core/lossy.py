@@ -10,7 +10,7 @@ class Lossy:
     """Emits a drafted token in place of the target's pick where `accepts` allows it; the likeliest if several are.
 
     `altered` counts those tokens. Over a run, altered / tokens bounds the total variation distance between this rule's
-    next-token law and the exact one from above, since the two rules share their noise and differ only there.
+    next-token distribution and the exact one from above, since the two rules share their noise and differ only there.
     """
 
     def __init__(self, name: str) -> None:

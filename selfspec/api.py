@@ -1,0 +1,225 @@
+"""selfspec.load and what it returns: a target with a drafter, ready for inference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from selfspec.budget.cost import LARGEST, pass_costs
+from selfspec.budget.policy import Auto, Experience, Forecast
+from selfspec.core.contract import Drafts
+from selfspec.core.generate import Added, autoregressive, speculative, speculative_steps
+from selfspec.core.lossy import Lossy
+from selfspec.core.options import Options, as_seed, check, end_tokens, integer, limited
+from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter
+from selfspec.hf import SpeculativeOutput, decode
+from selfspec.loading import load_pair
+
+NODES = 16  # nodes per tree unless asked for otherwise
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What `generate`, `autoregressive` and `stream` are asked for beside the prompts.
+
+    temperature 0 is greedy; top_k, top_p and min_p warp as in transformers. seed: one int, or one per row; None draws
+    one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names it, and the same
+    seed is the same text). nodes: of the draft tree at most, root included (None: 16), or "auto" (see
+    `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | Sequence[int] | None = None
+    nodes: int | str | None = None
+    lossy: str | None = None
+
+    def options(self, target: Target) -> Options:
+        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
+        return Options(self.max_new_tokens, sampling, as_seed(seed), end_tokens(target))
+
+
+@dataclass
+class Generated:
+    """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
+    from_draft: for each token whether the draft tree held it; stats: see `selfspec.core.stats.Stats`; seed: what the
+    noise was made from; lossy: the rule that changed the output, where one was asked for by name, and how many tokens
+    it altered; forecast: with nodes="auto", how many nodes were chosen and what was expected of them."""
+
+    token_ids: list[list[int]]
+    texts: list[str]
+    from_draft: list[list[bool]]
+    stats: Stats
+    seed: int | Sequence[int] = 0
+    lossy: Lossy | None = None
+    forecast: Forecast | None = None
+
+
+class Spec:
+    """A frozen target and its drafter. `target.model` is the stock transformers model; it can be used beside a Spec, and
+    one Spec from several threads."""
+
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
+        self._past: dict[tuple[bool, int], Experience] = {}  # for nodes="auto", by whether it samples and rows
+
+    def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
+        """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding. Further arguments are
+        those of `Arguments`: generate(["def f("], max_new_tokens=64, temperature=1.0, seed=7).
+
+        The tokens are those of `autoregressive` with the same arguments and seed. A row ends at an EOS token (which is
+        returned), after max_new_tokens, or, with a warning, at the target's last position. Raises ValueError for
+        arguments out of range and for empty or too long prompts.
+        """
+        asked, encoded, options = self._asked(prompts, args, kwargs)
+        rule = None if asked.lossy is None else Lossy(asked.lossy)
+        drafter, most, forecast = self._budget(asked, len(encoded))
+        result = speculative(self.target, encoded, replace(options, relaxed=rule), drafter, most)
+        texts = self._decode(result.token_ids)
+        return Generated(result.token_ids, texts, result.from_draft, result.stats, options.seed, rule, forecast)
+
+    def autoregressive(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
+        """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
+        effect: this is always the exact output."""
+        _, encoded, options = self._asked(prompts, args, kwargs)
+        result = autoregressive(self.target, encoded, options)
+        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed)
+
+    def stream(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Iterator[str]:
+        """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
+        if self.tokenizer is None:
+            raise ValueError(f"target {self.target.name!r} has no tokenizer to make text; use generate")
+        asked, encoded, options = self._asked([prompt], args, kwargs)  # type: ignore[arg-type, list-item]
+        if asked.lossy is not None:
+            raise ValueError(f"lossy={asked.lossy!r} can not be streamed: nobody would see that it is; use generate")
+        drafter, most, _ = self._budget(asked, 1)
+        return self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        *,
+        generation_config: GenerationConfig | None = None,
+        seed: int | Sequence[int] | None = None,
+        nodes: int | str | None = None,
+        lossy: str | None = None,
+        **given: Any,
+    ) -> SpeculativeOutput | torch.Tensor:
+        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `selfspec.hf`.
+
+        `seed`, `nodes` and `lossy` may be given to generate as further arguments. Raises ValueError for what can not be
+        served.
+        """
+        config = generation_config or self.target.model.generation_config
+        asked = Arguments(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
+        drafter, most, _ = self._budget(asked, len(input_ids))
+        rule = None if lossy is None else Lossy(lossy)
+        return decode(self.target, drafter, self.tokenizer, most, rule, model, input_ids, config, seed, **given)
+
+    def _asked(
+        self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, list[list[int]], Options]:
+        """Arguments, prompts as token ids, and options, all checked."""
+        known = [f.name for f in fields(Arguments)]
+        if unknown := kwargs.keys() - set(known):
+            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+        asked = Arguments(*args, **kwargs)
+        options, encoded = asked.options(self.target), self.encode(prompts)
+        check(self.target, encoded, options)
+        if (told := limited(self.target, encoded, options.max_new_tokens)) is not None:
+            warnings.warn(told, stacklevel=3)
+        return asked, encoded, options
+
+    def _budget(self, asked: Arguments, rows: int) -> tuple[Drafts, int, Forecast | None]:
+        """Who drafts, with how many nodes at most; with "auto", what it expects of the call."""
+        nodes, sampled = asked.nodes, asked.temperature > 0
+        if not isinstance(nodes, str):
+            return self.drafter, NODES if nodes is None else nodes, None
+        if nodes != "auto":
+            raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
+        costs, forecast = pass_costs(self.target, rows, sampled), Forecast()
+        past = self._past.setdefault((sampled, rows), Experience.first(costs))
+        return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
+
+    def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
+        ids: list[int] = []
+        shown = ""
+        for step in steps:
+            ids += step[0][1]
+            text = self._decode([ids])[0]
+            if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
+                yield text[len(shown) :]
+                shown = text
+        if len(rest := self._decode([ids])[0]) > len(shown):
+            yield rest[len(shown) :]
+
+    def encode(self, prompts: Prompts) -> list[list[int]]:
+        """Token ids of prompts. Raises ValueError for one string or one list of ids instead of a list of them, and for
+        an empty prompt."""
+        if isinstance(prompts, str):
+            raise ValueError('prompts is one string; give a list: ["..."]')
+        if getattr(prompts, "ndim", 2) != 2:
+            raise ValueError(f"prompts has {prompts.ndim} dimensions; give one row of token ids per prompt: [[...]]")  # type: ignore[union-attr]
+        encoded = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, int):
+                raise ValueError("prompts is one list of token ids; give a list of them: [[...]]")
+            if prompt is None or isinstance(prompt, (bytes, dict, float)):
+                raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise ValueError(f"prompt {i} is text, but target {self.target.name!r} has no tokenizer; give ids")
+                if not prompt:
+                    raise ValueError(f"prompt {i} is empty; give at least one character")
+                if any(0xD800 <= ord(character) < 0xE000 for character in prompt):
+                    raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
+                encoded.append(list(self.tokenizer(prompt)["input_ids"]))
+            else:
+                encoded.append([integer(f"prompt {i}: token id", token) for token in prompt])
+        return encoded
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        if self.tokenizer is None:
+            return ["" for _ in rows]
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def load(
+    drafter: str | Path,
+    target: str | Path | PreTrainedModel | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    **loading: Any,
+) -> Spec:
+    """Load a drafter and its target for inference.
+
+    drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
+    ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
+    where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
+    dtype: of the target and the drafter, by default as saved; `loading` goes to transformers' from_pretrained
+    (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError, naming what is wrong.
+    """
+    if "torch_dtype" in loading:  # transformers' older name for it
+        if dtype != "auto":
+            raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
+        dtype = loading.pop("torch_dtype")
+    if not isinstance(drafter, (str, Path)) or not str(drafter):
+        raise ValueError(
+            f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
+        )
+    return Spec(*load_pair(str(drafter), target, dtype, device, **loading))

@@ -1,0 +1,170 @@
+"""What a pass costs here: measured once for a target, device and dtype, and kept in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.generate import autoregressive, clock, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
+from selfspec.log import write_text
+
+LARGEST = 64  # nodes of the largest tree that costs are measured for
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
+_ROUNDS = 24  # of measuring all sizes, of which the median counts
+
+
+def device_name(device: torch.device) -> str:
+    """What a cost depends on beside target and dtype: the device, and on a CPU how many threads compute."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{model or platform.processor()}, {capability}, {torch.get_num_threads()} threads"
+
+
+def cost_file(target: Target, rows: int) -> Path:
+    """Where the costs of this target on this device lie: in $SELFSPEC_CACHE, or selfspec's folder in the user's
+    cache."""
+    cache = os.environ.get("SELFSPEC_CACHE")
+    home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    key = json.dumps([_identity(target, rows), target.model.config.to_json_string()])
+    return home / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _identity(target: Target, rows: int) -> dict[str, Any]:
+    return {
+        "device": device_name(target.device),
+        "target": target.name,
+        "dtype": str(target.dtype),
+        "rows": rows,
+        "torch": torch.__version__,
+    }
+
+
+def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
+    """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
+    step.
+
+    Raises ValueError for a file of costs that was measured on another device, or is damaged.
+    """
+    path = cost_file(target, rows)
+    identity = _identity(target, rows)
+    mode = "sampled" if sampled else "greedy"
+    if path.is_file():
+        try:
+            found = json.loads(path.read_text())
+            seconds = [float(found[mode][str(n)]) for n in (0, *SIZES)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
+        wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
+        if wrong:
+            raise ValueError(
+                f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, they "
+                "will be measured again"
+            )
+        return _interpolated(seconds)
+    costs: dict[str, Any] = {}
+    for way in ("greedy", "sampled"):
+        measured = measure_costs(target, rows, float(way == "sampled"))
+        costs[way] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
+    return _interpolated(list(costs[mode].values()))
+
+
+def _interpolated(seconds: list[float]) -> list[float]:
+    """Costs of 0 to LARGEST nodes. A larger tree is not cheaper; where it seems so, that is noise, and both are given
+    their mean."""
+    blocks: list[tuple[float, int]] = []  # (mean, sizes it stands for)
+    for value in seconds[1:]:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (a, m), (b, n) = blocks[-2:]
+            blocks[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    smooth = [mean for mean, count in blocks for _ in range(count)]
+    line = [min(seconds[0], smooth[0])]  # a plain step is a pass without a tree
+    points = list(zip(SIZES, smooth, strict=True))
+    for (n, low), (m, high) in itertools.pairwise(points):
+        line += [low + (high - low) * i / (m - n) for i in range(m - n)]
+    return [*line, smooth[-1]]
+
+
+class _Trees:
+    """A drafter with one session, itself: trees of arbitrary tokens, all sizes in turn, timed from the end of one
+    `propose` to the start of the next."""
+
+    reads: tuple[int, ...] = ()
+
+    def __init__(self, vocab: int, turn: int) -> None:
+        self.random, self.vocab = random.Random(turn), vocab
+        self.seconds: dict[int, list[float]] = {n: [] for n in SIZES}
+        self.turn, self.start = turn, 0.0
+
+    def session(self, target: Target, rows: int) -> Session:
+        return self
+
+    def propose(self, context: Context) -> DraftTree:
+        if self.start:
+            self.seconds[SIZES[self.turn % len(SIZES)]].append(clock(context.roots.device) - self.start)
+            self.turn += 1
+        n, rows = SIZES[self.turn % len(SIZES)], len(context.lengths)
+        parents = [-1, *(self.random.randrange(max(0, i - 6), i) for i in range(1, n))]
+        tokens = torch.tensor([[self.random.randrange(self.vocab) for _ in range(n)] for _ in range(rows)])
+        tokens = tokens.to(context.roots.device)
+        tokens[:, 0] = context.roots
+        tree = DraftTree(tokens, torch.tensor([parents] * rows, device=tokens.device))
+        self.start = clock(tokens.device)
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        pass
+
+
+def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
+    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
+
+    Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
+    whose speed drifts does not decide.
+    """
+    room = target.max_positions or 4096
+    made = random.Random(1)
+    prompts = [[made.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
+    sampling = Sampling(temperature)
+
+    def step() -> float:
+        stats = autoregressive(target, prompts, Options(min(len(SIZES), room // 2), sampling)).stats
+        return (stats.seconds_target + stats.seconds_other) / stats.calls
+
+    ratios: dict[int, list[float]] = {n: [] for n in SIZES}
+    plain = [step()]
+    bar = tqdm(range(_ROUNDS), desc="measure the cost of a pass", mininterval=1.0, leave=False)
+    for _ in bar:
+        timed: dict[int, list[float]] = {n: [] for n in SIZES}
+        while not all(timed.values()):
+            trees = _Trees(target.vocab_size, turn=sum(map(len, timed.values())))
+            speculative(target, prompts, Options(min(2 * len(SIZES), room // 2), sampling), trees, LARGEST)
+            for n, seconds in trees.seconds.items():
+                timed[n] += seconds
+        plain.append(step())
+        for n, seconds in timed.items():
+            ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
+        bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=f"{ratios[SIZES[-1]][-1]:.2f}x at {SIZES[-1]} nodes")
+    base = statistics.median(plain)
+    return [base, *(base * statistics.median(ratios[n]) for n in SIZES)]

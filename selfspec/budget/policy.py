@@ -1,0 +1,223 @@
+"""`nodes="auto"`: how many nodes pay in this pass, and whether drafting pays at all.
+
+Nothing here can change the output. The rules, each with what it rests on (figures in notebooks/RESULTS.md):
+
+1. A pass runs the nodes that give it the most expected tokens per second: path probabilities, corrected by how many
+   tokens such promises brought of late, over the measured cost of a pass (`selfspec.budget.cost`) and the time the
+   draft took. Trees are cut to those nodes.
+2. A drafter is asked for twice as many nodes as stayed of late, since nobody needs the tail of a tree that is cut.
+3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
+   of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
+4. From the ninth pass of a call, drafting goes on only as long as drafted passes brought more tokens per second than
+   plain steps; else the rest of the call is plain. Where earlier calls say so, a call is plain from its first pass,
+   but for every eighth, which tries again.
+5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from selfspec.budget.cost import LARGEST
+from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.generate import clock
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+
+_TRIAL = 8  # passes of a call, and calls, after which what did not pay is given up, and tried again
+_HOPE = 1.25  # speedup that drafting is believed to bring at first, as if seen in so many passes
+_KEEP = 0.99  # weight that a pass keeps with every further pass
+
+
+@dataclass
+class Experience:
+    """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: begun; slow: time
+    of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs; promised,
+    kept: drafted tokens by their path probabilities, and those accepted; draft, passes: seconds of drafting, and how
+    many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
+
+    tokens: float
+    seconds: float
+    calls: int = 0
+    slow: float = 1.0
+    promised: float = 20.0
+    kept: float = 20.0
+    draft: float = 0.0
+    passes: float = 0.0
+    size: float = LARGEST / 4
+    prunable: bool = True
+
+    @classmethod
+    def first(cls, costs: list[float]) -> Experience:
+        return cls(_HOPE * _TRIAL, _TRIAL * costs[0])
+
+    def pays(self, costs: list[float]) -> bool:
+        """Whether drafted passes brought more tokens per second than plain steps."""
+        return self.tokens / self.seconds >= 1 / costs[0]
+
+    def nodes(self, costs: list[float]) -> int:
+        """What a drafter is asked for (rules 2 and 3)."""
+        if self.prunable:
+            return int(min(LARGEST, max(8, 2 * self.size)))
+        return max((n for n in (8, 16, 32) if costs[n] <= 1.25 * costs[1]), default=8)
+
+    def book(self, tokens: float, rows: int, promise: float, nodes: int, draft: float, cost: float) -> None:
+        """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds."""
+        if nodes > 1:
+            self.promised = _KEEP * self.promised + promise
+            self.kept = _KEEP * self.kept + tokens - rows
+        self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
+        self.tokens = _KEEP * self.tokens + tokens / rows
+        self.seconds = _KEEP * self.seconds + cost + draft
+
+
+@dataclass
+class Forecast:
+    """What was expected of a call, pass by pass and before each of them. passes; nodes, tokens: in all; steps: the time
+    in plain steps; speedup over plain decoding without the reading of the prompt."""
+
+    passes: int = 0
+    nodes: int = 0
+    tokens: float = 0.0
+    steps: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.steps if self.steps else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "speedup": self.speedup}
+
+    def __str__(self) -> str:
+        mean = self.nodes / max(1, self.passes)
+        if mean == 1:
+            return "auto: no tree pays, decoding plainly"
+        return f"auto: {mean:.1f} nodes a pass, expected {self.speedup:.2f}x"
+
+
+class Auto:
+    """Stands in for a drafter during one call and sizes its trees."""
+
+    def __init__(
+        self, drafter: Drafts, costs: list[float], past: Experience, forecast: Forecast, rows: int, limit: int
+    ) -> None:
+        """costs: as `pass_costs` gives them; limit: new tokens of each of the rows at most."""
+        self.drafter, self.costs, self.past, self.forecast, self.limit = drafter, costs, past, forecast, limit
+        past.calls += 1
+        self.plain = not past.pays(costs) and past.calls % _TRIAL > 0
+        self.reads = () if self.plain else drafter.reads
+
+    def session(self, target: Target, rows: int) -> Session:
+        inner = None if self.plain else self.drafter.session(target, rows)
+        return AutoSession(inner, self.costs, self.past, self.forecast, rows, self.limit)
+
+
+@dataclass
+class _Drafted:
+    """A pass under way: its rows and their tokens before it, what its tree promises, and its times."""
+
+    rows: int
+    length: int
+    promise: float
+    nodes: int
+    shared: bool  # whether drafting has run some of the target's layers
+    ready: float  # when the draft was ready
+    draft: float  # seconds of drafting
+
+
+class AutoSession:
+    """What one call keeps. inner: the drafter's session, None from where decoding is plain."""
+
+    def __init__(
+        self,
+        inner: Session | None,
+        costs: list[float],
+        past: Experience,
+        forecast: Forecast,
+        rows: int,
+        limit: int,
+    ) -> None:
+        self.inner, self.costs, self.past, self.forecast, self.rows, self.limit = (
+            inner, costs, past, forecast, rows, limit,
+        )
+        self.end = 0  # of the longest row
+        self.last: _Drafted | None = None
+        self.root: DraftTree | None = None
+
+    def propose(self, context: Context) -> DraftTree:
+        past, rows, length = self.past, len(context.lengths), sum(map(len, context.tokens))
+        self.end = self.end or self.limit + max(map(len, context.tokens))
+        if (last := self.last) is not None and last.rows == rows:
+            past.book(
+                length - last.length, rows, last.promise, last.nodes, last.draft / past.slow, self._cost(last.nodes)
+            )
+        if self.inner is None or (self.forecast.passes >= _TRIAL and not past.pays(self.costs)):
+            return self._root(context)
+        start, plain = clock(context.roots.device), 1 / self.costs[0]
+        asked = replace(context, nodes=past.nodes(self.costs), rate=plain / past.slow)
+        tree, promise = self.inner.propose(asked), 0.0
+        if tree.scores is not None and tree.tokens.shape[1] > 1:
+            past.prunable = tree.prunable
+            tree, promise = self._cut(tree, (clock(context.roots.device) - start) / past.slow)
+        nodes = tree.tokens.shape[1]
+        left = rows * min(nodes, max(1, self.end - max(map(len, context.tokens))))
+        usual = past.draft / past.passes if past.passes else 0.0
+        tokens = min(left, rows + promise * past.kept / past.promised)
+        self._expect(nodes, tokens, (self._cost(nodes) + usual) * rows * plain)
+        ready = clock(context.roots.device)
+        self.last = _Drafted(rows, length, promise, nodes, tree.start > 0, ready, ready - start)
+        return tree
+
+    def _cost(self, nodes: int) -> float:
+        return self.costs[min(nodes, LARGEST)]
+
+    def _root(self, context: Context) -> DraftTree:
+        """No tree: from here on this call decodes plainly, and the drafter sees nothing more of it."""
+        rows = len(context.roots)
+        if self.root is None or len(self.root.tokens) != rows:
+            self.root = chain(context.roots[:, None])
+        self.inner = self.last = None
+        self._expect(1, rows, rows)
+        return self.root.with_tokens(context.roots[:, None])
+
+    def _expect(self, nodes: int, tokens: float, steps: float) -> None:
+        self.forecast.passes += 1
+        self.forecast.nodes += nodes
+        self.forecast.tokens += tokens
+        self.forecast.steps += steps
+
+    def _cut(self, tree: DraftTree, spent: float) -> tuple[DraftTree, float]:
+        """The best nodes of a tree, as many as give this pass the most tokens per second, `spent` seconds of drafting
+        included (rule 1), and the drafted tokens they promise."""
+        assert tree.scores is not None
+        scores = tree.scores.expand_as(tree.tokens).tolist()
+        # Parents come before their children and have no smaller probability: with a stable sort none is missing.
+        order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in scores]
+        trust = self.past.kept / self.past.promised
+        best, worth, promise, total = 1, 0.0, 0.0, 0.0
+        for n in range(1, min(len(order[0]), LARGEST) + 1):
+            total += sum(row[at[n - 1]] for row, at in zip(scores, order, strict=True)) if n > 1 else 0.0
+            if (rate := (len(scores) + trust * total) / (spent + self.costs[n])) > worth:
+                best, worth, promise = n, rate, total
+        self.past.size = 0.9 * self.past.size + 0.1 * best
+        if not tree.prunable or best == len(order[0]):
+            return tree, total
+        kept = torch.tensor([sorted(at[:best]) for at in order], device=tree.tokens.device)
+        place = torch.full_like(tree.tokens, -1)
+        place.scatter_(1, kept, torch.arange(best, device=kept.device).expand_as(kept))
+        above = tree.parents.gather(1, kept)
+        parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
+        return DraftTree(tree.tokens.gather(1, kept), parents), promise
+
+    def observe(self, accepted: Accepted) -> None:
+        if self.inner is None:
+            return
+        start = clock(accepted.hidden.device)
+        if (last := self.last) is not None and last.rows == self.rows and not last.shared:
+            # costs are of whole passes of all rows
+            self.past.slow = 0.9 * self.past.slow + 0.1 * (start - last.ready) / self._cost(last.nodes)
+        self.inner.observe(accepted)
+        if last is not None:
+            last.draft += clock(accepted.hidden.device) - start

@@ -1,0 +1,78 @@
+"""What decoding asks of whatever drafts: something with a `session` for each call, and what sessions are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from selfspec.core.cache import TreeCache
+from selfspec.core.sampling import Noise
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a session may look at when it proposes. roots: int64 [B]; lengths: each row's cached tokens, which is its
+    root's position; tokens: each row's tokens, root included; nodes: the budget, root included; noise: shared with
+    verification, None when greedy; target and cache: for sessions that run the target's first layers on their nodes;
+    rate: tokens per second and row of plain decoding, 0 where it is not known."""
+
+    roots: Tensor
+    lengths: list[int]
+    tokens: list[list[int]]
+    nodes: int
+    temperature: float
+    noise: Noise | None
+    target: Target
+    cache: TreeCache
+    rate: float = 0.0
+
+    @property
+    def mode(self) -> str:
+        """The decoding mode, by which calibrations are kept: greedy or sampled."""
+        return "greedy" if self.noise is None else "sampled"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter reads; rows: which
+    of its B rows go on, in order; paths: the kept nodes of each of those rows (empty while a longer prompt of the batch
+    is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
+
+    hidden: Tensor
+    features: dict[int, Tensor]
+    rows: list[int]
+    paths: list[list[int]]
+    logits: Tensor | None = None
+
+    def last_hidden(self) -> Tensor:
+        """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
+        if self.hidden.shape[0] == 1:
+            return self.hidden[:, self.paths[0][-1]]
+        return self.hidden[self.rows, [path[-1] for path in self.paths]]
+
+
+class Session(Protocol):
+    """The state of one drafter during one call of generate; made for it and thrown away with it."""
+
+    def propose(self, context: Context) -> DraftTree:
+        """A tree of at most `context.nodes` nodes for every row, rooted at `context.roots`."""
+        ...
+
+    def observe(self, accepted: Accepted) -> None:
+        """Take in what the last pass kept; called while the prompt is read and after every pass."""
+        ...
+
+
+class Drafts(Protocol):
+    """Whatever makes sessions. reads: the target layers whose outputs they want to see."""
+
+    @property
+    def reads(self) -> tuple[int, ...]: ...
+
+    def session(self, target: Target, rows: int) -> Session:
+        """The state of one call over so many rows."""
+        ...

@@ -1,0 +1,72 @@
+"""The probe at load time: do tree passes of this model give what plain passes give?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+
+# Largest deviation of a tree pass from a plain one, over the spread of the logits: rounding stays far below, a node
+# that sees what it should not lies far above.
+_TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+@torch.inference_mode()
+def probe(target: Target) -> None:
+    """Run a small tree behind a short prompt and compare every node with the plain model on its path.
+
+    Raises ValueError where they differ by more than rounding: the model does not obey the tree's mask or positions.
+    """
+    vocab, device = target.vocab_size, target.device
+    prompt = torch.arange(1, 8, device=device)[None] * 7 % vocab
+    tree = DraftTree(
+        torch.arange(8, 16, device=device)[None] * 11 % vocab,
+        torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]], device=device),
+    )
+    cache = target.cache(1, 16)
+    target.forward(chain(prompt), cache, logits=False)
+    cache.keep([list(range(prompt.shape[1]))])
+    drafted = target.forward(tree, cache).logits
+    assert drafted is not None
+    deviations = []
+    for node in range(tree.tokens.shape[1]):
+        path = torch.cat([prompt[0], tree.tokens[0][tree.mask[0, node]]])[None]
+        plain = target.text(path).logits
+        assert plain is not None
+        deviations.append(_deviation(drafted[0, node], plain[0, -1]))
+    middle = sorted(deviations)[len(deviations) // 2]  # the median: a router of experts may flip at one node
+    name, tolerance = type(target.model).__name__, _TOLERANCE.get(target.dtype, 0.15)
+    if not middle < tolerance:
+        raise ValueError(
+            f"{name} can not be served: a pass over a tree gave other logits than plain passes over its branches "
+            f"(relative deviation {middle:.2g}), so it does not follow the tree's mask and positions"
+        )
+    _probe_rows(target, prompt, tolerance)
+
+
+def _probe_rows(target: Target, prompt: Tensor, tolerance: float) -> None:
+    """A row's logits must not depend on how far another row of the pass has come, as length-dependent rotary embeddings
+    would make them."""
+    if target.max_positions is None:
+        return
+    count = prompt.shape[1]
+    near = torch.arange(count, device=prompt.device)
+    far = near + max(0, target.max_positions - count)
+    alone = target.text(prompt, positions=near[None]).logits
+    beside = target.text(prompt.expand(2, -1), positions=torch.stack([near, far])).logits
+    assert alone is not None
+    assert beside is not None
+    found = sorted(_deviation(b, a) for a, b in zip(alone[0], beside[0], strict=True))[count // 2]
+    if not found < tolerance:
+        raise ValueError(
+            f"{type(target.model).__name__} can not be served: a row's logits depend on the largest position of the "
+            f"pass (relative deviation {found:.2g}), so trees and batches would change the output"
+        )
+
+
+def _deviation(found: Tensor, wanted: Tensor) -> float:
+    """Of logits [V], relative to their spread."""
+    wanted = wanted.double()
+    return float((found.double() - wanted).norm() / (wanted - wanted.mean()).norm().clamp(min=1e-30))

@@ -1,0 +1,89 @@
+"""What is known of transformers' families: which can not be served and why, where their layers are, how far they reach."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def refuse(model: PreTrainedModel) -> None:
+    """Raises ValueError, with the reason, for a model whose kind can not be served."""
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
+    head = model.get_output_embeddings() if model.can_generate() else None
+    if getattr(head, "out_features", None) is None:
+        raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): "
+            "a tree would need one recurrent state per branch"
+        )
+    takes = inspect.signature(model.get_decoder().forward).parameters
+    inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
+    if "past_key_values" not in takes:
+        raise ValueError(f"{name} keeps no cache of keys and values, which trees are verified over")
+    if inside or "position_ids" not in takes:
+        raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ValueError(
+            f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
+            'attn_implementation="sdpa"'
+        )
+    layer_stack(model)
+
+
+def view(module: M) -> M:
+    """A copy of a module's structure over the same parameters and buffers. What is then put into it leaves the
+    original as it was."""
+    shared: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, shared)
+
+
+def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
+    """The model's decoder layers. Raises ValueError where its decoder has no single stack of them."""
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if len(stacks) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: expected one stack of {count} layers in its decoder, found {len(stacks)}"
+        )
+    return stacks[0]
+
+
+def longest_context(model: PreTrainedModel) -> int | None:
+    """Positions the model can be served at (None: no limit).
+
+    With longrope (Phi-3, Phi-4-mini) this is the original length: behind it the model takes other rotary factors for a
+    whole pass, by the pass's largest position, so that draft nodes and other rows would change a row's logits.
+    """
+    config = model.config.get_text_config()
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for own in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if own.get("rope_type") == "longrope":
+            original = own.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            longest = min(longest or original, original) if original else longest
+    return longest
+
+
+def returns_tuples(model: PreTrainedModel) -> bool:
+    """Whether the model's layers return tuples, as those of older families do: by a pass over one token."""
+    seen: list[bool] = []
+    model = view(model)
+    layer_stack(model)[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+    with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.get_output_embeddings().weight.device)
+        model.get_decoder()(input_ids=token, use_cache=False)
+    return seen[0]

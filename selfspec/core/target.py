@@ -1,0 +1,233 @@
+"""The frozen target: a stock transformers model that runs over trees, whole or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.core.cache import PassCache, TextCache, TreeCache
+from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
+from selfspec.core.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
+    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]."""
+
+    logits: Tensor | None
+    hidden: Tensor
+    features: dict[int, Tensor]
+
+
+def _carrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
+    """The cache among a layer's arguments, which families pass under different names."""
+    return next(a for a in (*kwargs.values(), *args) if isinstance(a, PassCache))
+
+
+class _Absent(nn.Module):
+    """Stands in a view for a layer that a part does not run: hands its input on or, where the part begins behind it,
+    what the cache was given. Per-layer attributes that decoders read, such as attention_type, are the layer's."""
+
+    def __init__(self, layer: nn.Module, entry: bool, tuples: bool) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, entry=entry, tuples=tuples)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.__dict__["entry"]:
+            hidden = _carrier(args, kwargs).given
+        return (hidden, None, None) if self.__dict__["tuples"] else hidden
+
+
+def _note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """A forward hook: the output goes into the cache that came with the call."""
+    _carrier(args, kwargs).seen[index] = output if isinstance(output, Tensor) else output[0]
+
+
+class Target:
+    """A full- or sliding-window-attention decoder of transformers, unmodified and frozen.
+
+    Passes run over parts: structural views of the model, built on first use and kept, that share its tensors and hold
+    no state, so that several calls and threads can use them at once and the model itself can be used beside them.
+    """
+
+    def __init__(self, model: PreTrainedModel, frozen: bool = True) -> None:
+        """frozen: False leaves requires_grad as it is, for views that hold trained parts.
+
+        Raises ValueError, with the reason, for a model that trees can not be verified on.
+        """
+        refuse(model)
+        config = model.config.get_text_config()
+        self.model = model.eval()
+        if frozen:
+            model.requires_grad_(False)
+        self.name = str(model.config.name_or_path or type(model).__name__)
+        self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
+        self.decoder: nn.Module = model.get_decoder()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.saved_dtype = self.lm_head.weight.dtype
+        self.n_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = self.lm_head.out_features
+        self.max_positions = longest_context(model)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ()) or {
+            "sliding_attention" if self.window else "full_attention"
+        }
+        if not getattr(config, "use_sliding_window", True):
+            self.window, self.kinds = None, self.kinds - {"sliding_attention"} or {"full_attention"}
+        self.layers = layer_stack(model)
+        self._head = self._head_now()
+        self._parts: dict[tuple[int, int, tuple[int, ...]], PreTrainedModel] = {}
+        self._built_from = self._structure()
+        self._tuples: bool | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def _head_now(self) -> tuple[object, ...]:
+        weight = self.model.get_output_embeddings().weight
+        return weight.dtype, weight.device, list(weight.shape)
+
+    def _structure(self) -> list[object]:
+        """What views copied: modules, parameters, hooks, the state of PEFT's adapters, the way attention runs."""
+        found: list[object] = [self.model.config.get_text_config()._attn_implementation]
+        for m in self.model.modules():
+            found += [id(m), *m._forward_hooks, *m._forward_pre_hooks, *map(id, m._parameters.values())]
+            found += [str(getattr(m, name, "")) for name in ("_disable_adapters", "_active_adapter", "merged_adapters")]
+        return found
+
+    def check(self) -> None:
+        """At the start of every call: parts follow what was hooked into the model or changed in its structure since.
+
+        Raises ValueError where the model was cast, moved, resized or set to training after it was loaded.
+        """
+        if self.model.training:
+            raise ValueError(
+                "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
+            )
+        if (now := self._head_now()) != self._head:
+            raise ValueError(
+                f"target.model was changed after loading: its lm_head was {self._head}, it is {now} (dtype, device, "
+                "shape); cast, move or resize a model first and load it then: selfspec.load(..., target=model)"
+            )
+        if (structure := self._structure()) != self._built_from:
+            refuse(self.model)
+            self._parts, self._built_from = {}, structure
+
+    def cache(self, rows: int, capacity: int, limit: int = 0) -> TreeCache:
+        """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
+        return TreeCache(self.n_layers, rows, capacity, self.dtype, limit)
+
+    def part(self, start: int, stop: int, reads: tuple[int, ...] = ()) -> PreTrainedModel:
+        """A view of the model that runs layers start to stop - 1 on what its cache was given, notes the outputs of
+        layers `reads`, of layer stop - 1 and of the decoder in that cache, and leaves out all other layers."""
+        key = (start, stop, tuple(sorted(set(reads))))
+        if key not in self._parts:
+            if self._tuples is None:
+                self._tuples = returns_tuples(self.model)
+            model = view(self.model)
+            model.config.return_dict = True
+            layers = layer_stack(model)
+            for i in {*range(start), *range(stop, self.n_layers)}:
+                layers[i] = _Absent(layers[i], i == start - 1, self._tuples)
+            last = {stop - 1} if start < stop < self.n_layers else set()
+            for i in {i for i in reads if start <= i < stop} | last:
+                layers[i].register_forward_hook(partial(_note, i), with_kwargs=True)
+            model.get_decoder().register_forward_hook(partial(_note, -1), with_kwargs=True)
+            self._parts[key] = model
+        return self._parts[key]
+
+    def forward(
+        self,
+        tree: DraftTree,
+        cache: TreeCache,
+        logits: bool = True,
+        layers: tuple[int, int] | None = None,
+        hidden: Tensor | None = None,
+        reads: tuple[int, ...] = (),
+        ran: int = 0,
+    ) -> Pass:
+        """One pass over a tree of B rows and N nodes.
+
+        Appends N slots to the cache; the caller says with `cache.keep` which stay. `layers=(start, stop)` runs only
+        those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
+        the number of layers the result holds that layer's output, no final norm and no logits. `reads` are the layers
+        whose outputs are wanted. Nodes below `ran` were already run through the same layers in an earlier pass over the
+        same tree, with nothing kept since; N then counts only the remaining ones.
+        """
+        start, stop = layers or (0, self.n_layers)
+        if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
+            raise ValueError(
+                f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
+            )
+        cache.begin(tree, hidden, ran)
+        positions = cache.positions(tree)
+        if self.max_positions is not None:  # nodes past the last position exist only to be cut off
+            positions = positions.clamp(max=self.max_positions - 1)
+        masks = self.per_kind(partial(cache.mask, tree))
+        return self._run(cache, tree.tokens[:, ran:], logits, (start, stop), reads, masks, positions[:, ran:])
+
+    def text(
+        self,
+        tokens: Tensor,
+        logits: bool = True,
+        layers: tuple[int, int] | None = None,
+        hidden: Tensor | None = None,
+        reads: tuple[int, ...] = (),
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> Pass:
+        """One pass over whole texts, tokens int64 [B, S], under the model's own causal mask unless `masks` and
+        `positions` are given; gradients flow. As `forward`, but start may be the number of layers: then only the final
+        norm and lm_head run."""
+        cache = TextCache(self.n_layers) if cache is None else cache
+        cache.enter(hidden)
+        return self._run(cache, tokens, logits, layers or (0, self.n_layers), reads, masks, positions)
+
+    def _run(
+        self,
+        cache: PassCache,
+        tokens: Tensor,
+        logits: bool,
+        layers: tuple[int, int],
+        reads: tuple[int, ...],
+        masks: Tensor | dict[str, Tensor] | None,
+        positions: Tensor | None,
+    ) -> Pass:
+        start, stop = layers
+        part = self.part(start, stop, reads)
+        whole = logits and stop == self.n_layers
+        out = (part if whole else part.get_decoder())(
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        seen = cache.seen if cache.given is None else {start - 1: cache.given, **cache.seen}
+        cache.enter(None)
+        last = seen[-1 if stop == self.n_layers else stop - 1]
+        return Pass(out.logits if whole else None, last, {i: seen[i] for i in reads})
+
+    def per_kind(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks as the model takes them, made by `mask` of each kind's window: one, or one for each kind of layer."""
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        masks = {kind: mask(windows[kind]) for kind in self.kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,118 @@
+"""Trees grown from conditional scores, depth by depth: the loop, and the ranking of children by the target's noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from selfspec.core.contract import Context
+from selfspec.core.tree import DraftTree
+from selfspec.drafters.base import Drafter
+
+
+def perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """By what children are ranked where the target samples: what it will add to its own logits, but with less weight.
+
+    A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
+    the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact / temperature + min(1.0, 0.85 * temperature**2) * noise
+
+
+def ahead(context: Context, depth: int) -> Tensor | None:
+    """The noise [B, depth, V] of the positions behind each row's root; None when greedy."""
+    if context.noise is None:
+        return None
+    # One position more than is drafted: the bonus token's, so that the walk finds it in the same block of noise.
+    return context.noise.ahead([n + 1 for n in context.lengths], depth + 1)[:, :depth]
+
+
+class Growth:
+    """Trees of B rows grown depth by depth from real conditional scores, best-first by path probability
+    (EAGLE-2, arXiv 2406.16858): the `width` best nodes of a depth are expanded, and of all nodes the best make the
+    tree. With `reserve`, whatever was expanded stays in the tree, ahead of the leaves; fewer are then expanded."""
+
+    def __init__(self, roots: Tensor, nodes: int, width: int, min_prob: float = 0.0, reserve: bool = False) -> None:
+        """roots: int64 [B]; nodes: the budget, root included; min_prob: no node is expanded whose path
+        probability is below this in every row."""
+        self.nodes, self.width, self.reserve = nodes, width, reserve
+        self.floor = math.log(min_prob) if min_prob > 0 else -math.inf
+        self.tokens = roots[:, None]
+        self.parents = torch.full_like(self.tokens, -1)
+        self.scores = torch.zeros_like(self.tokens, dtype=torch.float64)  # log of the path probability
+        self.frontier = torch.zeros_like(self.tokens)  # [B, m]: what is expanded next
+        self.expanded = self.frontier[:, :0]
+
+    def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
+        """Children of the frontier: scores [B, m, C], already calibrated; ids int64 [B, C]: whose scores they are (by
+        default token ids themselves)."""
+        children = torch.log_softmax(scores.float(), -1).topk(min(self.nodes - 1, scores.shape[-1]), -1)
+        # A certain child would tie with its parent, and might then be taken without it.
+        log_probs = children.values.nan_to_num(nan=-1e30, neginf=-1e30).clamp_(max=-1e-4)
+        total = (log_probs + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
+        best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
+        tokens = children.indices.flatten(1).gather(1, best.indices)
+        above = self.frontier.gather(1, best.indices // children.values.shape[-1])
+        first = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, tokens if ids is None else ids.gather(1, tokens)], 1)
+        self.parents = torch.cat([self.parents, above], 1)
+        self.scores = torch.cat([self.scores, best.values], 1)
+        self.expanded = torch.cat([self.expanded, self.frontier], 1)
+        wide = min(self.width, int((best.values >= self.floor).any(0).sum()))
+        if self.reserve:
+            wide = min(wide, (self.nodes - self.expanded.shape[1]) // 2)
+        self.frontier = torch.arange(first, first + wide, device=tokens.device).expand(len(tokens), -1)
+
+    def stem(self) -> DraftTree:
+        """What was expanded and what is to be expanded next, in that order."""
+        return self._pick(torch.cat([self.expanded, self.frontier], 1))
+
+    def tree(self) -> DraftTree:
+        """The best nodes within the budget. Every parent is better than its children, so none is missing."""
+        nodes = min(self.nodes, self.tokens.shape[1])
+        if self.reserve:
+            leaves = self.scores.scatter(1, self.expanded, -torch.inf).topk(nodes - self.expanded.shape[1], -1).indices
+            return self._pick(torch.cat([self.expanded, leaves], 1))
+        best = self.scores[:, 1:].topk(nodes - 1, -1).indices.sort(-1).values + 1
+        return self._pick(torch.cat([torch.zeros_like(best[:, :1]), best], 1) if nodes > 1 else self.expanded[:, :1])
+
+    def _pick(self, kept: Tensor) -> DraftTree:
+        """The tree of these nodes, int64 [B, n], the root first and parents before their children."""
+        order = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        place = torch.zeros_like(self.parents).scatter_(1, kept, order)
+        parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents[:, 0] = -1
+        return DraftTree(self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp())
+
+
+# of the growth so far and the depth: logits [B, m, C] below the m nodes of the frontier, and whose logits they are, int64
+# [B, C] (None: of all tokens)
+Step = Callable[[Growth, int], tuple[Tensor, Tensor | None]]
+
+
+def grown(
+    drafter: Drafter,
+    context: Context,
+    step: Step,
+    depth: int,
+    width: int,
+    min_prob: float = 0.0,
+    reserve: bool = False,
+) -> Growth:
+    """The one loop by which trees are grown: `step` gives raw scores of a depth, which are ranked with the target's
+    noise, calibrated and taken in, until the depth is reached or no node is worth expanding."""
+    growth = Growth(context.roots, context.nodes, width, min_prob, reserve)
+    factors, noise = drafter.calibration[context.mode].inverse_temperature, ahead(context, depth)
+    for d in range(min(depth, context.nodes - 1)):
+        scores, ids = step(growth, d)
+        if noise is not None:
+            own = noise[:, d] if ids is None else noise[:, d].gather(1, ids)
+            scores = perturbed(scores, own[:, None], context.temperature)
+        growth.extend(scores * factors[d], ids)
+        if not growth.frontier.shape[1]:
+            break
+    return growth

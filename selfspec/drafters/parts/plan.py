@@ -1,0 +1,66 @@
+"""Static trees: one shape for every pass, grown from how often each choice is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from selfspec.core.tree import DraftTree
+
+Acceptance = tuple[tuple[float, ...], ...]
+
+
+def grow(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
+
+    acceptance[d][r]: the probability that the drafter's r-th choice at depth d + 1 is right, given that its parent was;
+    the same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
+    Returns parents, ranks (the choice each node takes at its depth) and the probability of every node to be on the
+    accepted path; node 0 is the root. The sum of the probabilities is the expected acceptance length.
+    """
+    parents, ranks, probs, depths = [-1], [0], [1.0], [0]
+    # A node's candidates enter best first: its own next sibling and its first child.
+    frontier = [(acceptance[0][0], 0, 0)] if acceptance and acceptance[0] else []  # (probability, parent, rank)
+    while frontier and len(parents) < nodes:
+        best = max(range(len(frontier)), key=lambda i: frontier[i][0])
+        value, parent, rank = frontier.pop(best)
+        if value <= 0.0:
+            break
+        node, depth = len(parents), depths[parent] + 1
+        parents.append(parent)
+        ranks.append(rank)
+        probs.append(value)
+        depths.append(depth)
+        if rank + 1 < len(acceptance[depth - 1]):
+            frontier.append((probs[parent] * acceptance[depth - 1][rank + 1], parent, rank + 1))
+        if depth < len(acceptance) and acceptance[depth]:
+            frontier.append((value * acceptance[depth][0], node, 0))
+    return parents, ranks, probs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A static tree for some number of rows. index: int64 [N], where each node finds its token among the root and the
+    choices; depth: levels below the root; choices: children that a node has at most."""
+
+    tree: DraftTree
+    index: Tensor
+    depth: int
+    choices: int
+
+
+@lru_cache(maxsize=256)
+def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> Plan:
+    """The static tree of at most `nodes` nodes for these acceptance rates."""
+    parents, ranks, probs = grow(acceptance, nodes)
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    choices = max(ranks) + 1
+    index = [0] + [1 + (d - 1) * choices + r for d, r in zip(depths[1:], ranks[1:], strict=True)]
+    shape = torch.tensor(parents, device=device).expand(rows, -1)
+    tree = DraftTree(torch.zeros_like(shape), shape, torch.tensor(probs, device=device).expand(rows, -1))
+    return Plan(tree, torch.tensor(index, device=device), max(depths), choices)

@@ -1,0 +1,191 @@
+"""From names, folders and hub ids to a target and a drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from selfspec.checkpoint import check_tokenizer, config_class, drafter_class, load_drafter, read_meta, weights_hash
+from selfspec.core.probe import probe
+from selfspec.core.support import refuse
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.hybrid import Hybrid
+
+ASSETS = Path(__file__).parent / "assets"
+
+
+def resolve(name: str) -> str:
+    """An embedded asset's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is."""
+    return str(ASSETS / name) if (ASSETS / name).is_dir() and "/" not in name else name
+
+
+def load_target(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    **loading: Any,
+) -> tuple[Target, Any]:
+    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
+    loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
+    in place). `loading` goes to transformers' from_pretrained: device_map, quantization_config, attn_implementation and
+    the like.
+
+    A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
+    FileNotFoundError for a folder without a model.
+    """
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={device!r} can not be used here: {error}") from error
+    model: Any
+    if isinstance(source, (str, Path)):
+        path = resolve(str(source))
+        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or _is_path(path)):
+            raise FileNotFoundError(f"target {str(source)!r}: {path} has no config.json")
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if config.is_encoder_decoder:
+            raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config, **loading)
+    else:
+        if loading:
+            raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
+        adapter = getattr(source, "active_peft_config", None)
+        if adapter is not None and adapter.is_prompt_learning:
+            raise ValueError(
+                f"target has a {adapter.peft_type.value} adapter, which lives outside the model's layers; only "
+                "adapters inside them (such as LoRA) can be part of a target"
+            )
+        model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
+        path = str(model.config.name_or_path)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
+    refuse(model)
+    saved_hash = saved_dtype = None
+    if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
+        saved_dtype = model.get_output_embeddings().weight.dtype
+        saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
+        model.to(wanted)
+    if device is not None:
+        model.to(device)
+    target = Target(model)
+    target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
+    probe(target)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
+    except (OSError, ValueError):
+        tokenizer = None
+    return target, tokenizer
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {name!r}: {error}") from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: no hub id looks so."""
+    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
+
+
+def drafter_folder(name: str) -> Path:
+    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, or a hub id.
+
+    Raises FileNotFoundError where there is none.
+    """
+    for folder in (Path(resolve(name)) / "drafter", Path(resolve(name))):
+        if (folder / "drafter.json").is_file():
+            return folder
+    if Path(name).exists() or _is_path(name):
+        embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
+        raise FileNotFoundError(
+            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, a hub id owner/name, or one "
+            f"of the embedded {embedded}, or prompt_lookup or lookahead, which need no training (join several by +)"
+        )
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name))
+
+
+def member_names(name: str) -> list[str]:
+    """The drafters that a name stands for: several are joined by "+" and share one tree."""
+    return [name] if Path(name).exists() else name.split("+")
+
+
+def untrained(name: str) -> type[Drafter] | None:
+    """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this
+    name needs one and no checkpoint has the name."""
+    if (Path(name) / "drafter.json").is_file() or (Path(name) / "drafter").is_dir():
+        return None
+    try:
+        kind = drafter_class(name)
+    except ValueError:
+        return None
+    if kind is Hybrid:
+        raise ValueError(f"drafter {name!r} is nothing by itself; join the names of its members by +: a+b")
+    if issubclass(kind, Trained):
+        raise ValueError(
+            f"drafter {name!r} is a kind that has to be trained first: train/heads.py drafter={name} name=mine, then "
+            "runs/mine"
+        )
+    return kind
+
+
+def _one(name: str, target: Target, tokenizer: Any) -> Drafter:
+    if (kind := untrained(name)) is not None:
+        return kind(target, config_class(kind)()).eval()  # type: ignore[call-arg, arg-type]
+    return load_drafter(drafter_folder(name), target, tokenizer)
+
+
+def find_drafter(name: str, target: Target, tokenizer: Any = None) -> Drafter:
+    """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
+    of several of these joined by "+", which share one tree.
+
+    Raises ValueError for a checkpoint of another target, a kind that has to be trained, a name given twice, and members
+    that can not share a tree; FileNotFoundError for a name that stands for nothing.
+    """
+    names = member_names(name)
+    if "" in names:
+        raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
+    if len(set(names)) < len(names):
+        raise ValueError(f"drafter={name!r} names a drafter twice")
+    members = {one: _one(one, target, tokenizer) for one in names}
+    if len(names) == 1:
+        return members[names[0]]
+    return Hybrid(target, members).eval()
+
+
+def load_pair(
+    drafter: str,
+    target: str | Path | PreTrainedModel | None,
+    dtype: str | torch.dtype,
+    device: str | None,
+    **loading: Any,
+) -> tuple[Target, Drafter, Any]:
+    """A target, a drafter for it and the tokenizer (None where there is none). The target is the one given or the one
+    that the first trained drafter names.
+
+    Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
+    """
+    folders = [drafter_folder(name) for name in member_names(drafter) if name and untrained(name) is None]
+    meta: dict[str, Any] = read_meta(folders[0])["target"] if folders else {}
+    if target is None and not meta.get("name"):
+        raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
+    revision = meta.get("revision") if target is None else None
+    frozen, tokenizer = load_target(meta["name"] if target is None else target, dtype, device, revision, **loading)
+    for folder in folders:
+        check_tokenizer(folder, read_meta(folder), tokenizer)
+    return frozen, find_drafter(drafter, frozen, tokenizer), tokenizer
