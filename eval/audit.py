@@ -12,19 +12,20 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from selfspec.build import run_audit
-from selfspec.config import register, spell_out_drafter
+from selfspec.config import clear_errors, register
+from selfspec.runs import run_audit
 
 register()
 
 
 @hydra.main(config_path="../configs", config_name="audit", version_base="1.3")
 def main(config: DictConfig) -> None:
-    figures = run_audit(config, Path(HydraConfig.get().runtime.output_dir))
-    if figures["verdict"] == "BUG" or (figures["law_verdict"] or "").startswith("BUG"):
+    with clear_errors():
+        figures = run_audit(config, Path(HydraConfig.get().runtime.output_dir))
+    if figures["verdict"] == "BUG" or (figures["distribution_verdict"] or "").startswith("BUG"):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.argv = spell_out_drafter(sys.argv)
-    main()
+    with clear_errors():
+        main()

@@ -8,16 +8,18 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from selfspec.build import run_compare
-from selfspec.config import register
+from selfspec.config import clear_errors, register
+from selfspec.runs import run_compare
 
 register()
 
 
 @hydra.main(config_path="../configs", config_name="compare", version_base="1.3")
 def main(config: DictConfig) -> None:
-    run_compare(config, Path(HydraConfig.get().runtime.output_dir))
+    with clear_errors():
+        run_compare(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

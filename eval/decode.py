@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import hydra
@@ -10,9 +9,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from selfspec.build import run_decode
-from selfspec.config import register, spell_out_drafter
-from selfspec.evaluation.report import table
+from selfspec.config import clear_errors, register
+from selfspec.evaluation.tables import table
+from selfspec.runs import run_decode
 
 register()
 
@@ -23,19 +22,19 @@ def main(config: DictConfig) -> None:
     folder = Path(hydra_config.runtime.output_dir)
     if hydra_config.mode == RunMode.MULTIRUN and config.wandb.group is None:
         config.wandb.group = f"{config.name}-{Path(hydra_config.sweep.dir).name}"  # all points of a sweep
-    print(table([run_decode(config, folder, label(HydraConfig.get().overrides.task))]), f"\n{folder}")
+    with clear_errors():
+        print(table([run_decode(config, folder, label(list(hydra_config.overrides.task)))]), f"\n{folder}")
 
 
 def label(overrides: list[str]) -> str:
-    """What tells this point from others, short enough for a plot: `drafter.name=a tree.nodes=8` -> `a nodes=8`."""
+    """What tells this point from others, short enough for a plot: `drafter=runs/a tree.nodes=8` -> `a nodes=8`."""
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    drafter, several = given.pop("drafter.name", None), given.pop("drafter.drafters", None)
-    drafter = several.strip("[]").replace(",", "+") if several else drafter
+    drafter = given.pop("drafter", "")
     parts = ["+".join(name.rstrip("/").rsplit("/", 1)[-1] for name in drafter.split("+"))] if drafter else []
     hidden = ("name", "wandb.mode", "data.root")
     return " ".join(parts + [f"{k.rsplit('.', 1)[-1]}={v}" for k, v in given.items() if k not in hidden]) or "default"
 
 
 if __name__ == "__main__":
-    sys.argv = spell_out_drafter(sys.argv)
-    main()
+    with clear_errors():
+        main()

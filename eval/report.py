@@ -5,16 +5,18 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig
 
-from selfspec.build import run_report
-from selfspec.config import register
+from selfspec.config import clear_errors, register
+from selfspec.runs import run_report
 
 register()
 
 
 @hydra.main(config_path="../configs", config_name="report", version_base="1.3")
 def main(config: DictConfig) -> None:
-    run_report(config)
+    with clear_errors():
+        run_report(config)
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -19,7 +19,7 @@ def main() -> None:
     )
     parser.add_argument("prompt")
     parser.add_argument(
-        "--heads",
+        "--drafter",
         default="tiny-medusa",
         help="embedded name, run folder, hub id, prompt_lookup or lookahead; several joined by + (%(default)s)",
     )
@@ -29,16 +29,17 @@ def main() -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--min-p", type=float)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
     parser.add_argument("--nodes", type=number_or_auto, help="largest draft tree, root included, or auto")
     parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     import selfspec
+    from selfspec.log import one_line
 
     try:
-        spec = selfspec.load(args.heads, args.target)
+        spec = selfspec.load(args.drafter, args.target)
         options = {
             key: getattr(args, key)
             for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "nodes")
@@ -59,8 +60,11 @@ def main() -> None:
             for piece in spec.stream(args.prompt, **options):
                 print(piece, end="", flush=True)
             print()
-    except (ValueError, OSError) as error:
-        sys.exit(f"selfspec: {error}")
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"selfspec: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _colored(spec: object, ids: list[int], drafted: list[bool]) -> str:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import MISSING
+from omegaconf.errors import OmegaConfBaseException
 
+import selfspec.drafters
+from selfspec.api import NODES
+from selfspec.checkpoint import config_class, drafter_class
+from selfspec.core.generate import MAX_NODES
 from selfspec.evaluation.audit import AuditConfig
+from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
-from selfspec.evaluation.runs import DecodeConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
-from selfspec.generate import MAX_NODES
-from selfspec.log import WandbConfig
-from selfspec.spec import NODES
-from selfspec.training.heads import HeadsConfig
+from selfspec.log import WandbConfig, one_line
+from selfspec.training.drafter import DrafterTraining
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 
@@ -36,7 +45,7 @@ class TrainRun:
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = MISSING
     data: Any = MISSING
-    heads: HeadsConfig = field(default_factory=HeadsConfig)
+    train: DrafterTraining = field(default_factory=DrafterTraining)
     loop: LoopConfig = field(default_factory=LoopConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -62,28 +71,12 @@ class TreeConfig:
 
 
 @dataclass
-class DrafterConfig:
-    """name: an embedded name, a run folder, a hub id, or a kind that needs no training; `hybrid` with the names of its
-    drafters, or several names joined by +, share one tree."""
-
-    name: str = MISSING
-    drafters: list[str] = field(default_factory=list)
-
-    def names(self) -> str | list[str]:
-        """What `selfspec.load` is given. Raises ValueError for a list beside another name than hybrid."""
-        if self.drafters and self.name != "hybrid":
-            raise ValueError(f"drafter.drafters belongs to drafter=hybrid, not to drafter={self.name}")
-        if self.name == "hybrid" and not self.drafters:
-            raise ValueError('drafter=hybrid needs its members: "drafter.drafters=[a,b]", or drafter=a+b')
-        return list(self.drafters) if self.name == "hybrid" else self.name
-
-
-@dataclass
 class Measurement:
-    """What every measurement of a drafter on its target is told."""
+    """What every measurement of a drafter on its target is told. drafter: what `selfspec.load` takes, several joined by +
+    share one tree."""
 
     name: str = MISSING
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    drafter: str = MISSING
     target: str | None = None
     dtype: str = "auto"
     device: str | None = None
@@ -127,14 +120,15 @@ class VerifiersRun(Measurement):
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
 
 
-def spell_out_drafter(arguments: list[str]) -> list[str]:
-    """`drafter=x` becomes `drafter.name=x`: for Hydra `drafter` alone is the group that training chooses from."""
-    return [a.replace("drafter=", "drafter.name=", 1) if a.startswith("drafter=") else a for a in arguments]
-
-
-def register() -> None:
-    """Make the schemas known to Hydra; call before `hydra.main`."""
+def register(drafters: bool = False) -> None:
+    """Make the schemas known to Hydra; call before `hydra.main`. drafters: whether `drafter` is the group that training
+    chooses from, one config for each file of selfspec/drafters/; elsewhere it is the name of a drafter."""
     store = ConfigStore.instance()
+    store.repo.pop("drafter", None)  # type: ignore[attr-defined]
+    if drafters:
+        for kind in (m.name for m in pkgutil.iter_modules(selfspec.drafters.__path__) if not m.ispkg):
+            if kind not in ("base", "hybrid"):
+                store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
     store.store(name="pretrain_schema", node=PretrainRun)
     store.store(name="train_schema", node=TrainRun)
     store.store(name="eval_schema", node=EvalRun)
@@ -142,3 +136,24 @@ def register() -> None:
     store.store(name="compare_schema", node=CompareRun)
     store.store(name="report_schema", node=ReportRun)
     store.store(name="verifiers_schema", node=VerifiersRun)
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Bad input ends in one line that names it, and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
+    before = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", "SELFSPEC_ERRORS")}
+    if before["HYDRA_FULL_ERROR"] == "1" and before["SELFSPEC_ERRORS"] is None:
+        yield
+        return
+    os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException) as error:
+        print(f"{os.path.basename(sys.argv[0])}: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

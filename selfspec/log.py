@@ -51,6 +51,13 @@ def write_text(path: Path, text: str) -> None:
         scratch.write_text(text)
 
 
+def one_line(error: BaseException) -> str:
+    """An error's message on one line; of errors that only wrap another, the other's."""
+    while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def is_main_process() -> bool:
     """Whether this is the process that writes, under `accelerate launch` or alone."""
     return os.environ.get("RANK", "0") == "0"

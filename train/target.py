@@ -9,8 +9,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from selfspec.build import run_pretrain
-from selfspec.config import register
+from selfspec.config import clear_errors, register
+from selfspec.runs import run_pretrain
 
 register()
 
@@ -18,8 +18,10 @@ register()
 @hydra.main(config_path="../configs", config_name="target", version_base="1.3")
 def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
-    print(json.dumps(run_pretrain(config, folder)), f"\n{folder / 'target'}")
+    with clear_errors():
+        print(json.dumps(run_pretrain(config, folder)), f"\n{folder / 'target'}")
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -166,6 +166,7 @@ def autoregressive(
             root = root.with_tokens(picked[:, None])
         t0, t1 = t1, clock(target.device)
         stats.calls += 1
+        stats.nodes += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
@@ -242,6 +243,7 @@ def speculative_steps(
                 roots = rows.roots()
             t0, t1 = t1, clock(target.device)
             stats.calls += 1
+            stats.nodes += tree.tokens.shape[1]
             stats.seconds_draft += t2 - t0
             stats.seconds_target += t3 - t2
             stats.seconds_other += t1 - t3

@@ -10,12 +10,13 @@ class Stats:
     """Counts of one call.
 
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
-    tokens: those returned, after cutting at EOS and at max_new_tokens; accepted: passes in which depth d + 1 was
-    accepted.
+    nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
+    max_new_tokens; accepted: passes in which depth d + 1 was accepted.
     """
 
     passes: int = 0
     calls: int = 0
+    nodes: int = 0
     tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     seconds_prefill: float = 0.0

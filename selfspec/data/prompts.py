@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from selfspec.training.corpus import Document
+from selfspec.data.corpus import Document
 
-# Kinds of text whose repetitiveness differs, and what their prompts are
-KINDS = {
+# Groups of text whose repetitiveness differs, and what their prompts are
+GROUPS = {
     "continuation": "stretches of modules",
     "docstrings": "modules up to the first line of a docstring",
     "tests": "stretches of test modules, which repeat themselves",
@@ -19,15 +19,15 @@ KINDS = {
 _DOCSTRING = re.compile(r'^ +def .*\n +r?"""\S.*\n', re.MULTILINE)
 
 
-def prompts_of_kind(kind: str, documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """`count` prompts of about `tokens` tokens, of one of KINDS. Raises ValueError where the documents hold too few."""
+def prompts_of_group(group: str, documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts of about `tokens` tokens, of one of GROUPS. Raises ValueError where the documents hold too few."""
     tests = [d for d in documents if d.name.startswith("test/")]
     modules = [d for d in documents if not d.name.startswith("test/")]
-    if kind == "continuation":
+    if group == "continuation":
         return cut_prompts(modules, tokenizer, count, tokens)
-    if kind == "tests":
+    if group == "tests":
         return cut_prompts(tests, tokenizer, count, tokens)
-    if kind == "edits":
+    if group == "edits":
         line = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
         return [p + line + p[: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
     ends = [(d.text, m.end()) for d in modules for m in _DOCSTRING.finditer(d.text)]
@@ -49,7 +49,7 @@ def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: i
     Raises ValueError where the documents are too short for that many.
     """
     if not documents:
-        raise ValueError("no usable example: the data holds no held-out text of this kind")
+        raise ValueError("no usable example: the data holds no held-out text of this group")
     texts = [d.text for d in documents]
     total = sum(map(len, texts))
     prompts: dict[tuple[int, int], list[int]] = {}  # by document and offset: none is taken twice

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.training.corpus import Document
+from selfspec.data.corpus import Document
 
 
 @dataclass(frozen=True)

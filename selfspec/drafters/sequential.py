@@ -164,6 +164,11 @@ class SequentialHeads(Trained):
         assert self._ready is not None, "call eval() before decoding"
         return self._ready
 
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """The products of decoding, called as a module so that benchmarks can time them: `from_root` of two tensors,
+        `on_shortlist` of four."""
+        return self.from_root(*given) if len(given) == 2 else (self.on_shortlist(*given),)
+
     def from_root(self, hidden: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
         """From hidden states [B, H] and embedded roots [B, H] alone: the first layer's sums [B, K, H], and all heads'
         logits [K, B, V] with no path but the root."""
@@ -256,7 +261,7 @@ class SequentialSession:
         if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
         hidden, noise = self.hidden, ahead(context, config.heads)
-        first, logits = drafter.from_root(hidden, drafter.embed(context.roots))
+        first, logits = drafter(hidden, drafter.embed(context.roots))
         ranked = logits if noise is None else perturbed(logits, noise.transpose(0, 1), context.temperature)
         ids = ranked.topk(min(_SHORTLIST, logits.shape[-1]), -1).indices  # [K, B, C]
         path = logits.new_zeros(len(hidden), 1, 0, hidden.shape[-1])  # [B, m, k, H]: of the nodes expanded last
@@ -271,7 +276,7 @@ class SequentialSession:
             path = path.gather(1, above[:, :, None, None].expand(-1, -1, *path.shape[2:]))
             path = torch.cat([path, drafter.embed(growth.tokens[:, at])[:, :, None]], 2)
             before = growth.frontier[0, 0]
-            return drafter.on_shortlist(hidden, first, path, ids[k]), ids[k]
+            return drafter(hidden, first, path, ids[k])[0], ids[k]
 
         return grown(drafter, context, step, config.heads, config.width, config.min_prob).tree()
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
-from selfspec.generate import MAX_NODES, autoregressive, speculative
-from selfspec.options import Options, as_seed, check
-from selfspec.sampling import Sampling, gumbel, noise_bits, warp
-from selfspec.spec import Spec, end_tokens
-from selfspec.verify import Relaxed
+from selfspec.api import Spec
+from selfspec.core.generate import MAX_NODES, autoregressive, speculative
+from selfspec.core.options import Options, as_seed, check, end_tokens
+from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
+from selfspec.core.verify import Relaxed
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
 _LIKELY = 16  # tokens whose logits count for the noise: unlikely ones decide nothing
@@ -32,8 +32,8 @@ _SLACK = 3.0  # what may lie beyond the largest noise measured, of fewer positio
 @dataclass
 class AuditConfig:
     """prompts of prompt_tokens tokens are cut from the held-out text, or taken from prompt_file (JSON lines); each is
-    decoded at every temperature, seed, tree size and batch size. law_samples: texts of the distribution test, over the
-    law_top_k likeliest tokens (0: leave that test out)."""
+    decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the distribution test, over the
+    distribution_top_k likeliest tokens (0: leave that test out)."""
 
     prompts: int = 24
     prompt_tokens: int = 128
@@ -43,11 +43,11 @@ class AuditConfig:
     seeds: list[int] = field(default_factory=lambda: [0])
     nodes: list[int] = field(default_factory=lambda: [8, 32])
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
-    law_samples: int = 2000
-    law_top_k: int = 5
+    distribution_samples: int = 2000
+    distribution_top_k: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "law_top_k"):
+        for name in ("prompts", "prompt_tokens", "max_new_tokens", "distribution_top_k"):
             if getattr(self, name) < 1:
                 raise ValueError(f"audit.{name}={getattr(self, name)} must be at least 1")
         for name in ("temperatures", "seeds", "nodes", "batch_sizes"):
@@ -59,9 +59,9 @@ class AuditConfig:
         if bad := [v for v in self.nodes if v > MAX_NODES]:
             raise ValueError(f"audit.nodes holds {bad[0]}; it must be at most {MAX_NODES}")
         as_seed(list(self.seeds))
-        if self.law_samples < 0 or 0 < self.law_samples < 500:
+        if self.distribution_samples < 0 or 0 < self.distribution_samples < 500:
             raise ValueError(
-                f"audit.law_samples={self.law_samples} can tell no law; give at least 500, or 0 for no test"
+                f"audit.distribution_samples={self.distribution_samples} can tell no distribution; give at least 500, or 0 for no test"
             )
         for temperature in self.temperatures:
             Sampling(temperature)
@@ -204,8 +204,8 @@ def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, po
 
 
 @dataclass
-class LawTest:
-    """Chi-square of texts of three tokens: against the exact law (`name` says whose texts), or of two samples."""
+class DistributionTest:
+    """Chi-square of texts of three tokens: against the exact distribution (`name` says whose texts), or of two samples."""
 
     name: str
     samples: int
@@ -215,21 +215,21 @@ class LawTest:
 
 
 @torch.inference_mode()
-def exact_law(spec: Spec, prompt: list[int], top_k: int, length: int = 3) -> dict[tuple[int, ...], float]:
+def exact_distribution(spec: Spec, prompt: list[int], top_k: int, length: int = 3) -> dict[tuple[int, ...], float]:
     """Probabilities of all texts of `length` tokens under the model's own top-k distribution at temperature 1 (with
     transformers' warper, which keeps ties), from plain passes over every prefix."""
     warpers = Sampling(1.0, top_k=top_k).warpers()
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
-        for prefix, chance in law.items():
+        for prefix, prob in exact.items():
             ids = torch.tensor([prompt + list(prefix)], device=spec.target.device)
             scores = warp(spec.target.model(input_ids=ids, use_cache=False).logits[:, -1], warpers)
             p = scores[0].double().softmax(-1)
             for token in p.nonzero().flatten().tolist():
-                longer[(*prefix, token)] = chance * float(p[token])
-        law = longer
-    return law
+                longer[(*prefix, token)] = prob * float(p[token])
+        exact = longer
+    return exact
 
 
 def _joined(order: Tensor, least: float, *columns: Tensor) -> list[Tensor]:
@@ -261,21 +261,20 @@ def two_samples(one: Tensor, other: Tensor) -> tuple[float, float, int]:
 
 
 @torch.inference_mode()
-def law_tests(
+def distribution_tests(
     spec: Spec, prompts: list[list[int]], samples: int, top_k: int, nodes: int, seed: int = 0
-) -> list[LawTest]:
-    """Speculative texts against the exact law and against transformers' own sampling; and, as a negative control that
-    has to fail, those of a rule that is biased on purpose (it takes the first drafted token unseen) against the exact
-    law.
+) -> list[DistributionTest]:
+    """Speculative texts against the exact distribution and against transformers' own sampling; and, as a negative
+    control that has to fail, those of a rule that is biased on purpose (it takes the first drafted token unseen).
 
-    Of the prompts, the one whose law has the most entropy is continued.
+    Of the prompts, the one whose distribution has the most entropy is continued.
     """
-    laws = [exact_law(spec, prompt, top_k) for prompt in prompts]
-    entropies = [-sum(p * math.log(p) for p in law.values() if p > 0) for law in laws]
+    distributions = [exact_distribution(spec, prompt, top_k) for prompt in prompts]
+    entropies = [-sum(p * math.log(p) for p in exact.values() if p > 0) for exact in distributions]
     best = entropies.index(max(entropies))
-    law, prompt = laws[best], prompts[best]
-    index = {text: i for i, text in enumerate(law)}
-    expected = torch.tensor(list(law.values()), dtype=torch.float64) * samples
+    exact, prompt = distributions[best], prompts[best]
+    index = {text: i for i, text in enumerate(exact)}
+    expected = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
 
     def counted(texts: Sequence[Sequence[int]]) -> Tensor:
         other = [tuple(text) for text in texts if tuple(text) not in index]
@@ -314,22 +313,24 @@ def law_tests(
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
     ours, biased, theirs = drafted(None), drafted(unseen), sampled()
-    wanted = torch.cat([expected, torch.zeros(1)])  # of texts outside the law, which rounding alone can produce
+    wanted = torch.cat([expected, torch.zeros(1)])  # of texts outside the distribution, which rounding alone can produce
     tests = []
     for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
         statistic, p, bins = chi_square(observed, wanted)
-        tests.append(LawTest(f"{name} against the exact law", samples, bins, statistic, p))
+        tests.append(DistributionTest(f"{name} against the exact distribution", samples, bins, statistic, p))
     statistic, p, bins = two_samples(ours, theirs)
-    tests.append(LawTest("speculative against transformers", samples, bins, statistic, p))
+    tests.append(DistributionTest("speculative against transformers", samples, bins, statistic, p))
     return tests
 
 
-def law_verdict(tests: list[LawTest], level: float = 1e-4) -> str:
+def distribution_verdict(tests: list[DistributionTest], level: float = 1e-4) -> str:
     """`exact` where all tests pass but the control, which fails; else what is wrong."""
     control = [t for t in tests if t.name.startswith("biased")]
     wrong = [t.name for t in tests if t not in control and t.p < level]
     if wrong:
         return f"BUG: {', '.join(wrong)}"
     return (
-        "exact" if all(t.p < level for t in control) else "undecided: the biased control passed too; raise law_samples"
+        "exact"
+        if all(t.p < level for t in control)
+        else "undecided: the biased control passed too; raise distribution_samples"
     )

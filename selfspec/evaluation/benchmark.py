@@ -9,27 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from tqdm.auto import tqdm
 
-from selfspec.evaluation.prompts import KINDS
-from selfspec.lossy import Lossy
-from selfspec.options import Options, check
-from selfspec.spec import Generated, Spec, end_tokens
-from selfspec.stats import Stats
+from selfspec.api import Generated, Spec
+from selfspec.core.lossy import Lossy
+from selfspec.core.options import Options, check, end_tokens
+from selfspec.core.stats import Stats
+from selfspec.data.prompts import GROUPS
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
 
 
 @dataclass
 class DecodeConfig:
-    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); kind: of those cut,
-    see `prompts.KINDS` (None: from anywhere); repeats: timed runs
-    per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS; lossy: a rule that
-    changes the output (see `selfspec.lossy.Lossy`), whose distance from the exact distribution is then measured."""
+    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); group: of those cut,
+    see `selfspec.data.prompts.GROUPS` (None: from anywhere); seed: of the first prompt, each further one has the next;
+    repeats: timed runs per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS;
+    lossy: a rule that changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact distribution
+    is then measured."""
 
     prompts: int = 24
     prompt_tokens: int = 128
-    kind: str | None = None
+    group: str | None = None
     prompt_file: str | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -50,15 +53,15 @@ class DecodeConfig:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
         if unknown := set(self.arms) - set(ARMS):
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
-        if self.kind is not None and self.kind not in KINDS:
-            raise ValueError(f"decode.kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        if self.group is not None and self.group not in GROUPS:
+            raise ValueError(f"decode.group={self.group!r} must be one of {', '.join(GROUPS)}")
         if self.lossy is not None:
             Lossy(self.lossy)
 
-    def options(self) -> dict[str, Any]:
-        """What generate is asked for."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-        return {name: getattr(self, name) for name in names}
+    def arguments(self, first: int, rows: int) -> dict[str, Any]:
+        """What generate is asked for, for prompts `first` to first + rows - 1, each with a seed of its own."""
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+        return {**{name: getattr(self, name) for name in names}, "seed": [self.seed + first + i for i in range(rows)]}
 
 
 @dataclass
@@ -80,16 +83,21 @@ class Record:
 
 def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> list[Record]:
     """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
-    options = config.options()
-    calls: dict[str, Callable[[list[list[int]]], Generated]] = {
-        "hf_generate": lambda batch: hf_generate(spec, batch, config),
-        "autoregressive": lambda batch: spec.autoregressive(batch, **options),
-        "speculative": lambda batch: spec.generate(batch, **options, nodes=nodes, lossy=config.lossy),
+
+    def own(first: int, batch: list[list[int]]) -> dict[str, Any]:
+        return config.arguments(first, len(batch))
+
+    calls: dict[str, Callable[[int, list[list[int]]], Generated]] = {
+        "hf_generate": lambda first, batch: hf_generate(spec, batch, config, config.seed + first),
+        "autoregressive": lambda first, batch: spec.autoregressive(batch, **own(first, batch)),
+        "speculative": lambda first, batch: spec.generate(
+            batch, **own(first, batch), nodes=nodes, lossy=config.lossy
+        ),
     }
     check(spec.target, prompts, Options(config.max_new_tokens))  # all of them, before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
     for arm in arms:
-        calls[arm](prompts[: config.batch_size])
+        calls[arm](0, prompts[: config.batch_size])
     records = []
     bar = tqdm(range(0, len(prompts), config.batch_size), desc="decode", mininterval=1.0)
     totals = dict.fromkeys(arms, 0.0)
@@ -101,7 +109,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
             turn = (first // config.batch_size + repeat) % len(arms)
             for arm in arms[turn:] + arms[:turn]:
                 start = time.perf_counter()
-                results[arm] = calls[arm](batch)
+                results[arm] = calls[arm](first, batch)
                 _wait(spec)
                 seconds[arm].append(time.perf_counter() - start)
         for arm in arms:
@@ -120,9 +128,10 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
     return records
 
 
-def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], nodes: int | str) -> float:
-    """Share of a step's time that is neither the target's forward nor the drafter's products: trees, masks, noise,
-    choices, the walk, the cache. Told apart by hooks, in runs of their own that no speedup counts."""
+def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> float:
+    """Share of a step's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
+    choices, the walk, the cache. Passes and products are calls of modules; they are told apart by hooks, in runs of
+    their own that no speedup counts."""
     clock = {"start": 0.0, "inside": 0.0}
 
     def enter(*_: Any) -> None:
@@ -133,17 +142,45 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], options: dict[str, Any], n
         _wait(spec)
         clock["inside"] += time.perf_counter() - clock["start"]
 
+    def run(i: int, prompt: list[int]) -> Stats:
+        return spec.generate([prompt], **config.arguments(i, 1), nodes=nodes).stats
+
     handles = [
         hook
-        for module in (spec.target.decoder, spec.target.lm_head, *spec.drafter.products())
+        for module in _outermost(lambda: run(0, prompts[0]))
         for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
     ]
     try:
-        spent = [spec.generate([prompt], **options, nodes=nodes).stats for prompt in prompts]
+        spent = [run(i, prompt) for i, prompt in enumerate(prompts)]
     finally:
         for handle in handles:
             handle.remove()
     return 1 - clock["inside"] / sum(s.seconds - s.seconds_prefill for s in spent)
+
+
+def _outermost(call: Callable[[], object]) -> list[nn.Module]:
+    """The modules that a call runs, but for those inside others."""
+    found: dict[int, nn.Module] = {}
+    depth = [0]
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if depth[0] == 0:
+            found[id(module)] = module
+        depth[0] += 1
+
+    def leave(*_: Any) -> None:
+        depth[0] -= 1
+
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found.values())
 
 
 def _wait(spec: Spec) -> None:
@@ -163,7 +200,7 @@ def log_prob(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], t
     return total
 
 
-def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, **method: Any) -> Generated:
+def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: int, **method: Any) -> Generated:
     """transformers' own generate on the same model; left-padded where lengths differ. method: further arguments of
     generate, which choose one of its own ways to decode faster."""
     model, width = spec.target.model, max(map(len, batch))
@@ -175,7 +212,7 @@ def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, **meth
     if config.temperature > 0:
         sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0}
         sampled |= {"top_p": config.top_p or 1.0, "min_p": config.min_p}
-        torch.manual_seed(config.seed)
+        torch.manual_seed(seed)
     room = spec.target.max_positions - width if spec.target.max_positions else config.max_new_tokens
     out = model.generate(
         input_ids=ids,

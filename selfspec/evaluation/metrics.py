@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.evaluation.runs import Record
-from selfspec.stats import Stats
+from selfspec.evaluation.benchmark import Record
+from selfspec.core.stats import Stats
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:
@@ -104,7 +104,7 @@ def _speculative(rows: list[Record]) -> dict[str, Any]:
         "conditional_acceptance": total.conditional_per_depth,
         "seconds": parts,
         "share_of_step": {name: parts[name] / step for name in ("draft", "target", "other")},
-        "milliseconds_per_pass": 1000 * step / total.forwards,
+        "milliseconds_per_pass": 1000 * step / total.calls,
     }
 
 

@@ -35,11 +35,11 @@ def plot_rules(rows: list[dict[str, Any]], path: Path) -> Path:
 
 def plot_comparison(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
     """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
-    of a pass, and the speedup by kind of text."""
+    of a pass, and the speedup by group of text."""
     drawn = {}
     for temperature in dict.fromkeys(row["T"] for row in rows):
         own = [row for row in rows if row["T"] == temperature]
-        drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "kinds": _compare_kinds}
+        drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "groups": _compare_groups}
         for name, draw in drawings.items():
             key = f"compare_{name}_T{temperature:g}"
             drawn[key] = _saved(folder / f"{key}.png", draw, own)
@@ -94,19 +94,19 @@ def _compare_time(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7)
 
 
-def _compare_kinds(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _compare_groups(axes: Any, rows: list[dict[str, Any]]) -> None:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     best = {arm: max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms}
-    kinds = list(rows[0]["kinds"])
-    for i, kind in enumerate(kinds):
-        found = [best[arm]["kinds"].get(kind, {}).get("speedup", {}) for arm in arms]
-        at = [x + (i - (len(kinds) - 1) / 2) * 0.8 / len(kinds) for x in range(len(arms))]
+    groups = list(rows[0]["groups"])
+    for i, group in enumerate(groups):
+        found = [best[arm]["groups"].get(group, {}).get("speedup", {}) for arm in arms]
+        at = [x + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for x in range(len(arms))]
         height = [f.get("ratio", 0.0) for f in found]
         errors = [
             [max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(found, height, strict=True)]
             for side, sign in (("low", -1), ("high", 1))
         ]
-        axes.bar(at, height, width=0.8 / len(kinds), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=kind)
+        axes.bar(at, height, width=0.8 / len(groups), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=group)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(
         range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=5, rotation=30, ha="right"
@@ -161,8 +161,7 @@ def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
     points = [p for p in points if p["config"]["tree"]["nodes"] != "auto"]
     for point in points:
         config = point["config"]
-        drafter = "+".join(config["drafter"].get("drafters") or [config["drafter"]["name"]])
-        name = f"{drafter}, T={config['decode']['temperature']:g}"
+        name = f"{config['drafter']}, T={config['decode']['temperature']:g}"
         lines.setdefault(name, []).append((config["tree"]["nodes"], point["speculative"]["acceptance_length"]))
     for name, line in lines.items():
         nodes, tau = zip(*sorted(line), strict=True)

@@ -1,15 +1,15 @@
-"""Tables of benchmark points, and the files a benchmark leaves behind."""
+"""Markdown tables: of benchmark points, audits and comparisons."""
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selfspec.evaluation.audit import Audit, LawTest, law_verdict
-from selfspec.evaluation.runs import Record
+from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
+from selfspec.evaluation.compare import Run
+from selfspec.evaluation.comparison import against, best_sizes
+from selfspec.log import write_text
 
 _COLUMNS = (
     "point",
@@ -28,13 +28,24 @@ _COLUMNS = (
 )
 
 
-def table(points: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row a point. Pass cost: plain steps that one pass takes, its draft included."""
-    rows = [_row(point) for point in points]
-    widths = [max(len(column), *(len(row[i]) for row in rows)) for i, column in enumerate(_COLUMNS)]
+def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
+    """The one Markdown table, columns aligned so that it reads in a terminal too."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    head = "| " + " | ".join(c.ljust(w) for c, w in zip(_COLUMNS, widths, strict=True)) + " |"
+    head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"
     return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
+
+
+def _interval(found: dict[str, float]) -> str:
+    return f"{found['ratio']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+
+
+# -- benchmark points
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """One row a point. Pass cost: plain steps that one pass takes, its draft included."""
+    return markdown(_COLUMNS, [_row(point) for point in points])
 
 
 def _label(point: dict[str, Any]) -> str:
@@ -51,7 +62,7 @@ def _row(point: dict[str, Any]) -> list[str]:
 
     def ratio(name: str) -> str:
         found = point["speedup"].get(name)
-        return f"{found['ratio']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]" if found else "-"
+        return _interval(found) if found else "-"
 
     def rate(name: str) -> str:
         return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
@@ -76,60 +87,162 @@ def _row(point: dict[str, Any]) -> list[str]:
     ]
 
 
-def audit_report(audit: Audit, tests: list[LawTest]) -> str:
+# -- audits
+
+
+def audit_report(audit: Audit, tests: list[DistributionTest]) -> str:
     """The audit as Markdown: verdict, figures, every divergence, and the distribution test."""
-    lines = [
+    parts = [
         f"**{audit.verdict}** ({audit.dtype}): {audit.rows} texts, {audit.tokens} tokens up to each one's end or first "
-        f"divergence, {len(audit.divergences)} divergences.",
+        f"divergence, {len(audit.divergences)} divergences.\n"
         f"Noise between one-token and many-token passes of stock transformers: median {audit.noise_median:.2g}, "
         f"largest {audit.noise:.2g} logits; between them and plain decoding at most {audit.deviation_plain:.2g}, "
         f"between plain and speculative decoding at most {audit.deviation:.2g}. Any of these, or a margin below, would "
-        f"be a bug beyond {audit.bound:.2g}.",
+        f"be a bug beyond {audit.bound:.2g}."
     ]
     if audit.divergences:
-        lines += ["", "| prompt | T | seed | nodes | batch | position | plain | speculative | margin | explained |"]
-        lines += ["|---" * 10 + "|"]
+        columns = ["prompt", "T", "seed", "nodes", "batch", "position", "plain", "speculative", "margin", "explained"]
+        rows = []
         for d in sorted(audit.divergences, key=lambda d: -d.margin):
-            where = f"{d.prompt} | {d.temperature:g} | {d.seed} | {d.nodes} | {d.batch_size} | {d.position}"
+            where = [d.prompt, f"{d.temperature:g}", d.seed, d.nodes, d.batch_size, d.position]
             explained = "yes" if d.margin <= audit.bound else "**BUG**"
-            lines.append(f"| {where} | {d.plain_token} | {d.speculative_token} | {d.margin:.3g} | {explained} |")
+            rows.append([*map(str, where), str(d.plain_token), str(d.speculative_token), f"{d.margin:.3g}", explained])
+        parts.append(markdown(columns, rows))
     if tests:
-        lines += ["", f"Law of the first three tokens: **{law_verdict(tests)}**", ""]
-        lines += ["| test | texts | bins | chi-square | p |", "|---|---|---|---|---|"]
-        lines += [f"| {t.name} | {t.samples} | {t.bins} | {t.statistic:.1f} | {t.p:.2g} |" for t in tests]
-    return "\n".join(lines)
+        parts.append(f"Distribution of the first three tokens: **{distribution_verdict(tests)}**")
+        rows = [[t.name, str(t.samples), str(t.bins), f"{t.statistic:.1f}", f"{t.p:.2g}"] for t in tests]
+        parts.append(markdown(["test", "texts", "bins", "chi-square", "p"], rows))
+    return "\n\n".join(parts)
 
 
-def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> None:
-    """records.jsonl and summary.json in `folder`, the summary last and whole."""
-    with (folder / "records.jsonl").open("w") as f:
-        f.writelines(json.dumps(asdict(record)) + "\n" for record in records)
-    scratch = folder / "summary.tmp"
-    scratch.write_text(json.dumps(point, indent=1) + "\n")
-    os.replace(scratch, folder / "summary.json")
+def rules_table(rows: list[dict[str, Any]]) -> str:
+    """Verification rules: one row a rule and one column a temperature, τ with its 95% interval over prompts."""
+    temperatures = sorted({row["T"] for row in rows})
+    lines = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = {row["T"]: row for row in rows if row["rule"] == rule}
+        cells = [f"{own[t]['tau']:.2f} [{own[t]['low']:.2f}, {own[t]['high']:.2f}]" for t in temperatures]
+        lines.append([rule, str(next(iter(own.values()))["nodes"]), *cells])
+    return markdown(["rule", "nodes", *(f"τ at T={t:g}" for t in temperatures)], lines)
 
 
-def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
-    """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
-    folders, and why."""
-    marks = ("summary.json", "records.jsonl", "figures.jsonl", ".hydra")
-    homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
-    homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
-    homes |= {folder} if (folder / "summary.json").exists() else set()
-    points, broken = [], []
-    for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
-        try:
-            point = json.loads((home / "summary.json").read_text())
-            wrong = (
-                not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
-            )
-        except FileNotFoundError:
-            broken.append((home, "summary.json is missing: the run did not end"))
-        except ValueError as error:
-            broken.append((home, f"summary.json is not whole ({error})"))
-        else:
-            if wrong:
-                broken.append((home, "summary.json holds no point of eval/decode.py"))
-            else:
-                points.append(point)
-    return points, broken
+# -- comparisons
+
+
+def main_table(rows: list[dict[str, Any]]) -> str:
+    columns = [
+        "T",
+        "method",
+        "nodes",
+        "τ",
+        "tok/s",
+        "over plain",
+        "limit",
+        "predicted / measured",
+        "draft / target / other, ms",
+        "identical",
+    ]
+    lines = []
+    for row in rows:
+        nodes, forecast, parts, same = row["nodes"], "", "", ""
+        if "mean_nodes" in row:
+            nodes = f"{nodes} ({row['mean_nodes']:.1f})"
+        if "same" in row:
+            same = f"{row['same']}/{row['prompts']}"
+        if "predicted" in row:
+            forecast = f"{row['predicted']:.2f} / {row['decode']:.2f}"
+        if "milliseconds_per_pass" in row:
+            parts = " / ".join(f"{ms:.1f}" for ms in row["milliseconds_per_pass"].values())
+        limit = f"{row['limit']:.2f}x" if "limit" in row else ""
+        lines.append(
+            [
+                f"{row['T']:g}",
+                f"`{row['arm']}`",
+                nodes,
+                f"{row['tau']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+                _interval(row["speedup"]),
+                limit,
+                forecast,
+                parts,
+                same,
+            ]
+        )
+    return markdown(columns, lines)
+
+
+def groups_table(rows: list[dict[str, Any]]) -> str:
+    """Speedup and τ by group of text, of every arm at its best size."""
+    groups = list(dict.fromkeys(group for row in rows for group in row["groups"]))
+    lines = []
+    for row in best_sizes(rows):
+        cells = [
+            f"{_interval(found['speedup'])}, τ {found['tau']:.2f}" if (found := row["groups"].get(group)) else ""
+            for group in groups
+        ]
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
+    return markdown(["T", "method", "nodes", *groups], lines)
+
+
+def price_table(prices: dict[str, dict[str, Any]]) -> str:
+    """What each method takes beside the target."""
+    lines = []
+    for name, price in prices.items():
+        training = price.get("training")
+        took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
+        lines.append(
+            [
+                f"`{name}`",
+                f"{price['parameters'] / 1e6:.2f}M",
+                f"{price['disk'] / 1e6:.1f}",
+                f"{price['memory'] / 1e6:.1f}",
+                took,
+            ]
+        )
+    return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
+
+
+def verdict(runs: list[Run], rows: list[dict[str, Any]]) -> str:
+    """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
+    theirs = list(dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("hf_")))
+    lines = []
+    for row in best_sizes(rows):
+        temperature, arm, nodes = row["T"], row["arm"], row["nodes"]
+        if arm in theirs:
+            continue
+        own = [r for r in runs if (r.temperature, r.arm, r.nodes) == (temperature, arm, nodes)]
+        cells = []
+        for other in theirs:
+            beside = [r for r in runs if (r.temperature, r.arm) == (temperature, other)]
+            if (found := against(own, beside)) is None:
+                cells.append("")
+                continue
+            word = "wins " if found["low"] > 1 else "loses " if found["high"] < 1 else "level "
+            cells.append(f"{word if len(own) > 1 else ''}{_interval(found)}")  # one prompt decides nothing
+        lines.append([f"{temperature:g}", f"`{arm}`", nodes, *cells])
+    return markdown(["T", "drafter", "nodes", *(f"over `{other}`" for other in theirs)], lines)
+
+
+def comparison_tables(runs: list[Run], rows: list[dict[str, Any]], prices: dict[str, dict[str, Any]]) -> str:
+    """All tables of a comparison."""
+    tables = [main_table(rows), groups_table(rows), price_table(prices)]
+    if any(row["arm"].startswith("hf_") for row in rows):
+        tables.append(verdict(runs, rows))
+    return "\n\n".join(tables)
+
+
+def section(path: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file. Raises ValueError
+    where there is none."""
+    text = path.read_text() if path.is_file() else ""
+    head, mark, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not mark or not end:
+        raise ValueError(f"{path} has no lines <!-- {name} --> and <!-- end --> for the tables to stand between")
+    return head + mark, end + tail
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put tables into a section of a Markdown file."""
+    head, tail = section(path, name)
+    write_text(path, f"{head}{text}\n{tail}")

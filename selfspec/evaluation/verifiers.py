@@ -1,7 +1,7 @@
 """The published lossless verifiers, for comparison with shared noise alone: nothing in the package decodes by them.
 
 Each draws its drafts from the drafter's distribution and corrects for it by rejection, so that what it emits has the
-target's law. They are written over any numbers (float64, or fractions for the proof by enumeration in the tests) and
+target's distribution. They are written over any numbers (float64, or fractions for the proof by enumeration in the tests) and
 any source of chance.
 
 Legend: p[n], q[n] the target's and the drafter's distribution behind node n; a the chance to accept.
@@ -9,8 +9,8 @@ Legend: p[n], q[n] the target's and the drafter's distribution behind node n; a 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,15 +19,18 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from selfspec.drafting import grow
+from selfspec.api import Spec
+from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.generate import speculative
+from selfspec.core.options import Options, check
+from selfspec.core.sampling import Sampling, warp
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Calibration, Drafter, Trained
+from selfspec.drafters.parts.plan import grow
 from selfspec.evaluation.metrics import bootstrap
-from selfspec.generate import Accepted, Context, speculative
-from selfspec.options import Options, check
-from selfspec.sampling import Sampling, warp
-from selfspec.spec import Spec
-from selfspec.stats import Stats
-from selfspec.training.measure import own_text
-from selfspec.tree import DraftTree, chain
+from selfspec.training.calibrate import measure_along, write_samples
 
 Vector = Any  # np.ndarray [V] of float64, or of fractions (dtype object)
 
@@ -164,7 +167,7 @@ def traversal(tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: C
 Heads = Callable[[Tensor], Tensor]
 
 
-def _laws(logits: Tensor, warpers: list[Any]) -> Vector:
+def _distributions(logits: Tensor, warpers: list[Any]) -> Vector:
     return warp(logits, warpers).double().softmax(-1).cpu().numpy()
 
 
@@ -193,12 +196,12 @@ def acceptance_length(
         cache.keep([list(range(len(prompt) - 1))])
         root, made = prompt[-1], 0
         while made < new_tokens:
-            guesses = _laws(heads(hidden), warpers)
+            guesses = _distributions(heads(hidden), warpers)
             q = [guesses[min(d, len(guesses) - 1)] for d in depth]  # leaves' own are never read
             tree = draft(parents, root, q, chance)
             out = spec.target.forward(DraftTree(torch.tensor([list(tree.tokens)], device=device), shape), cache)
             assert out.logits is not None
-            p = _laws(out.logits[0], warpers)
+            p = _distributions(out.logits[0], warpers)
             path, root = verifier(tree, list(p), q, chance)
             cache.keep([path])
             hidden = out.hidden[:, path[-1]]
@@ -210,7 +213,7 @@ def acceptance_length(
 
 
 @torch.inference_mode()
-def rejection_chances(
+def rejection_rates(
     spec: Spec, heads: Heads, texts: list[list[int]], start: int, temperature: float, children: int = 8, seed: int = 0
 ) -> list[list[float]]:
     """How often the r-th child drawn at each depth is accepted by recursive rejection, given that its parent was, on
@@ -222,14 +225,14 @@ def rejection_chances(
         tokens = torch.tensor([text], device=spec.target.device)
         out = spec.target.forward(chain(tokens), spec.target.cache(1, len(text)))
         assert out.logits is not None
-        laws = _laws(out.logits[0], warpers)
+        distributions = _distributions(out.logits[0], warpers)
         depth = len(heads(out.hidden[:, 0]))
         for at in rng.choice(range(start - 2, len(text) - 1 - depth), 12) if len(text) > start + depth else ():
-            guesses = _laws(heads(out.hidden[:, at]), warpers)
+            guesses = _distributions(heads(out.hidden[:, at]), warpers)
             accepted = accepted or [np.zeros(children) for _ in guesses]
             positions += 1
             for d, guess in enumerate(guesses):
-                wanted, drawn, left = laws[at + 1 + d], guess, 1.0
+                wanted, drawn, left = distributions[at + 1 + d], guess, 1.0
                 for r in range(children):
                     token = int(rng.choice(len(drawn), p=drawn / drawn.sum()))
                     chance = min(1.0, wanted[token] / drawn[token])
@@ -266,16 +269,39 @@ class VerifiersConfig:
 
 
 class _Blind:
-    """A drafter that does not see the noise: top-k drafts under the same rule."""
+    """A session that does not see the noise: top-k drafts under the same rule."""
 
-    def __init__(self, drafter: Any) -> None:
-        self.drafter, self.features = copy.copy(drafter), drafter.features
+    def __init__(self, inner: Session) -> None:
+        self.inner = inner
 
     def propose(self, context: Context) -> DraftTree:
-        return self.drafter.propose(replace(context, noise=None))
+        return self.inner.propose(replace(context, noise=None))
 
     def observe(self, accepted: Accepted) -> None:
-        self.drafter.observe(accepted)
+        self.inner.observe(accepted)
+
+
+@dataclass(frozen=True)
+class _BlindDrafter:
+    drafter: Drafts
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.drafter.reads
+
+    def session(self, target: Target, rows: int) -> Session:
+        return _Blind(self.drafter.session(target, rows))
+
+
+@contextmanager
+def _calibrated(drafter: Drafter, **modes: Calibration) -> Iterator[None]:
+    """The drafter with other calibrations for some decoding modes while the block runs."""
+    kept = drafter.calibration
+    drafter.calibration = {**kept, **modes}
+    try:
+        yield
+    finally:
+        drafter.calibration = kept
 
 
 def compare(
@@ -285,40 +311,38 @@ def compare(
     from tables measured at that temperature on text continuing the `validation` prompts (for recursive rejection, whose
     tree traversal takes too; for shared noise; for drafts blind to it), beside shared noise with its table as saved."""
     rows: list[dict[str, Any]] = []
+    drafter = spec.drafter
+    assert isinstance(drafter, Trained), "trees of untrained drafters have no table to measure"
     check(spec.target, [*validation, *prompts], Options(config.max_new_tokens))
     for temperature in config.temperatures:
-        samples = own_text(spec.target, validation, config.max_new_tokens, temperature, config.seed)
+        samples = write_samples(spec.target, validation, config.max_new_tokens, temperature, config.seed)
         texts, start = [s.tokens.tolist() for s in samples], samples[0].start
-        table = rejection_chances(spec, heads, texts, start, temperature, seed=config.seed)
-        tuned = copy.copy(spec.drafter)
-        tuned.measured = dict(spec.drafter.measured)
-        tuned.measure("sampled", samples)
-        blind = copy.copy(spec.drafter)
-        blind.measured = dict(spec.drafter.measured)
-        blind.measure("greedy", [replace(sample, noise=None) for sample in samples])
-        depth = len(table)
-        line = copy.copy(spec.drafter)
-        line.measured = {kind: [[0.5]] * depth for kind in ("greedy", "sampled")}
+        table = rejection_rates(spec, heads, texts, start, temperature, seed=config.seed)
+        depth, without_noise = len(table), [replace(sample, noise=None) for sample in samples]
+        tuned, _ = measure_along(samples, drafter.depth, drafter.scores)
+        unseeing, _ = measure_along(without_noise, drafter.depth, drafter.scores)
+        line = Calibration([[0.5]] * depth, [1.0] * depth)
 
-        def noisy(drafter: Any, nodes: int, temperature: float = temperature) -> list[Stats]:
+        def noisy(nodes: int, drafts: Drafts = drafter, temperature: float = temperature, **modes: Calibration) -> list[Stats]:
             settings = (config.max_new_tokens, Sampling(temperature))
-            return [
-                speculative(spec.target, [prompt], Options(*settings, [config.seed + i]), drafter, nodes).stats
-                for i, prompt in enumerate(prompts)
-            ]
+            with _calibrated(drafter, **modes):
+                return [
+                    speculative(spec.target, [prompt], Options(*settings, [config.seed + i]), drafts, nodes).stats
+                    for i, prompt in enumerate(prompts)
+                ]
 
         def published(verifier: Verifier, parents: list[int], temperature: float = temperature) -> list[Stats]:
             new = config.max_new_tokens
             return acceptance_length(spec, heads, prompts, new, temperature, parents, verifier, config.seed)
 
-        tree, single = grow(table, config.nodes)[0], list(range(-1, depth))
+        tree, single, n = grow(table, config.nodes)[0], list(range(-1, depth)), config.nodes
         arms = {
-            "shared noise": (config.nodes, noisy(spec.drafter, config.nodes)),
-            "shared noise, table measured at this T": (config.nodes, noisy(tuned.eval(), config.nodes)),
-            "same rule, drafts blind to the noise": (config.nodes, noisy(_Blind(blind.eval()), config.nodes)),
-            "recursive rejection (2402.14160)": (config.nodes, published(recursive_rejection, tree)),
-            "traversal (2505.12398)": (config.nodes, published(traversal, tree)),
-            "shared noise, chain": (depth + 1, noisy(line.eval(), depth + 1)),
+            "shared noise": (n, noisy(n)),
+            "shared noise, table measured at this T": (n, noisy(n, sampled=tuned)),
+            "same rule, drafts blind to the noise": (n, noisy(n, _BlindDrafter(drafter), greedy=unseeing)),
+            "recursive rejection (2402.14160)": (n, published(recursive_rejection, tree)),
+            "traversal (2505.12398)": (n, published(traversal, tree)),
+            "shared noise, chain": (depth + 1, noisy(depth + 1, sampled=line)),
             "rejection, chain (2211.17192)": (depth + 1, published(recursive_rejection, single)),
             "block verification, chain (2403.10444)": (depth + 1, published(block_verification, single)),
         }
@@ -327,15 +351,3 @@ def compare(
             tau, low, high = bootstrap(figures, lambda total: total[:, 0] / total[:, 1])
             rows.append({"rule": rule, "T": temperature, "nodes": nodes, "tau": tau, "low": low, "high": high})
     return rows
-
-
-def comparison_table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row a rule and one column a temperature, tau with its 95% interval over prompts."""
-    temperatures = sorted({row["T"] for row in rows})
-    lines = ["| rule | nodes | " + " | ".join(f"τ at T={t:g}" for t in temperatures) + " |"]
-    lines.append("|---" * (2 + len(temperatures)) + "|")
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        own = {row["T"]: row for row in rows if row["rule"] == rule}
-        cells = [f"{own[t]['tau']:.2f} [{own[t]['low']:.2f}, {own[t]['high']:.2f}]" for t in temperatures]
-        lines.append(f"| {rule} | {next(iter(own.values()))['nodes']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -1,34 +1,135 @@
-"""The target's own text on held-out prompts: what drafters are measured on after (and during) training."""
+"""Calibration: how often a drafter's choices are right on the target's own text, measured in advance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from selfspec.drafters.base import Sample
-from selfspec.generate import autoregressive
-from selfspec.options import Options
-from selfspec.sampling import Sampling, gumbel, noise_bits
-from selfspec.spec import end_tokens
-from selfspec.target import Target
-from selfspec.tree import chain
+from selfspec.core.contract import Session
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options, end_tokens
+from selfspec.core.sampling import Sampling, gumbel, noise_bits
+from selfspec.core.target import Target
+from selfspec.core.tree import chain
+from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained
+from selfspec.drafters.parts.growth import perturbed
+from selfspec.drafters.parts.ngrams import Tally
+from selfspec.drafters.parts.plan import grow
 
-KINDS = {"greedy": 0.0, "sampled": 1.0}  # the temperatures trees are measured for
-_BATCH = 16
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
+NODES = (8, 16, 32)  # tree sizes whose acceptance length is told
+_BATCH = 16  # rows the target writes at once
+_DECODED = 16  # samples that are decoded again, where nothing else calibrates a drafter
+_FACTORS = [2 ** (i / 4) for i in range(-6, 13)]  # inverse temperatures that are tried
 
 
-def own_text(
+class Figures(TypedDict, total=False):
+    """top1, top5: per depth how often the first choice, or one of the first five, is the target's token; tau: the
+    acceptance length that a static tree promises (drafters that are decoded: the acceptance length itself), by number
+    of nodes; positions: how many were measured."""
+
+    top1: list[float]
+    top5: list[float]
+    tau: dict[str, float]
+    positions: int
+
+
+def calibrate(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Figures:
+    """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode."""
+    if isinstance(drafter, Trained):
+        drafter.calibration[mode], figures = measure_along(samples, drafter.depth, drafter.scores)
+        return figures
+    return _by_decoding(target, drafter, mode, samples)
+
+
+@torch.no_grad()
+def measure_along(
+    samples: Sequence[Sample], depths: int, scores: Callable[[Sample, Tensor], Tensor]
+) -> tuple[Calibration, Figures]:
+    """Measure a drafter along the target's own text.
+
+    scores(sample, at): logits [depths, n, V] that the drafter gives, from positions at (int64 [n]), to the tokens
+    2, 3, ... places on, each with the text itself as the path before it.
+    The inverse temperature of a depth is the factor of the highest likelihood.
+    """
+    right, tried = torch.zeros(depths, CHOICES), torch.zeros(depths)
+    agree = torch.zeros(depths, 2)
+    surprise = torch.zeros(depths, len(_FACTORS), dtype=torch.float64)
+    positions = 0
+    for sample in samples:
+        # positions from which all depths have a truth; none where the target ended at once
+        at = torch.arange(sample.start - 2, max(sample.start - 2, len(sample.tokens) - 1 - depths))
+        if not len(at):
+            continue
+        logits = scores(sample, at)
+        alive = torch.ones(len(at), dtype=torch.bool)
+        positions += len(at)
+        for d in range(depths):
+            truth = sample.tokens[at + 2 + d].to(logits.device)
+            values = logits[d].double()
+            if sample.noise is not None:
+                values = perturbed(values, sample.noise(at + 2 + d), sample.temperature)
+            own = values.gather(1, truth[:, None])
+            rank = (values > own).sum(1).masked_fill(~own.isfinite()[:, 0], values.shape[1]).cpu()  # inf: never drafted
+            agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
+            tried[d] += alive.sum()
+            right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
+            short = values.topk(min(4 * CHOICES, values.shape[1]), -1).values - own  # the rest weighs nothing
+            for i, factor in enumerate(_FACTORS):
+                surprise[d, i] += (short * factor).logsumexp(1)[alive & (rank < CHOICES)].sum().cpu()
+            alive &= rank < CHOICES
+    acceptance = (right / tried.clamp(min=1)[:, None]).tolist()
+    share = agree / max(1, positions)
+    figures: Figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
+    figures["tau"] = {str(n): sum(grow(acceptance, n)[2]) for n in NODES}
+    factors = [_FACTORS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
+    return Calibration(acceptance, factors), figures
+
+
+class _Once:
+    """A drafter with one session, made beforehand, so that what the session counted can be read afterwards."""
+
+    def __init__(self, drafter: Drafter, made: Session) -> None:
+        self.reads, self.made = drafter.reads, made
+
+    def session(self, target: Target, rows: int) -> Session:
+        return self.made
+
+
+def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Figures:
+    """For drafters whose choices depend on more than the text: decode the samples' prompts again. `top1` is then how
+    often some child of a node holds the target's token, by depth (32 nodes). A session that keeps a `tally` of its
+    choices calibrates the drafter."""
+    samples = samples[:_DECODED]
+    if not samples:
+        raise ValueError("there is no text to calibrate a drafter on; give at least one prompt")
+    prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
+    longest = max(len(sample.tokens) - sample.start for sample in samples)
+    options = Options(max(1, longest), Sampling(TEMPERATURES[mode]))
+    figures: Figures = {"tau": {}}
+    for nodes in NODES:
+        session = drafter.eval().session(target, len(prompts))
+        stats = speculative(target, prompts, options, _Once(drafter, session), nodes).stats
+        figures["tau"][str(nodes)] = stats.acceptance_length
+        figures["top1"], figures["positions"] = stats.conditional_per_depth[:8], stats.passes
+        if isinstance(tally := getattr(session, "tally", None), Tally):
+            drafter.calibration[mode] = Calibration(tally.table(), [])
+    return figures
+
+
+def write_samples(
     target: Target,
     prompts: list[list[int]],
     new_tokens: int,
     temperature: float,
     seed: int,
-    features: tuple[int, ...] = (),
+    reads: tuple[int, ...] = (),
 ) -> list[Sample]:
     """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states, and
-    the outputs of the layers named by `features`."""
+    the outputs of the layers named by `reads`."""
     samples = []
     for first in range(0, len(prompts), _BATCH):
         batch = prompts[first : first + _BATCH]
@@ -38,7 +139,7 @@ def own_text(
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():
                 tree = chain(tokens[None].to(target.device))
-                out = target.forward(tree, target.cache(1, len(tokens)), logits=False, features=features)
+                out = target.forward(tree, target.cache(1, len(tokens)), logits=False, reads=reads)
             kept = {layer: states[0].clone() for layer, states in out.features.items()}
             noise = _noise(own, target) if temperature > 0 else None
             samples.append(Sample(tokens, len(prompt), out.hidden[0].clone(), kept, temperature, noise))

@@ -1,4 +1,4 @@
-"""Training text that the target wrote itself: its own continuations of stretches of the training data.
+"""Self-distillation data: the target's own continuations of stretches of the training data.
 
 At inference heads draft the target's text, not the data's: greedy text repeats itself and follows the mode, which no
 data shows them (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
@@ -7,7 +7,6 @@ data shows them (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,19 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from selfspec.checkpoint import fingerprint
-from selfspec.generate import autoregressive
-from selfspec.options import Options
-from selfspec.sampling import Sampling
-from selfspec.spec import end_tokens
-from selfspec.target import Target
-from selfspec.training.data import Stream
+from selfspec.checkpoint import target_hash
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options, end_tokens
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.data.windows import Stream
+from selfspec.log import atomic
 
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 
 
 @dataclass
-class OwnTextConfig:
+class DistillConfig:
     """rows: texts the target continues (0: heads train on the data's own text); prompt_tokens: of the data that each
     begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy; folder:
     where the texts are kept, so that several drafters can train on the same (by default inside the run)."""
@@ -42,16 +41,16 @@ class OwnTextConfig:
 
     def __post_init__(self) -> None:
         if self.rows < 0:
-            raise ValueError(f"heads.own_text.rows={self.rows} must be at least 0")
+            raise ValueError(f"train.distill.rows={self.rows} must be at least 0")
         for name in ("prompt_tokens", "new_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"heads.own_text.{name}={getattr(self, name)} must be at least 1")
+                raise ValueError(f"train.distill.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.sampled <= 1:
-            raise ValueError(f"heads.own_text.sampled={self.sampled} must lie in [0, 1]")
+            raise ValueError(f"train.distill.sampled={self.sampled} must lie in [0, 1]")
 
 
-def write_own_text(
-    target: Target, stream: Stream, config: OwnTextConfig, seed: int, folder: Path, quiet: bool = False
+def distill(
+    target: Target, stream: Stream, config: DistillConfig, seed: int, folder: Path, quiet: bool = False
 ) -> Stream:
     """The rows one after another as one stream, each of prompt_tokens + new_tokens tokens.
 
@@ -61,27 +60,26 @@ def write_own_text(
     if len(stream.tokens) <= config.prompt_tokens:
         raise ValueError(
             f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
-            f"heads.own_text.prompt_tokens={config.prompt_tokens}"
+            f"train.distill.prompt_tokens={config.prompt_tokens}"
         )
     if target.max_positions is not None and config.prompt_tokens + config.new_tokens > target.max_positions:
         raise ValueError(
-            f"heads.own_text: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
+            f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
             f"{target.max_positions} positions"
         )
     text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
     written = {name: value for name, value in asdict(config).items() if name != "folder"}
-    settings = {"settings": f"{written} seed={seed} target={fingerprint(target)} text={text}"}
+    settings = {"settings": f"{written} seed={seed} target={target_hash(target)} text={text}"}
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
-    for first in tqdm(range(0, config.rows, _CHUNK), desc="own text", disable=quiet):
+    for first in tqdm(range(0, config.rows, _CHUNK), desc="self-distillation", disable=quiet):
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:
             part = _write(target, stream, config, seed, first)
-            scratch = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file(part, scratch, settings)
-            os.replace(scratch, path)
+            with atomic(path) as scratch:
+                save_file(part, scratch, settings)
         parts.append(part)
     tokens = torch.cat([part["tokens"].flatten() for part in parts]).long()
     return Stream(tokens, torch.cat([part["mask"].flatten() for part in parts]), 0)
@@ -95,7 +93,7 @@ def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
         return None
 
 
-def _write(target: Target, stream: Stream, config: OwnTextConfig, seed: int, first: int) -> dict[str, Tensor]:
+def _write(target: Target, stream: Stream, config: DistillConfig, seed: int, first: int) -> dict[str, Tensor]:
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     starts = torch.randint(len(stream.tokens) - config.prompt_tokens, (rows,), generator=g)

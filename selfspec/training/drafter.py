@@ -12,23 +12,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from selfspec.checkpoint import load_drafter, save_drafter
-from selfspec.drafters.base import Drafter
-from selfspec.evaluation.prompts import cut_prompts
+from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
+from selfspec.core.target import Target
+from selfspec.data.corpus import Document
+from selfspec.data.prompts import cut_prompts
+from selfspec.data.windows import Stream, Windows, consecutive, tokenize
+from selfspec.drafters.base import Batch, Drafter, Trained
+from selfspec.drafters.parts.views import Tail
 from selfspec.log import RunLog
-from selfspec.target import Target
-from selfspec.training.corpus import Document
-from selfspec.training.data import Windows, consecutive, tokenize
+from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
+from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig, autocast, fit
-from selfspec.training.measure import KINDS, own_text
-from selfspec.training.own_text import OwnTextConfig, write_own_text
 
 
 @dataclass
-class HeadsConfig:
+class DrafterTraining:
     """length: tokens per row of the data; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of
-    validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that trees are measured on;
-    own_text: the target's own text to train on instead of the data's."""
+    validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that drafters are calibrated
+    on; distill: self-distillation data to train on instead of the data's own text."""
 
     length: int = 512
     lr: float = 1e-3
@@ -37,134 +38,152 @@ class HeadsConfig:
     prompts: int = 64
     prompt_tokens: int = 64
     new_tokens: int = 128
-    own_text: OwnTextConfig = field(default_factory=OwnTextConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __post_init__(self) -> None:
         for name in ("length", "validation_rows", "prompts", "new_tokens"):
             if getattr(self, name) < 1:
-                raise ValueError(f"heads.{name}={getattr(self, name)} must be at least 1")
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.prompt_tokens < 2:
-            raise ValueError(f"heads.prompt_tokens={self.prompt_tokens} must be at least 2")
+            raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
         if not self.lr > 0:
-            raise ValueError(f"heads.lr={self.lr} must be above 0")
+            raise ValueError(f"train.lr={self.lr} must be above 0")
 
 
 class DraftLoss(nn.Module):
-    """The drafter's loss on what the frozen target says of a batch; only the drafter is a submodule."""
+    """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S]); only the
+    drafter is a submodule."""
 
-    def __init__(self, drafter: Drafter, target: Target) -> None:
+    def __init__(self, drafter: Trained, target: Target) -> None:
         super().__init__()
         self.drafter = drafter
-        object.__setattr__(self, "target", target)
+        self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            seen = bare_forward(self.__dict__["target"], batch["tokens"], self.drafter.features)
-        return self.drafter.loss({**batch, **seen})
+            out = self.target.text(batch["tokens"], reads=self.drafter.reads)
+        assert out.logits is not None
+        return self.drafter.loss(Batch(batch["tokens"], batch["mask"], out.hidden, out.logits, out.features))
 
 
-def bare_forward(target: Target, tokens: Tensor, features: tuple[int, ...] = ()) -> dict[str, Any]:
-    """What the target says of plain text, tokens int64 [B, S], without a cache: last hidden states `hidden` [B, S, H],
-    `logits` [B, S, V], and `features`, the outputs [B, S, H] of the layers so named."""
-    seen: dict[int, Tensor] = {}
-    with target.patched(0, target.n_layers, None, features, seen):
-        logits = target.model(input_ids=tokens, use_cache=False).logits
-    return {"hidden": seen.pop(-1), "logits": logits, "features": seen}
-
-
-def train_heads(
+def train_drafter(
     target: Target,
     target_name: str,
     tokenizer: Any,
     drafter: Drafter,
     train: list[Document],
     validation: list[Document],
-    config: HeadsConfig,
+    config: DrafterTraining,
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
 ) -> dict[str, Any]:
-    """Train the drafter, measure its trees on the target's own text, and save it as `folder/drafter`.
+    """Train the drafter, calibrate it on the target's own text, and save it as `folder/drafter`. A drafter that trains
+    nothing is calibrated and saved.
 
     Raises ValueError for data too short to train on, before anything long starts.
     """
     _check(target, drafter, config, loop)
     accelerator = Accelerator(cpu=target.device.type == "cpu")
-    if target.max_positions is not None and config.length > target.max_positions:
-        raise ValueError(f"heads.length={config.length} exceeds the target's {target.max_positions} positions")
-    texts = Path(config.own_text.folder or folder / "own_text")
-    if config.own_text.rows:
-        try:
-            texts.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"heads.own_text.folder={texts} can not be made: {error}") from error
-    world, main = (accelerator.process_index, accelerator.num_processes), accelerator.is_main_process
-    stream = tokenize(train, tokenizer)
-    windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world)
-    held_out = tokenize(validation, tokenizer)
+    texts = _texts_folder(config, folder)
+    stream, held_out = tokenize(train, tokenizer), tokenize(validation, tokenizer)
+    windows = Windows(
+        stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
+    )
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
-    before = target.checksum()
+    before = weights_hash(target.model)
     samples = {
-        kind: own_text(target, prompts, config.new_tokens, temperature, loop.seed, drafter.features)
-        for kind, temperature in KINDS.items()
+        mode: write_samples(target, prompts, config.new_tokens, temperature, loop.seed, drafter.reads)
+        for mode, temperature in TEMPERATURES.items()
     }
-    if config.own_text.rows and drafter.trained():
-        with accelerator.main_process_first():  # the others then find it on disk
-            stream = write_own_text(target, stream, config.own_text, loop.seed, texts, quiet=not main)
-        length = config.own_text.prompt_tokens + config.own_text.new_tokens
-        per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
-        size = per_process * accelerator.num_processes
-        windows = Windows(stream, length, size, loop.seed, *world, aligned=True)
-    if drafter.vocabulary is not None:
-        counts = stream.tokens[stream.mask].bincount(minlength=target.vocab_size)
-        drafter.vocabulary.copy_(counts.argsort(descending=True, stable=True)[: len(drafter.vocabulary)])
-    module = DraftLoss(drafter, target)
+    trained = isinstance(drafter, Trained) and bool(drafter.trained())
+    if config.distill.rows and trained:
+        stream, windows = _distilled(accelerator, target, stream, config, loop, texts)
+    _fill_vocabulary(drafter, stream, target.vocab_size)
+    module = DraftLoss(drafter, target) if isinstance(drafter, Trained) else None
 
     def validate() -> dict[str, Any]:
+        figures: dict[str, Any] = {mode: calibrate(target, drafter, mode, samples[mode]) for mode in TEMPERATURES}
+        if module is None:
+            return figures
         losses = [
             float(module({"tokens": row[None].to(target.device), "mask": mask[None].to(target.device)})[0])
             for row, mask in zip(rows, masks, strict=True)
         ]
-        figures = {kind: drafter.measure(kind, samples[kind]) for kind in KINDS}
         return {"loss": sum(losses) / len(losses), "tau32": figures["greedy"]["tau"]["32"], **figures}
 
     training = None
-    if trained := drafter.trained():
+    if trained:
+        assert module is not None
         optimizer = torch.optim.AdamW(
-            trained.values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+            drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
         figures |= _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
         training = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
         note = f"Trained for {loop.steps} steps of {windows.size} x {windows.length} tokens."
     else:
-        module.eval()
+        drafter.eval()
         with torch.no_grad(), autocast(target.device, loop):
-            figures, note = validate(), "Training-free; measured on the target's own text."
-    if target.checksum() != before:
+            figures, note = validate(), "Training-free; calibrated on the target's own text."
+    if weights_hash(target.model) != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
-    summary = {**figures, "target_checksum": before, "peak_memory_mb": _peak_memory_mb(target.device)}
-    if main:
+    summary = {**figures, "target_hash": before, "peak_memory_mb": _peak_memory_mb(target.device)}
+    if accelerator.is_main_process:
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
     return summary
 
 
-def _check(target: Target, drafter: Drafter, config: HeadsConfig, loop: LoopConfig) -> None:
+def _texts_folder(config: DrafterTraining, folder: Path) -> Path:
+    texts = Path(config.distill.folder or folder / "distill")
+    if config.distill.rows:
+        try:
+            texts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"train.distill.folder={texts} can not be made: {error}") from error
+    return texts
+
+
+def _distilled(
+    accelerator: Accelerator, target: Target, stream: Stream, config: DrafterTraining, loop: LoopConfig, texts: Path
+) -> tuple[Stream, Windows]:
+    """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
+    with accelerator.main_process_first():  # the others then find it on disk
+        stream = distill(target, stream, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
+    length = config.distill.prompt_tokens + config.distill.new_tokens
+    per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
+    size, world = per_process * accelerator.num_processes, (accelerator.process_index, accelerator.num_processes)
+    return stream, Windows(stream, length, size, loop.seed, *world, aligned=True)
+
+
+def _fill_vocabulary(drafter: Drafter, stream: Stream, vocab: int) -> None:
+    """A reduced draft vocabulary, which a drafter holds as its buffer `vocabulary`, becomes the text's most frequent
+    tokens."""
+    ids = dict(drafter.named_buffers(recurse=False)).get("vocabulary")
+    if ids is not None:
+        counts = stream.tokens[stream.mask].bincount(minlength=vocab)
+        ids.copy_(counts.argsort(descending=True, stable=True)[: len(ids)])
+
+
+def _check(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
     """Raises ValueError for settings that would fail only once training has begun."""
-    own = config.own_text
-    lengths = {"heads.length": config.length}
-    if own.rows:
-        lengths["heads.own_text.prompt_tokens + new_tokens"] = own.prompt_tokens + own.new_tokens
+    if target.max_positions is not None and config.length > target.max_positions:
+        raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
+    lengths = {"train.length": config.length}
+    if config.distill.rows:
+        lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens
+    least = drafter.depth + 2 if isinstance(drafter, Trained) else 2
     for name, length in lengths.items():
-        if length < drafter.shortest:
-            raise ValueError(f"{name}={length} is too short: a {drafter.kind} drafter needs {drafter.shortest} tokens")
-    if drafter.whole_layers and target.dtype == torch.float16:
+        if length < least:
+            raise ValueError(f"{name}={length} is too short: this {drafter.kind} drafter needs {least} tokens")
+    full = any(isinstance(module, Tail) and module.full for module in drafter.modules())
+    if full and target.dtype == torch.float16:
         raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
-    if drafter.whole_layers and target.dtype == torch.bfloat16 and loop.precision == "no":
+    if full and target.dtype == torch.bfloat16 and loop.precision == "no":
         raise ValueError(
             "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "
             "target with target.dtype=float32"
@@ -181,7 +200,7 @@ def _relative_cost(
     for _ in range(6):
         start = time.perf_counter()
         with torch.no_grad(), precision:
-            bare_forward(target, batch["tokens"])  # what any drafter trained online has to run
+            target.text(batch["tokens"])  # what any drafter trained online has to run
         _wait(target.device)
         middle = time.perf_counter()
         with precision:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from selfspec.log import RunLog
+from selfspec.log import RunLog, atomic
 
 Batches = Callable[[int], dict[str, Tensor]]
 
@@ -73,9 +73,8 @@ def checkpoint_path(folder: Path) -> Path:
 
 
 def _save(path: Path, state: dict[str, Any]) -> None:
-    scratch = path.with_suffix(".tmp")
-    torch.save(state, scratch)
-    os.replace(scratch, path)  # an interruption leaves the old file or the new one, never half of one
+    with atomic(path) as scratch:
+        torch.save(state, scratch)
 
 
 def fit(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,17 +15,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from selfspec.log import RunLog
-from selfspec.training.corpus import Document
-from selfspec.training.data import Windows, consecutive, tokenize
+from selfspec.log import RunLog, atomic
+from selfspec.data.corpus import Document
+from selfspec.data.windows import Windows, consecutive, tokenize
 from selfspec.training.loop import LoopConfig, fit
 
 END = "<|endoftext|>"
 
 
 @dataclass
-class ModelShape:
-    """The shape of a Llama with tied embeddings."""
+class ModelConfig:
+    """The sizes of a Llama with tied embeddings."""
 
     vocab_size: int = 4096
     hidden_size: int = 384
@@ -47,7 +45,7 @@ class PretrainConfig:
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     tokenizer: str | None = None
-    model: ModelShape = field(default_factory=ModelShape)
+    model: ModelConfig = field(default_factory=ModelConfig)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -135,12 +133,9 @@ def pretrain(
 
     figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, headline="bits_per_byte")
     if accelerator.is_main_process:
-        scratch, out = folder / "target.tmp", folder / "target"
-        shutil.rmtree(scratch, ignore_errors=True)
-        model.to(torch.bfloat16).save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        tokens = loop.steps * loop.batch_size * config.length
-        (scratch / "training.json").write_text(json.dumps({"seconds": figures["seconds"], "tokens": tokens}) + "\n")
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(scratch, out)
+        with atomic(folder / "target") as scratch:
+            model.to(torch.bfloat16).save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            tokens = loop.steps * loop.batch_size * config.length
+            (scratch / "training.json").write_text(json.dumps({"seconds": figures["seconds"], "tokens": tokens}) + "\n")
     return figures

@@ -1,0 +1,44 @@
+"""The files a benchmark leaves behind, and reading them again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from selfspec.evaluation.benchmark import Record
+from selfspec.log import write_text
+
+
+def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> None:
+    """records.jsonl and summary.json in `folder`, the summary last and whole."""
+    with (folder / "records.jsonl").open("w") as f:
+        f.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+    write_text(folder / "summary.json", json.dumps(point, indent=1) + "\n")
+
+
+def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
+    """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
+    folders, and why."""
+    marks = ("summary.json", "records.jsonl", "figures.jsonl", ".hydra")
+    homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
+    homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
+    homes |= {folder} if (folder / "summary.json").exists() else set()
+    points, broken = [], []
+    for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
+        try:
+            point = json.loads((home / "summary.json").read_text())
+            wrong = (
+                not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
+            )
+        except FileNotFoundError:
+            broken.append((home, "summary.json is missing: the run did not end"))
+        except ValueError as error:
+            broken.append((home, f"summary.json is not whole ({error})"))
+        else:
+            if wrong:
+                broken.append((home, "summary.json holds no point of eval/decode.py"))
+            else:
+                points.append(point)
+    return points, broken
