@@ -33,8 +33,8 @@ class Arguments:
     """What `generate`, `autoregressive` and `stream` are asked for beside the prompts.
 
     temperature 0 is greedy; top_k, top_p and min_p warp as in transformers. seed: one int, or one per row; None draws
-    one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names it, and the same
-    seed is the same text). nodes: of the draft tree at most, root included (None: 16), or "auto" (see
+    one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names
+    it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
     `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
     """
 
@@ -70,8 +70,8 @@ class Generated:
 
 
 class Spec:
-    """A frozen target and its drafter. `target.model` is the stock transformers model; it can be used beside a Spec, and
-    one Spec from several threads."""
+    """A frozen target and its drafter, usable from several threads. `target.model` is the stock transformers model, and
+    can be used beside it."""
 
     def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
@@ -97,7 +97,9 @@ class Spec:
         effect: this is always the exact output."""
         _, encoded, options = self._asked(prompts, args, kwargs)
         result = autoregressive(self.target, encoded, options)
-        return Generated(result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed)
+        return Generated(
+            result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
+        )
 
     def stream(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Iterator[str]:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""

@@ -54,7 +54,7 @@ def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
 
 
 def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """The one fingerprint of weights: SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
+    """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
     quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
     digest = hashlib.sha256()
     buffers = (
@@ -143,7 +143,9 @@ def save_drafter(
             "tokenizer": tokenizer_hash(tokenizer),
             "calibration": {mode: asdict(found) for mode, found in drafter.calibration.items()},
             "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")},
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")
+            },
         }
         (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
         (scratch / "README.md").write_text(_card(meta, note))
@@ -191,8 +193,8 @@ def read_config(path: Path, kind: type[Drafter], saved: dict[str, Any]) -> Draft
 def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter:
     """Build the drafter of `folder` on `target`, in eval mode.
 
-    Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged files, and
-    tensors that are missing, unknown or of another shape.
+    Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged
+    files, and tensors that are missing, unknown or of another shape.
     """
     meta = read_meta(folder)
     theirs, ours = meta["target"], target_hash(target)
@@ -249,9 +251,7 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) 
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
 
 
-def _read_calibration(
-    found: dict[str, Any], expected: dict[str, Calibration], path: Path
-) -> dict[str, Calibration]:
+def _read_calibration(found: dict[str, Any], expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
     """Raises ValueError for what is not of the drafter's own shape, or not finite."""
 
     def finite(row: object, length: int | None = None) -> bool:

@@ -72,8 +72,8 @@ class TreeConfig:
 
 @dataclass
 class Measurement:
-    """What every measurement of a drafter on its target is told. drafter: what `selfspec.load` takes, several joined by +
-    share one tree."""
+    """What every measurement of a drafter on its target is told. drafter: what `selfspec.load` takes (several names
+    joined by + share one tree)."""
 
     name: str = MISSING
     drafter: str = MISSING

@@ -52,7 +52,7 @@ _HARMLESS = ("attention_mask", "position_ids", "cache_position", "use_cache", "l
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """transformers' output and ours. stats: see `selfspec.core.stats.Stats`; from_draft: bool [B, new tokens], True where
+    """transformers' output and ours. stats: see `selfspec.core.stats.Stats`; from_draft: bool [B, new tokens], whether
     the draft tree held the token. In scores and logits, rows that have ended hold zeros."""
 
     stats: Stats | None = None

@@ -169,8 +169,8 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     spec = load(run.drafter, run.target, run.dtype, run.device)
     if spec.drafter.kind != "medusa":
         raise ValueError(
-            f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each depth "
-            "without the tokens before it (medusa)"
+            f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
+            "depth without the tokens before it (medusa)"
         )
     prompts = evaluation_prompts(spec, config.data, run.verifiers)
     documents = build_data(config.data, spec.tokenizer).validation()
@@ -195,9 +195,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
     target, tokenizer = load_target(run.target, run.dtype, run.device)
-    specs = {
-        name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters
-    }
+    specs = {name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters}
     draft_model = None
     if "hf_assisted" in run.compare.methods:
         draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model

@@ -7,6 +7,7 @@ import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,15 +28,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.checkpoint import save_drafter
+from selfspec.checkpoint import config_class, save_drafter
 from selfspec.config import register
+from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.medusa import Medusa
-from selfspec.generate import Accepted, Context
-from selfspec.spec import load_target
-from selfspec.target import Target
+from selfspec.loading import load_target
 from selfspec.training.pretrain import train_tokenizer
-from selfspec.tree import DraftTree
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
@@ -114,11 +115,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
 def heads_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> Path:
     """A saved Medusa drafter for `tiny_folder`, random but not trained."""
     target, tokenizer = load_target(tiny_folder)
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     folder = tmp_path_factory.mktemp("heads") / "drafter"
     save_drafter(drafter, folder, target, tiny_folder, tokenizer, "For tests.")
     return folder
+
+
+def made(kind: type[Drafter], target: Target, **settings: Any) -> Any:
+    """A drafter of this class with these settings beside its config's defaults."""
+    return kind(target, config_class(kind)(**settings))  # type: ignore[call-arg, arg-type]
 
 
 def randomize(drafter: Drafter) -> None:
@@ -131,10 +137,14 @@ def randomize(drafter: Drafter) -> None:
 class RandomTrees:
     """Drafts arbitrary trees, another one each pass and row, of half the time right tokens; spare nodes included."""
 
-    features: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
 
     def __init__(self, oracle: list[list[int]], seed: int = 0) -> None:
-        self.oracle, self.generator = oracle, torch.Generator().manual_seed(seed)
+        self.oracle, self.seed = oracle, seed
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def session(self, target: Target, rows: int) -> Session:
+        return type(self)(self.oracle, self.seed)
 
     def propose(self, context: Context) -> DraftTree:
         tokens, parents = [], []
@@ -156,7 +166,28 @@ class RandomTrees:
         pass
 
 
+class Watch:
+    """A drafter with one session under observation: keeps every context's text and tree."""
+
+    def __init__(self, drafter: Drafts) -> None:
+        self.drafter, self.reads = drafter, drafter.reads
+        self.inner: Any = None
+        self.seen: list[tuple[list[list[int]], DraftTree]] = []
+
+    def session(self, target: Target, rows: int) -> Session:
+        self.inner = self.drafter.session(target, rows)
+        return self
+
+    def propose(self, context: Context) -> DraftTree:
+        tree: DraftTree = self.inner.propose(context)
+        self.seen.append(([list(row) for row in context.tokens], tree))
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        self.inner.observe(accepted)
+
+
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
-    register()
+    register(drafters=config_name == "train")
     with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):
         return compose(config_name, overrides=list(overrides))

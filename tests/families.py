@@ -1,4 +1,5 @@
-"""The model families that the tests serve losslessly: one row each, tiny and random. README lists them from here.
+"""The model families that the tests serve losslessly: one row each, tiny and random. notebooks/RESULTS.md
+lists them from here.
 
 `python tests/families.py` prints that list.
 """
@@ -114,7 +115,7 @@ def build(name: str, attention: str | None = None, dtype: torch.dtype = torch.fl
 
 
 def listing() -> str:
-    return ", ".join(FAMILIES)
+    return f"{len(FAMILIES)} families: " + ", ".join(FAMILIES)
 
 
 if __name__ == "__main__":

@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, randomize, tiny_model
+from conftest import compose_config, made, randomize, tiny_model
 
-from selfspec import generate
-from selfspec.build import run_audit
-from selfspec.cache import TreeCache
+from selfspec.api import Spec
+from selfspec.core import generate
+from selfspec.core.cache import TreeCache
+from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.audit import (
     Audit,
     AuditConfig,
+    DistributionTest,
     Divergence,
-    LawTest,
     audit,
     chi_square,
-    exact_law,
-    law_tests,
-    law_verdict,
+    distribution_tests,
+    distribution_verdict,
+    exact_distribution,
     two_samples,
 )
-from selfspec.evaluation.report import audit_report
-from selfspec.spec import Spec
-from selfspec.target import Target
+from selfspec.evaluation.tables import audit_report
+from selfspec.runs import run_audit
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4], [3, 3, 12, 50, 6]]
 CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds=[0, 7])
@@ -37,7 +37,7 @@ CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds
 @pytest.fixture(scope="module")
 def spec() -> Spec:
     target = Target(tiny_model())
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     return Spec(target, drafter)
 
@@ -54,10 +54,10 @@ def test_identical_output_is_called_identical(spec: Spec) -> None:
 def test_a_wrong_mask_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     right = TreeCache.mask
 
-    def all_above(self: TreeCache, tree: object, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-        mask = right(self, tree, dtype, window)  # type: ignore[arg-type]
+    def all_above(self: TreeCache, tree: object, window: int | None = None) -> torch.Tensor:
+        mask = right(self, tree, window)  # type: ignore[arg-type]
         nodes = mask.shape[2]
-        mask[..., -nodes:] = torch.full((nodes, nodes), torch.finfo(dtype).min, dtype=dtype).triu(1)
+        mask[..., -nodes:] = torch.full((nodes, nodes), torch.finfo(mask.dtype).min, dtype=mask.dtype).triu(1)
         return mask
 
     monkeypatch.setattr(TreeCache, "mask", all_above)  # nodes see what was drafted beside them
@@ -85,9 +85,9 @@ def test_a_text_that_ends_early_is_called_a_bug(spec: Spec, monkeypatch: pytest.
 def test_a_bug_in_both_loops_is_called_one(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     right = TreeCache.mask
 
-    def forgets(self: TreeCache, tree: object, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-        mask = right(self, tree, dtype, window).clone()  # type: ignore[arg-type]
-        mask[..., 0] = torch.finfo(dtype).min
+    def forgets(self: TreeCache, tree: object, window: int | None = None) -> torch.Tensor:
+        mask = right(self, tree, window).clone()  # type: ignore[arg-type]
+        mask[..., 0] = torch.finfo(mask.dtype).min
         mask[..., -1, -1] = 0
         return mask
 
@@ -98,7 +98,7 @@ def test_a_bug_in_both_loops_is_called_one(spec: Spec, monkeypatch: pytest.Monke
 
 def test_noise_of_a_dtype_is_told_from_a_bug() -> None:
     target = Target(tiny_model(dtype=torch.bfloat16))
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     found = audit(Spec(target, drafter), PROMPTS, CONFIG)
     assert found.verdict in ("identical", "explained by numerics")
@@ -119,19 +119,19 @@ def test_the_verdict_follows_the_margin() -> None:
 
 
 def test_the_law_is_the_models_and_bias_is_found(spec: Spec) -> None:
-    law = exact_law(spec, PROMPTS[0], 4)
-    assert len(law) == 64
-    assert sum(law.values()) == pytest.approx(1.0)
-    text = max(law, key=law.__getitem__)
+    found = exact_distribution(spec, PROMPTS[0], 4)
+    assert len(found) == 64
+    assert sum(found.values()) == pytest.approx(1.0)
+    text = max(found, key=found.__getitem__)
     wanted = 1.0
     for i in range(3):
         with torch.no_grad():
             logits = spec.target.model(torch.tensor([[*PROMPTS[0], *text[:i]]])).logits[0, -1]
         kept = logits.topk(4)
         wanted *= float(kept.values.softmax(-1)[kept.indices.tolist().index(text[i])])
-    assert law[text] == pytest.approx(wanted)
-    tests = law_tests(spec, PROMPTS[:1], 2000, 4, 12)
-    assert law_verdict(tests) == "exact"
+    assert found[text] == pytest.approx(wanted)
+    tests = distribution_tests(spec, PROMPTS[:1], 2000, 4, 12)
+    assert distribution_verdict(tests) == "exact"
     assert [t.p > 1e-4 for t in tests] == [True, True, False, True]
 
 
@@ -155,39 +155,39 @@ def test_ties_belong_to_the_law(spec: Spec) -> None:
     best = int(spec.target.model(torch.tensor([PROMPTS[0]])).logits[0, -1].argmax())
     try:
         weight.data[(best + 1) % len(weight)] = weight.data[best]
-        assert sorted(exact_law(spec, PROMPTS[0], 1, length=1).values()) == [0.5, 0.5]
+        assert sorted(exact_distribution(spec, PROMPTS[0], 1, length=1).values()) == [0.5, 0.5]
     finally:
         weight.data.copy_(kept)
 
 
-def test_law_verdicts() -> None:
-    def tests(ours: float, control: float) -> list[LawTest]:
+def test_distribution_verdicts() -> None:
+    def tests(ours: float, control: float) -> list[DistributionTest]:
         return [
-            LawTest("speculative against the exact law", 1000, 9, 1.0, ours),
-            LawTest("biased on purpose against the exact law", 1000, 9, 1.0, control),
+            DistributionTest("speculative against the exact distribution", 1000, 9, 1.0, ours),
+            DistributionTest("biased on purpose against the exact distribution", 1000, 9, 1.0, control),
         ]
 
-    assert law_verdict(tests(0.3, 1e-9)) == "exact"
-    assert law_verdict(tests(1e-9, 1e-9)) == "BUG: speculative against the exact law"
-    assert law_verdict(tests(0.3, 0.3)).startswith("undecided")
+    assert distribution_verdict(tests(0.3, 1e-9)) == "exact"
+    assert distribution_verdict(tests(1e-9, 1e-9)) == "BUG: speculative against the exact distribution"
+    assert distribution_verdict(tests(0.3, 0.3)).startswith("undecided")
 
 
 def test_the_command_writes_report_figures_and_plot(tmp_path: Path, heads_folder: Path, source_root: Path) -> None:
     config = compose_config(
         "audit",
-        f"drafter.name={heads_folder}",
+        f"drafter={heads_folder}",
         f"data.root={source_root}",
         "audit.prompts=3",
         "audit.prompt_tokens=12",
         "audit.max_new_tokens=8",
         "audit.nodes=[6]",
-        "audit.law_samples=500",
+        "audit.distribution_samples=500",
     )
     figures = run_audit(config, tmp_path)
     assert figures["verdict"] == "identical"
-    assert figures["law_verdict"] == "exact"
+    assert figures["distribution_verdict"] == "exact"
     assert json.loads((tmp_path / "audit.json").read_text())["tokens"] == figures["tokens"]
-    assert "Law of the first three tokens: **exact**" in (tmp_path / "report.md").read_text()
+    assert "Distribution of the first three tokens: **exact**" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "margins.png").stat().st_size > 1000
 
 
@@ -198,8 +198,8 @@ def test_the_command_writes_report_figures_and_plot(tmp_path: Path, heads_folder
         ({"nodes": []}, "audit.nodes is empty"),
         ({"batch_sizes": [0]}, "audit.batch_sizes holds 0"),
         ({"temperatures": [-1.0]}, "temperature=-1"),
-        ({"law_samples": 20}, "can tell no law"),
-        ({"law_samples": -5}, "can tell no law"),
+        ({"distribution_samples": 20}, "can tell no distribution"),
+        ({"distribution_samples": -5}, "can tell no distribution"),
         ({"nodes": [8, 5000]}, "audit.nodes holds 5000"),
         ({"seeds": [2**70]}, "does not fit into 64 bits"),
     ],

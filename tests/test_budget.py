@@ -9,20 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize
+from conftest import made, randomize
 
-from selfspec import budget
-from selfspec.budget import LARGEST, SIZES, Auto, Forecast, Seen, cost_file, pass_costs
+from selfspec.api import Spec
+from selfspec.budget import cost
+from selfspec.budget.cost import LARGEST, SIZES, cost_file, pass_costs
+from selfspec.budget.policy import _TRIAL, Auto, AutoSession, Experience, Forecast
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
-from selfspec.sampling import Sampling
-from selfspec.spec import Spec
-from selfspec.target import Target
-from selfspec.tree import DraftTree
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 FREE = [1e-3] * (LARGEST + 1)  # nodes cost nothing
@@ -32,20 +35,26 @@ DEAR = [1e-3 * max(1, n) for n in range(LARGEST + 1)]  # every node costs a plai
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(budget, "_ROUNDS", 2)
+    monkeypatch.setattr(cost, "_ROUNDS", 2)
 
 
 def drafters(target: Target) -> list[Drafter]:
     torch.manual_seed(0)
-    made: list[Drafter] = [Medusa(target, heads=3, rank=4), EarlyExit(target, rank=2)]
-    for drafter in made:
+    trained: list[Drafter] = [made(Medusa, target, heads=3, rank=4), made(EarlyExit, target, rank=2)]
+    for drafter in trained:
         randomize(drafter)
-    return [*(d.eval() for d in made), PromptLookup(target), Lookahead(target)]
+    return [*(d.eval() for d in trained), made(PromptLookup, target), made(Lookahead, target)]
 
 
-def auto(drafter: Any, costs: list[float], rows: int = 1, limit: int = 30) -> tuple[Auto, Forecast, Seen]:
-    seen, forecast = Seen(), Forecast()
-    return Auto(drafter, costs, seen, forecast, rows, limit), forecast, seen
+def auto(drafter: Any, costs: list[float], rows: int = 1, limit: int = 30) -> tuple[Auto, Forecast, Experience]:
+    past, forecast = Experience.first(costs), Forecast()
+    return Auto(drafter, costs, past, forecast, rows, limit), forecast, past
+
+
+def session_of(drafter: Any, costs: list[float], target: Target, limit: int = 30) -> tuple[AutoSession, Forecast]:
+    sized, forecast, _ = auto(drafter, costs, limit=limit)
+    made_: Any = sized.session(target, 1)
+    return made_, forecast
 
 
 def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +62,7 @@ def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch)
     assert len(first) == LARGEST + 1
     assert all(a <= b for a, b in itertools.pairwise(first[1:]))
     assert min(first) > 0
-    monkeypatch.setattr(budget, "measure_costs", lambda *_: pytest.fail("measured twice"))
+    monkeypatch.setattr(cost, "measure_costs", lambda *_: pytest.fail("measured twice"))
     assert pass_costs(llama) == first
     assert pass_costs(llama, sampled=True) != first
 
@@ -78,7 +87,7 @@ def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> 
 def test_noise_in_costs_is_smoothed() -> None:
     measured = [0.9, *(float(n) for n in SIZES)]
     measured[3], measured[4] = 6.0, 4.0  # four nodes seemed dearer than eight
-    line = budget._interpolated(measured)
+    line = cost._interpolated(measured)
     assert line[0] == 0.9
     assert line[4] == line[8] == 5.0
     assert line[LARGEST] == LARGEST
@@ -92,35 +101,38 @@ def test_lossless(target: Target, costs: list[float], temperature: float, rows: 
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)
     for drafter in drafters(target):
-        sized, forecast, seen = auto(drafter, costs, rows)
+        sized, forecast, past = auto(drafter, costs, rows)
         for _ in range(2):  # what the first call taught is there in the second
             fast = speculative(target, PROMPTS[:rows], options, sized, LARGEST)
             assert fast.token_ids == plain.token_ids
-            sized = Auto(drafter, costs, seen, forecast, rows, 30)
+            sized = Auto(drafter, costs, past, forecast, rows, 30)
         assert forecast.speedup > 0
 
 
 class _Spy:
-    """A trained drafter of fixed chances below the root that keeps what it was asked for."""
+    """A drafter with one session, itself, of fixed path probabilities below the root, that keeps what it was asked
+    for."""
 
-    own_tree = thrifty = False
-    features: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
 
-    def __init__(self, chances: list[float], own_tree: bool = False) -> None:
-        self.chances, self.own_tree = chances, own_tree
+    def __init__(self, scores: list[float], prunable: bool = True) -> None:
+        self.scores, self.prunable = scores, prunable
         self.asked: list[int] = []
-        self.observed = [0]
+        self.observed = 0
+
+    def session(self, target: Target, rows: int) -> Any:
+        return self
 
     def propose(self, context: Context) -> DraftTree:
         self.asked.append(context.nodes)
-        n = min(context.nodes, len(self.chances) + 1)
+        n = min(context.nodes, len(self.scores) + 1)
         parents = torch.tensor([[-1] + [0] * (n - 1)] * len(context.roots))
         tokens = (context.roots[:, None] + torch.arange(n)) % 61
-        scores = torch.tensor([1.0, *self.chances[: n - 1]]).expand(len(tokens), -1)
-        return DraftTree(tokens, parents, scores)
+        scores = torch.tensor([1.0, *self.scores[: n - 1]]).expand(len(tokens), -1)
+        return DraftTree(tokens, parents, scores, self.prunable)
 
     def observe(self, accepted: Accepted) -> None:
-        self.observed[0] += 1
+        self.observed += 1
 
 
 def context(target: Target, length: int) -> Context:
@@ -129,12 +141,12 @@ def context(target: Target, length: int) -> Context:
 
 
 def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
-    chances, sizes = [0.5, 0.2, 0.1, 0.04, 0.01], []
+    probs, sizes = [0.5, 0.2, 0.1, 0.04, 0.01], []
     for price in (0.0, 0.03, 0.06, 0.3, 2.0):  # plain steps per further node
         costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
-        sized, _, _ = auto(_Spy(chances), costs)
+        sized, _ = session_of(_Spy(probs), costs, llama)
         sizes.append(sized.propose(context(llama, 5)).tokens.shape[1])
-        best = max(range(1, 7), key=lambda n: (1 + sum(chances[: n - 1])) / costs[n])
+        best = max(range(1, 7), key=lambda n: (1 + sum(probs[: n - 1])) / costs[n])
         assert sizes[-1] == best, price
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 6
@@ -144,48 +156,58 @@ def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
 def test_cut_trees_keep_parents_in_order(llama: Target) -> None:
     tokens, parents = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])
-    sized, _, _ = auto(_Spy([]), [1.0] + [1 + 0.1 * n for n in range(LARGEST)])
+    sized, _ = session_of(_Spy([]), [1.0] + [1 + 0.1 * n for n in range(LARGEST)], llama)
     tree, promise = sized._cut(DraftTree(tokens, parents, scores), 1.0)
     assert tree.tokens.tolist() == [[1, 2, 4, 5]]
     assert tree.parents.tolist() == [[-1, 0, 0, 2]]
     assert promise == pytest.approx(1.5)
-    whole, _, _ = auto(_Spy([], own_tree=True), [1.0] + [1 + 0.1 * n for n in range(LARGEST)])
-    kept = DraftTree(tokens, parents, scores)
-    assert whole._cut(kept, 1.0)[0] is kept
+    kept = DraftTree(tokens, parents, scores, prunable=False)
+    assert sized._cut(kept, 1.0)[0] is kept
+
+
+def test_what_can_not_be_cut_is_asked_for_what_a_pass_can_carry(llama: Target) -> None:
+    for costs, nodes in ((FREE, 32), (DEAR, 8), ([1.0] + [1 + 0.01 * n for n in range(LARGEST)], 16)):
+        spy = _Spy([0.9] * 40, prunable=False)
+        sized, _, past = auto(spy, costs)
+        speculative(llama, PROMPTS[:1], Options(6), sized, LARGEST)
+        assert not past.prunable
+        assert spy.asked[1] == nodes
 
 
 def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
     spy = _Spy([0.01] * 20)
-    sized, forecast, seen = auto(spy, DEAR, limit=60)
-    seen.draft = [1e-3, 1.0]
+    sized, forecast, past = auto(spy, DEAR, limit=60)
+    past.draft, past.passes = 1e-3, 1.0
     plain = autoregressive(llama, PROMPTS[:1], Options(60))
     fast = speculative(llama, PROMPTS[:1], Options(60), sized, LARGEST)
     assert fast.token_ids == plain.token_ids
-    assert budget._FAIR <= len(spy.asked) < 30 < fast.stats.passes  # then nothing more was drafted in this call
-    assert spy.observed[0] <= len(spy.asked) + 1  # nor read
-    for call in range(2, 2 * budget._TRY + 1):  # the calls after it do not try, but for every eighth
-        before = len(spy.asked)
-        speculative(llama, PROMPTS[:1], Options(5), Auto(spy, DEAR, seen, forecast := Forecast(), 1, 5), LARGEST)
-        assert (len(spy.asked) > before) == (call % budget._TRY == 0)
-        if call % budget._TRY:
+    assert _TRIAL <= len(spy.asked) < 40 < fast.stats.passes  # then nothing more was drafted in this call
+    assert spy.observed <= len(spy.asked) + 1  # nor read
+    past.tokens, past.seconds = 1.0, 2 * DEAR[0]  # drafting was clearly slower
+    for call in range(2, 2 * _TRIAL + 1):  # the calls after it do not try, but for every eighth
+        spy = _Spy([0.01] * 20)
+        speculative(llama, PROMPTS[:1], Options(5), Auto(spy, DEAR, past, forecast := Forecast(), 1, 5), LARGEST)
+        assert (len(spy.asked) > 0) == (call % _TRIAL == 0)
+        if call % _TRIAL:
             assert forecast.speedup == 1.0
             assert "decoding plainly" in str(forecast)
+        past.tokens, past.seconds = 1.0, 2 * DEAR[0]
 
 
 def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:
     costs = [1e-3] + [1.1e-3] * LARGEST
-    sized, forecast, _ = auto(_Spy([0.5, 0.25]), costs)
+    sized, forecast = session_of(_Spy([0.5, 0.25]), costs, llama)
     sized.propose(context(llama, 5))
     assert (forecast.passes, forecast.nodes) == (1, 3)
     assert forecast.tokens == pytest.approx(1.75)
     assert forecast.steps == pytest.approx(1.1)
-    last, forecast, _ = auto(_Spy([0.9, 0.9]), costs, limit=1)
+    last, forecast = session_of(_Spy([0.9, 0.9]), costs, llama, limit=1)
     last.propose(context(llama, 5))
     assert forecast.tokens == 1.0  # there is room for no more
 
 
 def test_spec_takes_auto(llama: Target) -> None:
-    spec = Spec(llama, PromptLookup(llama))
+    spec = Spec(llama, made(PromptLookup, llama))
     prompt = [[5, 9, 2, 7] * 3]
     for temperature in (0.0, 1.0):
         plain = spec.autoregressive(prompt, 40, temperature)

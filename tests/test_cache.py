@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.cache import TreeCache
-from selfspec.tree import DraftTree
+from selfspec.core.cache import TreeCache
+from selfspec.core.tree import DraftTree
 
 LAYERS, HEADS = 2, 2
 
@@ -23,10 +23,10 @@ def random_tree(rows: int, nodes: int, generator: torch.Generator) -> DraftTree:
 def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> None:
     """Any sequence of appends, keeps, growth and departures leaves what a list of kept entries would hold."""
     g = torch.Generator().manual_seed(seed)
-    cache, kept, alive = TreeCache(LAYERS, rows, 4), [[] for _ in range(rows)], rows
+    cache, kept, alive = TreeCache(LAYERS, rows, 4, torch.float32), [[] for _ in range(rows)], rows
     for _ in range(passes):
         nodes = int(torch.randint(1, 7, (1,), generator=g))
-        cache.begin(nodes, torch.device("cpu"))
+        cache.begin(random_tree(alive, nodes, g))
         new = [
             (torch.rand(alive, HEADS, nodes, 3, generator=g), torch.rand(alive, HEADS, nodes, 5, generator=g))
             for _ in range(LAYERS)
@@ -60,11 +60,11 @@ def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> Non
 def test_mask_is_the_definition(rows: int, seed: int, window: int | None, even: bool) -> None:
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 8, (rows,), generator=g).tolist()
-    cache = TreeCache(1, rows, 64)
+    cache = TreeCache(1, rows, 64, torch.float32)
     cache.lengths = [lengths[0]] * rows if even else lengths
     tree = random_tree(rows, 5, g)
-    cache.begin(5, torch.device("cpu"))
-    mask = cache.mask(tree, torch.float32, window)
+    cache.begin(tree)
+    mask = cache.mask(tree, window)
     longest = max(cache.lengths)
     assert mask.shape[1:] == (1, 5, longest + 5)
     for row, length in enumerate(cache.lengths):
@@ -82,8 +82,8 @@ def test_mask_is_the_definition(rows: int, seed: int, window: int | None, even: 
 
 
 def test_the_mask_of_a_new_tree_is_never_an_older_trees() -> None:
-    cache = TreeCache(1, 1, 16)
-    cache.begin(3, torch.device("cpu"))
+    cache = TreeCache(1, 1, 16, torch.float32)
     for parents in ([[-1, 0, 1]], [[-1, 0, 0]], [[-1, -1, 0]]):
         tree = DraftTree(torch.zeros(1, 3, dtype=torch.long), torch.tensor(parents))
-        assert torch.equal(cache.mask(tree, torch.float32)[0, 0] == 0, tree.mask[0])
+        cache.begin(tree)
+        assert torch.equal(cache.mask(tree)[0, 0] == 0, tree.mask[0])

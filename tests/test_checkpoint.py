@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny
+from conftest import made, save_tiny
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from selfspec.checkpoint import drafter_class, load_drafter, read_meta, save_drafter, tokenizer_hash
+from selfspec.checkpoint import (
+    drafter_class,
+    load_drafter,
+    read_meta,
+    save_drafter,
+    tokenizer_hash,
+    weights_hash,
+)
 from selfspec.drafters.medusa import Medusa
-from selfspec.spec import load_target
+from selfspec.loading import load_target
 from selfspec.training.pretrain import train_tokenizer
 
 
@@ -33,9 +40,9 @@ def test_the_folder_says_what_it_is(folder: Path, tiny_folder: str) -> None:
     target, tokenizer = load_target(tiny_folder)
     assert meta["kind"] == "medusa"
     assert meta["target"]["name"] == tiny_folder
-    assert meta["target"]["fingerprint"] == target.checksum(torch.bfloat16)
+    assert meta["target"]["weights_hash"] == weights_hash(target.model, torch.bfloat16)
     assert meta["tokenizer"] == tokenizer_hash(tokenizer)
-    assert meta["parameters"] == Medusa.parameter_count(32, len(tokenizer), heads=3, rank=4)
+    assert meta["parameters"] == 3 * (32 * 32 + 32) + 3 * 4 * (32 + len(tokenizer))
     assert {"torch", "transformers", "peft"} <= meta["versions"].keys()
     assert "selfspec.load" in (folder / "README.md").read_text()
 
@@ -123,10 +130,21 @@ def test_broken_json_and_missing_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a drafter's JSON"):
         read_meta(folder)
     (folder / "drafter.json").write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="not of format 2"):
+    with pytest.raises(ValueError, match=r"of format 1, this version reads format 3: train the drafter again"):
         read_meta(folder)
     with pytest.raises(FileNotFoundError, match=r"drafter\.json is missing"):
         read_meta(tmp_path / "nowhere")
+
+
+def test_unknown_and_missing_keys_of_a_config_are_named_beside_those_that_exist(folder: Path, tiny_folder: str) -> None:
+    config = read_meta(folder)["config"]
+    for changed, message in [
+        ({**config, "head": 3}, r"unknown keys \['head'\], missing keys \[\]; MedusaConfig has \['blocks', .*'rank'\]"),
+        ({k: v for k, v in config.items() if k != "rank"}, r"missing keys \['rank'\]"),
+    ]:
+        rewrite(folder, config=changed)
+        with pytest.raises(ValueError, match=message):
+            load_drafter(folder, load_target(tiny_folder)[0])
 
 
 @pytest.mark.parametrize("kind", ["eagle9", "base", "../medusa", "Medusa", ""])
@@ -138,7 +156,7 @@ def test_unknown_kinds_are_refused(kind: str) -> None:
 def test_saving_over_an_old_folder_replaces_it_whole(folder: Path, tiny_folder: str) -> None:
     target, tokenizer = load_target(tiny_folder)
     (folder / "stale").write_text("x")
-    save_drafter(Medusa(target, heads=2, rank=2), folder, target, tiny_folder, tokenizer, "")
-    assert read_meta(folder)["shape"]["heads"] == 2
+    save_drafter(made(Medusa, target, heads=2, rank=2), folder, target, tiny_folder, tokenizer, "")
+    assert read_meta(folder)["config"]["heads"] == 2
     assert not (folder / "stale").exists()
     assert [p.name for p in folder.parent.iterdir()] == ["copy"]

@@ -8,21 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, save_tiny, tiny_model
+from conftest import compose_config, made, save_tiny, tiny_model
 
-from selfspec import budget
-from selfspec.build import run_compare
+from selfspec.budget import cost
+from selfspec.core.target import Target
+from selfspec.data.corpus import PythonSource
+from selfspec.data.prompts import GROUPS, prompts_of_group
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.evaluation.compare import Run, against, best_sizes, held_bytes, read_runs, summarize, verdict
-from selfspec.evaluation.prompts import KINDS, prompts_of_kind
-from selfspec.target import Target
-from selfspec.training.corpus import PythonSource
+from selfspec.evaluation.compare import Run, read_runs
+from selfspec.evaluation.comparison import against, best_sizes, summarize_comparison
+from selfspec.evaluation.price import held_bytes
+from selfspec.evaluation.tables import verdict
+from selfspec.runs import run_compare
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_ROUNDS", 1)
+    monkeypatch.setattr(cost, "_ROUNDS", 1)
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
         (library / name).write_text((stdlib / name).read_text())
     (library / "test" / "test_heapq.py").write_text((stdlib / "heapq.py").read_text())
     draft = save_tiny(tmp_path / "draft", tokenizer, num_hidden_layers=1)
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- compare -->\nold\n<!-- end -->\nbehind\n")
+    results = tmp_path / "RESULTS.md"
+    results.write_text("before\n<!-- compare -->\nold\n<!-- end -->\nbehind\n")
     return [
         f"target={tiny_folder}",
         f"data.root={library}",
@@ -47,7 +50,7 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
         "compare.exit_layer=1",
         "compare.between=3",
         f"compare.draft_model={draft}",
-        f"compare.readme={readme}",
+        f"compare.results={results}",
         "dtype=float32",
         "wandb.mode=disabled",
     ]
@@ -59,7 +62,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     assert len(rows) == len(arms) * 2 == (3 * 2 + 4) * 2  # two temperatures
     path = tmp_path / "run" / "runs.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == len(rows) * len(KINDS)
+    assert len(lines) == len(rows) * len(GROUPS)
     assert all(run.tokens == 8 for run in read_runs(path))
     for run in read_runs(path):
         if not run.arm.startswith("hf_"):
@@ -67,8 +70,8 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
             assert run.decode is not None
             assert 0 < run.decode < run.seconds
         assert 1 <= run.passes <= 9
-    text = (tmp_path / "README.md").read_text()
-    assert text.startswith("before\n<!-- compare -->\n| T |")
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("before\n<!-- compare -->\n| T ")
     table = [line.split("|") for line in text.splitlines()[2 : 4 + len(rows)]]
     assert {len(cells) for cells in table} == {12}
     assert [cells[1].strip() for cells in table[2:]] == ["0"] * 10 + ["1"] * 10
@@ -85,14 +88,14 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     after = path.read_text().splitlines(keepends=True)
     assert after[:25] == lines[:25]
     assert len(after) == len(lines)
-    keys = [(r.temperature, r.kind, r.prompt, r.arm, r.nodes) for r in read_runs(path)]
+    keys = [(r.temperature, r.group, r.prompt, r.arm, r.nodes) for r in read_runs(path)]
     assert len(set(keys)) == len(keys)
     assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
 
     fewer = (
         "compare.temperatures=[0.0]",
         "compare.methods=[hf_assisted]",
-        "compare.kinds=[tests]",
+        "compare.groups=[tests]",
         "compare.nodes=[6]",
     )
     more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
@@ -111,10 +114,10 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
         ("compare.nodes=[]", "compare.nodes is empty"),
         ("compare.nodes=[0]", "compare.nodes holds 0"),
         ("compare.nodes=[8,most]", "compare.nodes holds 'most'"),
-        ("compare.kinds=[poems]", r"compare.kinds holds \['poems'\]"),
+        ("compare.groups=[poems]", r"compare.groups holds \['poems'\]"),
         ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
         ("compare.prompts=0", "compare.prompts=0"),
-        ("compare.readme=nowhere.md", "has no lines <!-- compare --> and <!-- end -->"),
+        ("compare.results=nowhere.md", "nowhere.md' is no file with a line <!-- compare -->"),
     ],
 )
 def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: 
 
 
 def run(arm: str, seconds: float, plain: float = 2.0, **changes: Any) -> Run:
-    given: dict[str, Any] = {"temperature": 0.0, "kind": "a", "prompt": 0, "nodes": "8", "tokens": 10, "passes": 5}
+    given: dict[str, Any] = {"temperature": 0.0, "group": "a", "prompt": 0, "nodes": "8", "tokens": 10, "passes": 5}
     return Run(arm=arm, seconds=seconds, plain=plain, plain_tokens=10, **{**given, **changes})
 
 
@@ -135,7 +138,7 @@ def test_figures_are_the_definitions() -> None:
         r.__dict__.update(times)
     theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
     costs = [0.1, *(0.05 * n for n in range(1, 65))]
-    rows = summarize([*ours, *theirs], {0.0: costs})
+    rows = summarize_comparison([*ours, *theirs], {0.0: costs})
     _, row = best_sizes(rows)
     assert row["tau"] == 2.0
     assert row["tokens_per_second"] == 20 / 1.5
@@ -156,26 +159,26 @@ def test_figures_are_the_definitions() -> None:
 
 def test_memory_is_what_is_held_beside_the_target() -> None:
     target = Target(tiny_model(dtype=torch.float32))
-    assert held_bytes(PromptLookup(target), target.model) == 0
-    drafter = Medusa(target, heads=2, blocks=1, rank=4)
+    assert held_bytes(made(PromptLookup, target), target.model) == 0
+    drafter = made(Medusa, target, heads=2, blocks=1, rank=4)
     own = sum(p.numel() for p in drafter.trained().values()) * 4
     assert held_bytes(drafter, target.model) == own
     assert held_bytes(drafter.eval(), target.model) > own  # what is laid out for decoding
 
 
-def test_kinds_of_prompts(tokenizer: Any) -> None:
+def test_groups_of_prompts(tokenizer: Any) -> None:
     documents = PythonSource().evaluation()
-    for kind in KINDS:
-        prompts = prompts_of_kind(kind, documents, tokenizer, 4, 48)
+    for group in GROUPS:
+        prompts = prompts_of_group(group, documents, tokenizer, 4, 48)
         assert len({tuple(p) for p in prompts}) == 4
         texts = [tokenizer.decode(p) for p in prompts]
-        if kind == "docstrings":
+        if group == "docstrings":
             assert all('"""' in text.splitlines()[-1] and text.endswith("\n") for text in texts)
-        if kind == "edits":
+        if group == "edits":
             assert all(p[-12:] == p[:12] for p in prompts)
         else:
             assert {len(p) for p in prompts} == {48}
     with pytest.raises(ValueError, match="no usable example"):
-        prompts_of_kind("tests", [d for d in documents if not d.name.startswith("test/")], tokenizer, 4, 48)
+        prompts_of_group("tests", [d for d in documents if not d.name.startswith("test/")], tokenizer, 4, 48)
     with pytest.raises(ValueError, match="docstrings"):
-        prompts_of_kind("docstrings", documents[:1], tokenizer, 4000, 48)
+        prompts_of_group("docstrings", documents[:1], tokenizer, 4000, 48)

@@ -15,15 +15,16 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
-from selfspec.build import run_heads, run_pretrain
-from selfspec.spec import load, load_target
+from selfspec.api import load
+from selfspec.loading import load_target
+from selfspec.runs import run_pretrain, run_training
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))
 FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama"}
 QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.validate_every=2", "loop.compile=false")
-QUICK_OWN = ("heads.own_text.rows=8", "heads.own_text.prompt_tokens=8", "heads.own_text.new_tokens=16")
-QUICK_HEADS = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=8", *QUICK_OWN)
+QUICK_OWN = ("train.distill.rows=8", "train.distill.prompt_tokens=8", "train.distill.new_tokens=16")
+QUICK_TRAIN = ("train.length=48", "train.prompts=2", "train.prompt_tokens=8", "train.new_tokens=8", *QUICK_OWN)
 
 
 def is_pretrain(name: str) -> bool:
@@ -46,14 +47,14 @@ def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer
         return
     family = next(f for start, f in FAMILIES.items() if name.startswith(start))
     target = save_tiny(tmp_path / "target", tokenizer, family)
-    overrides = [f"+experiment={name}", f"target.name={target}", *QUICK, *QUICK_HEADS]
+    overrides = [f"+experiment={name}", f"target.name={target}", *QUICK, *QUICK_TRAIN]
     if "data: jsonl" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text():
         lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 90}]}]
         (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines * 20))
         overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
     else:
         overrides.append(f"data.root={source_root}")
-    run_heads(compose_config("train", *overrides), tmp_path / "run")
+    run_training(compose_config("train", *overrides), tmp_path / "run")
     assert len(load(str(tmp_path / "run")).generate(["def f():"], 5).token_ids[0]) == 5
 
 
@@ -70,6 +71,7 @@ def test_debug_config_composes() -> None:
         ("train", "data.roots=x"),
         ("train", "drafter=medusas"),
         ("target", "pretrain.model.hidden=5"),
+        ("train", "drafter.rank=many"),
         ("eval", "tree.node=5"),
     ],
 )
@@ -99,7 +101,7 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
         f"target.name={tiny_folder}",
         f"data.root={source_root}",
         *QUICK,
-        *QUICK_HEADS,
+        *QUICK_TRAIN,
         cwd=tmp_path,
     )
     assert trained.returncode == 0, trained.stderr

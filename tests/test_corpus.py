@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from selfspec.evaluation.prompts import cut_prompts, read_prompts
-from selfspec.training.corpus import EVALUATION, VALIDATION, JsonLines, PythonSource, TextFolder
-from selfspec.training.data import tokenize
+from selfspec.data.corpus import EVALUATION, VALIDATION, JsonLines, PythonSource, TextFolder
+from selfspec.data.prompts import cut_prompts, read_prompts
+from selfspec.data.windows import tokenize
 
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
 

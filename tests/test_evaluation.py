@@ -6,11 +6,12 @@ import pytest
 from conftest import compose_config
 
 import selfspec
-from selfspec.build import run_report
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, Record, run_arms
 from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.report import read_points, table, write_point
-from selfspec.evaluation.runs import ARMS, DecodeConfig, Record, run_arms
+from selfspec.evaluation.points import read_points, write_point
+from selfspec.evaluation.tables import table
+from selfspec.runs import run_report
 
 
 def record(seconds: float, tokens: int = 10) -> Record:
@@ -36,7 +37,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
     for temperature, batch in [(0.0, 1), (0.8, 2)]:
         config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
         records = run_arms(spec, prompts, config, 6)
-        config_ = {"drafter": {"name": "x"}, "tree": {"nodes": 6}, "decode": {"temperature": temperature}}
+        config_ = {"drafter": "x", "tree": {"nodes": 6}, "decode": {"temperature": temperature}}
         point = {"label": f"t={temperature}", "config": config_, **summarize(records)}
         assert set(point["arms"]) == set(ARMS)
         assert point["identical"]["autoregressive"] == {"rows": 4, "of": 4}
@@ -47,7 +48,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         assert spec_figures["acceptance_length"] == 36 / spec_figures["passes"]
         assert sum(spec_figures["share_of_step"].values()) == pytest.approx(1)
         steps = [r.stats for r in records if r.arm == "autoregressive" and r.stats is not None]
-        plain = sum(s.seconds - s.seconds_prefill for s in steps) / sum(s.forwards for s in steps)
+        plain = sum(s.seconds - s.seconds_prefill for s in steps) / sum(s.calls for s in steps)
         assert spec_figures["cost"] == pytest.approx(spec_figures["milliseconds_per_pass"] / 1000 / plain)
         full, conditional = spec_figures["full_acceptance"], spec_figures["conditional_acceptance"]
         product = 1.0
@@ -86,7 +87,7 @@ def test_a_subset_of_arms(heads_folder: Path) -> None:
 def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_path: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     records = run_arms(spec, [[5, 9, 2]], DecodeConfig(max_new_tokens=4, repeats=1), 4)
-    config = {"drafter": {"name": "x"}, "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
+    config = {"drafter": "x", "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
     for name in ("0", "1", "2", "10"):
         (tmp_path / name).mkdir()
         write_point(tmp_path / name, {"label": name, "config": config, **summarize(records)}, records)

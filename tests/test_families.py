@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, randomize
+from conftest import RandomTrees, made, randomize
 from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
 
+from selfspec.checkpoint import weights_hash
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.probe import probe
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
-from selfspec.drafters.sequential import Sequential
-from selfspec.families import probe
-from selfspec.generate import autoregressive, speculative
-from selfspec.options import Options
-from selfspec.sampling import Sampling
-from selfspec.target import Target
-from selfspec.training.heads import DraftLoss
+from selfspec.drafters.sequential import SequentialHeads
+from selfspec.training.drafter import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 NEW = 24
@@ -51,28 +52,28 @@ def test_family_is_lossless(name: str, attention: str) -> None:
 def test_drafters_with_views_of_layers_serve_the_family(name: str) -> None:
     """Early exit, sequential heads and feature head on every family: a loss with gradients, and the oracle's tokens."""
     target = Target(build(name))
-    before = target.checksum()
+    before = weights_hash(target.model)
     tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     options = Options(12, Sampling(1.0), seed=3)
     plain = autoregressive(target, PROMPTS, options).token_ids
     for drafter in (
-        EarlyExit(target, exit=1, rank=2, least=0.0),
-        Sequential(target, heads=2, rank=2),
-        Feature(target, train="lora", rank=2, depth=3, unroll=2, least=0.0),
+        made(EarlyExit, target, exit=1, rank=2, min_prob=0.0),
+        made(SequentialHeads, target, heads=2, rank=2),
+        made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
     ):
         randomize(drafter)
         loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})
         loss.backward()
         assert all(p.grad is not None for p in drafter.trained().values())
         assert speculative(target, PROMPTS, options, drafter.eval(), 8).token_ids == plain
-    assert target.checksum() == before
+    assert weights_hash(target.model) == before
 
 
 def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(build("Llama"))
     probe(target)
     with monkeypatch.context() as patch:
-        patch.setattr(type(target.cache(1, 4)), "mask", lambda self, tree, dtype, window=None: None)
+        patch.setattr(type(target.cache(1, 4)), "mask", lambda self, tree, window=None: None)
         with pytest.raises(ValueError, match="can not be served: a pass over a tree gave other logits"):
             probe(target)
     rotary = type(target.model.model.rotary_emb)
@@ -100,7 +101,7 @@ def test_attention_without_tree_masks_is_refused(attention: str) -> None:
         Target(model)
 
 
-def test_readme_lists_the_families_of_the_table() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    between = readme.split("<!-- families -->")[1].split("<!-- end -->")[0]
-    assert " ".join(between.split()) == listing()
+def test_results_list_the_families_of_the_table() -> None:
+    results = (Path(__file__).parents[1] / "notebooks" / "RESULTS.md").read_text()
+    between = results.split("<!-- families -->")[1].split("<!-- end -->")[0]
+    assert " ".join(between.split()) == " ".join(listing().split())

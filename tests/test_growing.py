@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import sys
@@ -11,47 +10,34 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HIDDEN, VOCAB, compose_config, randomize, save_tiny, tiny_model
+from conftest import HIDDEN, VOCAB, Watch, compose_config, made, randomize, save_tiny, tiny_model
 from safetensors.torch import load_file, save_file
 
-from selfspec.build import run_heads
-from selfspec.checkpoint import load_drafter, read_meta, save_drafter
+from selfspec.checkpoint import adapters, load_drafter, read_meta, save_drafter, weights_hash
+from selfspec.core.contract import Context
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling, gumbel, noise_bits
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Drafter, Sample
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.sequential import Sequential
-from selfspec.drafting import Growth, measure_along
-from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
-from selfspec.sampling import Sampling, gumbel, noise_bits
-from selfspec.spec import load_target
-from selfspec.target import Target
+from selfspec.drafters.parts import growth as growth_module
+from selfspec.drafters.parts.growth import Growth
+from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.sequential import SequentialHeads
+from selfspec.loading import load_target
+from selfspec.runs import run_training
 from selfspec.training import loop as loop_module
-from selfspec.training.heads import bare_forward
-from selfspec.tree import DraftTree, chain
-from selfspec.views import Tail
+from selfspec.training.calibrate import measure_along
 
 PROMPT = [5, 9, 2, 7, 7, 1, 4, 4]
 
 
-class Watch:
-    """A drafter under observation: keeps every context's text and tree."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.inner, self.features = copy.copy(drafter), drafter.features
-        self.seen: list[tuple[list[list[int]], DraftTree]] = []
-
-    def propose(self, context: Context) -> DraftTree:
-        tree = self.inner.propose(context)
-        self.seen.append(([list(row) for row in context.tokens], tree))
-        return tree
-
-    def observe(self, accepted: Accepted) -> None:
-        self.inner.observe(accepted)
-
-
-def random_drafter(kind: type[Drafter], target: Target, **shape: Any) -> Any:
-    drafter = kind(target, **shape)  # type: ignore[call-arg]
+def random_drafter(kind: type[Drafter], target: Target, **settings: Any) -> Any:
+    drafter = made(kind, target, **settings)
     randomize(drafter)
     return drafter.eval()
 
@@ -114,17 +100,17 @@ def test_a_certain_child_never_stands_without_its_parent() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
-def test_sharpness_is_found_again(factor: float) -> None:
+def test_the_inverse_temperature_is_found_again(factor: float) -> None:
     """Where the text is a draw from softmax(factor * scores), that factor is what is measured."""
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 3000, 12, generator=g) * 2
     tokens = torch.zeros(3002, dtype=torch.long)
     tokens[2:] = torch.multinomial((factor * logits[0]).softmax(-1), 1, generator=g)[:, 0]
     sample = Sample(tokens, 2, torch.zeros(3002, 1), {}, 0.0, None)
-    chances, sharpness, figures = measure_along([sample], 1, lambda _, at: logits[:, at])
-    assert sharpness[0] == pytest.approx(factor, rel=0.2)
-    assert figures["top1"][0] == pytest.approx(chances[0][0])
-    assert sum(chances[0]) == pytest.approx(1)
+    found, figures = measure_along([sample], 1, lambda _, at: logits[:, at])
+    assert found.inverse_temperature[0] == pytest.approx(factor, rel=0.2)
+    assert figures["top1"][0] == pytest.approx(found.acceptance[0][0])
+    assert sum(found.acceptance[0]) == pytest.approx(1)
 
 
 # -- what is drafted in decoding is what was trained
@@ -134,7 +120,7 @@ def test_sharpness_is_found_again(factor: float) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sequential_scores_in_decoding_are_those_of_training(form: str, family: str) -> None:
     target = Target(tiny_model(family))
-    drafter = random_drafter(Sequential, target, heads=4, form=form, rank=4, correction=8)
+    drafter = random_drafter(SequentialHeads, target, heads=4, form=form, rank=4, correction=8)
     tokens, hidden = torch.randint(VOCAB, (3, 4)), torch.randn(3, HIDDEN, dtype=torch.float64)
     ids = torch.stack([torch.randperm(VOCAB)[:9] for _ in range(3)])
     embedded = drafter.embed(tokens)
@@ -145,19 +131,19 @@ def test_sequential_scores_in_decoding_are_those_of_training(form: str, family: 
         torch.testing.assert_close(base[0], whole[0])
         for k in range(1, 4):
             path = embedded[:, None, 1 : k + 1].expand(-1, 2, -1, -1)
-            _, short = drafter(hidden, embedded[:, 0], first, path, ids)
+            (short,) = drafter(hidden, first, path, ids)
             torch.testing.assert_close(short, whole[k].gather(1, ids)[:, None].expand(-1, 2, -1))
 
 
 def test_prefix_layer_in_decoding_is_that_of_training(llama: Target) -> None:
     """What the heads read at every root, against one pass over the text so far."""
-    drafter = random_drafter(Sequential, llama, heads=3, rank=4)
+    drafter = random_drafter(SequentialHeads, llama, heads=3, rank=4)
     read = []
 
     class Spying(Watch):
         def propose(self, context: Context) -> DraftTree:
             tree = super().propose(context)
-            read.append(self.inner._hidden.clone())  # type: ignore[attr-defined]
+            read.append(self.inner.hidden.clone())
             return tree
 
     watch = Spying(drafter)
@@ -166,16 +152,16 @@ def test_prefix_layer_in_decoding_is_that_of_training(llama: Target) -> None:
     for (texts, _), hidden in zip(watch.seen, read, strict=True):
         for row, text in enumerate(texts):
             tokens = torch.tensor([text])
-            seen = bare_forward(llama, tokens, drafter.features)
             with torch.no_grad():
-                wanted = drafter._read(tokens, seen["hidden"], seen["features"])[0, -1]
+                seen = llama.text(tokens, reads=drafter.reads)
+                wanted = drafter.read(tokens, seen.hidden, seen.features)[0, -1]
             torch.testing.assert_close(hidden[row], wanted)
 
 
 def test_markov_reads_the_parent_alone_and_hydra_the_whole_path(llama: Target) -> None:
     hidden, tokens = torch.randn(1, HIDDEN, dtype=torch.float64), torch.tensor([[3, 5, 7]])
     for form, reads in (("markov", [False, False, True]), ("hydra", [True, True, True])):
-        drafter = random_drafter(Sequential, llama, heads=3, form=form, rank=4, correction=8)
+        drafter = random_drafter(SequentialHeads, llama, heads=3, form=form, rank=4, correction=8)
         for place in range(3):
             other = tokens.clone()
             other[0, place] = 11
@@ -190,7 +176,7 @@ def test_feature_scores_in_decoding_are_those_of_training(
 ) -> None:
     """Every conditional score that grew a tree, against the unrolled pass over the same path as plain text."""
     target = Target(tiny_model(family))
-    drafter = random_drafter(Feature, target, train=train, rank=4, depth=4, width=2, least=0.0)
+    drafter = random_drafter(Feature, target, train=train, rank=4, depth=4, width=2, min_prob=0.0)
     watch, levels = Watch(drafter), []
     extend = Growth.extend
 
@@ -211,7 +197,7 @@ def test_feature_scores_in_decoding_are_those_of_training(
                 node = int(growth.parents[0, node])
             tokens = torch.tensor([text + path[::-1] + [0]])
             with torch.no_grad():
-                features = bare_forward(target, tokens, drafter.features)["features"]
+                features = target.text(tokens, reads=drafter.reads).features
                 wanted = drafter.unrolled(tokens, features, depth + 1)[depth][0, -2]
             torch.testing.assert_close(scores[0, m], wanted)
 
@@ -219,7 +205,8 @@ def test_feature_scores_in_decoding_are_those_of_training(
 def test_unrolled_steps_see_no_feature_they_would_not_have(llama: Target) -> None:
     drafter = random_drafter(Feature, llama, unroll=3)
     tokens = torch.randint(VOCAB, (1, 12))
-    seen = bare_forward(llama, tokens, drafter.features)["features"]
+    with torch.no_grad():
+        seen = llama.text(tokens, reads=drafter.reads).features
     changed = {layer: part.clone() for layer, part in seen.items()}
     for part in changed.values():
         part[:, 6:] += 1.0
@@ -233,33 +220,32 @@ def test_unrolled_steps_see_no_feature_they_would_not_have(llama: Target) -> Non
 # -- what the drafters keep between passes
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(EarlyExit, {"exit": 1}), (Feature, {}), (Sequential, {"heads": 3})])
+@pytest.mark.parametrize(("kind", "shape"), [(EarlyExit, {"exit": 1}), (Feature, {}), (SequentialHeads, {"heads": 3})])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_own_keys_and_values_are_those_of_verified_text(
     kind: type[Drafter], shape: dict[str, Any], rows: int, llama: Target
 ) -> None:
     """After many passes the drafter's cache holds what one pass over the finished text would put there."""
     prompts = [PROMPT, PROMPT[:4], [9, 9, 1]][:rows]
-    drafter = random_drafter(kind, llama, rank=4, width=2, least=0.0, **shape)
+    drafter = random_drafter(kind, llama, rank=4, width=2, min_prob=0.0, **shape)
     watch = Watch(drafter)
     speculative(llama, prompts, Options(40), watch, 9)
-    inner: Any = watch.inner
-    cache = inner._cache if kind is EarlyExit else inner._reader.cache
+    session: Any = watch.inner
+    cache = session.cache if kind is EarlyExit else session.reader.cache
     assert cache is not None
     for place, text in enumerate(watch.seen[-1][0]):  # the rows of the last pass
-        fresh = copy.copy(drafter)
         tokens = torch.tensor([text])
-        out = llama.forward(chain(tokens), llama.cache(1, 80), features=drafter.features)
+        out = llama.forward(chain(tokens), llama.cache(1, 80), reads=drafter.reads)
         length = cache.lengths[place]
         assert length > 25
-        layer = {Feature: "layer", Sequential: "prefix"}.get(kind)
+        layer = {Feature: "layer", SequentialHeads: "prefix"}.get(kind)
         if layer is not None:
-            own_layer = getattr(fresh, layer)
+            own_layer = getattr(drafter, layer)
             tail, states = own_layer.tail, own_layer.entry(own_layer.fused(out.features)[:, :-1], tokens[:, 1:])
         else:
-            tail, states = inner.tail, out.features[0]
+            tail, states = drafter.tail, out.features[0]
         with torch.inference_mode():
-            own = tail.fast.cache(1, 80)
+            own = tail.target.cache(1, 80)
             tail.step(states, chain(tokens[:, : states.shape[1]]), own)
             own.keep([list(range(states.shape[1]))])
         for kept, wanted in zip(cache.storage, own.storage, strict=True):
@@ -270,7 +256,7 @@ def test_own_keys_and_values_are_those_of_verified_text(
 @pytest.mark.parametrize("nodes", [2, 5, 16])
 def test_every_node_passes_every_layer_exactly_once(rows: int, nodes: int) -> None:
     target = Target(tiny_model(num_hidden_layers=5))
-    drafter = random_drafter(EarlyExit, target, exit=2, rank=4, width=3, least=0.0)
+    drafter = random_drafter(EarlyExit, target, exit=2, rank=4, width=3, min_prob=0.0)
     watch, passed = Watch(drafter), [0] * 5
 
     def count(layer: int, hidden: torch.Tensor) -> None:
@@ -291,7 +277,7 @@ def test_every_node_passes_every_layer_exactly_once(rows: int, nodes: int) -> No
 def test_drafting_ends_early_where_the_draft_is_unsure(llama: Target) -> None:
     sizes = {}
     for least in (0.0, 0.999):
-        watch = Watch(random_drafter(EarlyExit, llama, exit=1, rank=4, depth=4, width=2, least=least))
+        watch = Watch(random_drafter(EarlyExit, llama, exit=1, rank=4, depth=4, width=2, min_prob=least))
         speculative(llama, [PROMPT], Options(12), watch, 12)
         sizes[least] = max(int(tree.depth.max()) for _, tree in watch.seen)
     assert sizes[0.0] > sizes[0.999] == 1
@@ -300,19 +286,19 @@ def test_drafting_ends_early_where_the_draft_is_unsure(llama: Target) -> None:
 def test_without_a_block_the_exit_is_the_targets_own_lens() -> None:
     """Rank 0: the final norm and lm_head read the exit's hidden state, and nothing is trained."""
     target = Target(tiny_model())
-    drafter = EarlyExit(target, exit=2, rank=0).eval()
+    drafter = made(EarlyExit, target, exit=2, rank=0).eval()
     tokens = torch.randint(VOCAB, (1, 6))
-    hidden = bare_forward(target, tokens, (1,))["features"][1]
+    hidden = target.text(tokens, reads=(1,)).features[1]
     norm = target.decoder.norm
-    torch.testing.assert_close(drafter(hidden, chain(tokens), 0), target.lm_head(norm(hidden)))
+    torch.testing.assert_close(drafter.along(hidden, tokens), target.lm_head(norm(hidden)))
     assert not drafter.trained()
-    assert not drafter.adapters()
+    assert not adapters(drafter)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> None:
     target = Target(tiny_model(family))
-    before = target.checksum()
+    before = weights_hash(target.model)
     tail = Tail(target, 4, torch.float64, "exit", head=True)
     with torch.no_grad():
         for parameter in tail.parameters():
@@ -322,14 +308,14 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> No
     with torch.no_grad():
         slow = tail.train().text(hidden, tokens)
         merged = tail.eval().text(hidden, tokens)
-        stepped = tail.step(hidden, chain(tokens), tail.fast.cache(2, 7))
+        stepped = tail.step(hidden, chain(tokens), tail.target.cache(2, 7))
     for other in (merged, stepped):
         torch.testing.assert_close(other.logits, slow.logits)
         torch.testing.assert_close(other.hidden, slow.hidden)
         torch.testing.assert_close(other.features, slow.features)
     assert slow.logits is not None
     assert not torch.allclose(slow.logits, target.model(tokens).logits)
-    assert target.checksum() == before
+    assert weights_hash(target.model) == before
     names = [name for name, _ in target.model.named_modules()]
     assert not any("lora" in name for name in names)
 
@@ -368,7 +354,7 @@ def test_a_broken_map_is_refused(ids: list[int], message: str, tmp_path: Path) -
 
 # -- training and loading
 
-SMALL = ("heads.length=48", "heads.prompts=2", "heads.prompt_tokens=8", "heads.new_tokens=16", "heads.lr=0.01")
+SMALL = ("train.length=48", "train.prompts=2", "train.prompt_tokens=8", "train.new_tokens=16", "train.lr=0.01")
 QUICK = (
     "loop.steps=6",
     "loop.checkpoint_every=3",
@@ -376,12 +362,12 @@ QUICK = (
     "loop.batch_size=4",
     "loop.precision=no",
     "loop.warmup=1",
-    "heads.validation_rows=4",
+    "train.validation_rows=4",
 )
 
 
 @pytest.mark.parametrize(
-    ("drafter", "shape"),
+    ("drafter", "settings"),
     [
         ("sequential", ["drafter.rank=4", "drafter.heads=3"]),
         ("sequential", ["drafter.form=markov", "drafter.prefix=false"]),
@@ -392,7 +378,7 @@ QUICK = (
 )
 def test_training_by_hydra_and_an_interruption_changes_nothing(
     drafter: str,
-    shape: list[str],
+    settings: list[str],
     tiny_folder: str,
     source_root: Path,
     tmp_path: Path,
@@ -400,13 +386,13 @@ def test_training_by_hydra_and_an_interruption_changes_nothing(
 ) -> None:
     def run(folder: Path) -> dict[str, Any]:
         names = ["name=x", f"target.name={tiny_folder}", f"data.root={source_root}", f"drafter={drafter}"]
-        return run_heads(compose_config("train", *names, *shape, *SMALL, *QUICK), folder)
+        return run_training(compose_config("train", *names, *settings, *SMALL, *QUICK), folder)
 
     whole = run(tmp_path / "whole")
-    assert whole["target_checksum"] == load_target(tiny_folder)[0].checksum()
+    assert whole["target_hash"] == weights_hash(load_target(tiny_folder)[0].model)
     target, tokenizer = load_target(tiny_folder)
     built = load_drafter(tmp_path / "whole" / "drafter", target, tokenizer)
-    if shape == ["drafter.rank=0"]:
+    if settings == ["drafter.rank=0"]:
         assert "step_over_forward" not in whole
         return
     real = loop_module._save
@@ -429,35 +415,46 @@ def test_training_by_hydra_and_an_interruption_changes_nothing(
         assert built.vocabulary.tolist() != list(range(50))
 
 
-def test_heads_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_path: Path, tokenizer: Any) -> None:
+def test_drafters_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_path: Path, tokenizer: Any) -> None:
     folder = save_tiny(tmp_path / "half", tokenizer)
     load_target(folder)[0].model.to(torch.bfloat16).save_pretrained(folder)
     target, _ = load_target(folder, "float32")
-    save_drafter(Feature(target), tmp_path / "d", target, folder, tokenizer, "")
+    save_drafter(made(Feature, target), tmp_path / "d", target, folder, tokenizer, "")
     assert {t.dtype for t in load_file(tmp_path / "d" / "drafter.safetensors").values()} == {torch.bfloat16}
     load_drafter(tmp_path / "d", load_target(folder)[0], tokenizer)
 
 
 def test_a_target_of_one_layer_is_refused() -> None:
     target = Target(tiny_model(num_hidden_layers=1))
-    for kind in (EarlyExit, Feature, Sequential):
+    for kind in (EarlyExit, Feature, SequentialHeads):
         with pytest.raises(ValueError, match="at least two"):
-            kind(target)
-    Sequential(target, prefix=False)
+            made(kind, target)
+    made(SequentialHeads, target, prefix=False)
 
 
 def test_a_reduced_vocabulary_wants_plain_logits() -> None:
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
-        Feature(Target(tiny_model("granite", logits_scaling=8.0)), vocabulary=20)
+        made(Feature, Target(tiny_model("granite", logits_scaling=8.0)), vocabulary=20)
 
 
-@pytest.mark.parametrize("change", [{}, {"greedy": [[1.0]]}, {"greedy": [[1.0], [float("nan")], [1.0]]}, {"greedy": 3}])
-def test_broken_measurements_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+TABLE = [[0.5, 0.2]] * 3
+BROKEN = [
+    {},
+    {"greedy": 3},
+    {"greedy": {"acceptance": TABLE}},
+    {"greedy": {"acceptance": TABLE[:1], "inverse_temperature": [1.0] * 3}},
+    {"greedy": {"acceptance": TABLE, "inverse_temperature": [1.0, float("nan"), 1.0]}},
+    {"greedy": {"acceptance": [[0.5], [], [0.1]], "inverse_temperature": [1.0] * 3}},
+]
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_broken_calibrations_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     target = Target(tiny_model())
-    save_drafter(random_drafter(Sequential, target, heads=3), tmp_path / "d", target, "tiny", None, "")
+    save_drafter(random_drafter(SequentialHeads, target, heads=3), tmp_path / "d", target, "tiny", None, "")
     path = tmp_path / "d" / "drafter.json"
     meta = json.loads(path.read_text())
-    path.write_text(json.dumps({**meta, "measured": {"sampled": meta["measured"]["sampled"], **change}}))
+    path.write_text(json.dumps({**meta, "calibration": {"sampled": meta["calibration"]["sampled"], **change}}))
     with pytest.raises(ValueError, match="must hold finite numbers for each of 3 depths"):
         load_drafter(tmp_path / "d", target)
 
@@ -465,10 +462,10 @@ def test_broken_measurements_are_refused(change: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafter=sequential", "heads.length=5"], "heads.length=5 is too short"),
+        (["drafter=sequential", "train.length=5"], "train.length=5 is too short"),
         (["drafter=feature", "target.dtype=bfloat16"], "loop.precision=no: a layer trained in full"),
         (["drafter=feature", "target.dtype=float16"], "can not be trained in full in float16"),
-        (["drafter=early_exit", "heads.own_text.rows=4", "heads.own_text.folder=/dev/null/x"], "heads.own_text.folder"),
+        (["drafter=early_exit", "train.distill.rows=4", "train.distill.folder=/dev/null/x"], "train.distill.folder"),
     ],
 )
 def test_settings_that_can_not_train_fail_at_once(
@@ -476,7 +473,7 @@ def test_settings_that_can_not_train_fail_at_once(
 ) -> None:
     names = ["name=x", f"target.name={tiny_folder}", f"data.root={source_root}"]
     with pytest.raises(ValueError, match=message):
-        run_heads(compose_config("train", *names, *SMALL, *QUICK, *overrides), tmp_path / "run")
+        run_training(compose_config("train", *names, *SMALL, *QUICK, *overrides), tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["sequential", "early_exit", "feature"])
@@ -485,24 +482,24 @@ def test_a_checkpoint_of_another_kind_is_refused(
 ) -> None:
     meta = {**read_meta(heads_folder), "kind": kind, "files": {}}
     (tmp_path / "drafter.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=f"{kind} heads have the shape .* is it a checkpoint of another kind"):
+    with pytest.raises(ValueError, match=r"drafter.json: unknown keys \[.*missing keys \["):
         load_drafter(tmp_path, load_target(tiny_folder)[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "message"),
     [
-        (Sequential, {"heads": 0}, "drafter.heads=0"),
-        (Sequential, {"rank": -1}, "drafter.rank=-1"),
-        (Sequential, {"form": "gru"}, "drafter.form='gru'"),
-        (Sequential, {"least": 1.0}, "drafter.least=1.0"),
-        (Sequential, {"loss": "mse"}, "drafter.loss='mse'"),
-        (Sequential, {"depth_decay": 0}, "drafter.depth_decay=0"),
-        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be between 1 and 2"),
+        (SequentialHeads, {"heads": 0}, "drafter.heads=0"),
+        (SequentialHeads, {"rank": -1}, "drafter.rank=-1"),
+        (SequentialHeads, {"form": "gru"}, "drafter.form='gru'"),
+        (SequentialHeads, {"min_prob": 1.0}, "drafter.min_prob=1.0"),
+        (SequentialHeads, {"loss": "mse"}, "drafter.loss='mse'"),
+        (SequentialHeads, {"depth_decay": 0}, "drafter.depth_decay=0"),
+        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be at least 1"),
         (EarlyExit, {"exit": 3}, "drafter.exit=3 must be between 1 and 2"),
         (EarlyExit, {"rank": -1}, "drafter.rank=-1"),
         (EarlyExit, {"depth": 0}, "drafter.depth=0"),
-        (EarlyExit, {"least": -0.1}, "drafter.least=-0.1"),
+        (EarlyExit, {"min_prob": -0.1}, "drafter.min_prob=-0.1"),
         (EarlyExit, {"loss": "mse"}, "drafter.loss='mse'"),
         (Feature, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
         (Feature, {"layers": [-1]}, "no layer -1"),
@@ -510,10 +507,10 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (Feature, {"layers": [1, 1]}, "each once"),
         (Feature, {"layers": [0.5]}, "0.5 must be an integer"),
         (Feature, {"layers": "x"}, "must be a list of layers"),
-        (Sequential, {"prefix": "no"}, "drafter.prefix='no'"),
-        (Sequential, {"depth_decay": float("inf")}, "drafter.depth_decay=inf"),
+        (SequentialHeads, {"prefix": "no"}, "drafter.prefix='no'"),
+        (SequentialHeads, {"depth_decay": float("inf")}, "drafter.depth_decay=inf"),
         (EarlyExit, {"width": 1.5}, "drafter.width=1.5 must be an integer"),
-        (EarlyExit, {"least": None}, "drafter.least=None"),
+        (EarlyExit, {"min_prob": None}, "drafter.min_prob=None"),
         (Feature, {"train": "some"}, "drafter.train='some'"),
         (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
         (Feature, {"vocabulary": VOCAB + 1}, f"drafter.vocabulary={VOCAB + 1}"),
@@ -522,37 +519,50 @@ def test_a_checkpoint_of_another_kind_is_refused(
 )
 def test_bad_shapes_are_refused(kind: Any, shape: dict[str, Any], message: str, llama: Target) -> None:
     with pytest.raises(ValueError, match=message):
-        kind(llama, **shape)
+        made(kind, llama, **shape)
+
+
+ALL_AT_ONCE = (Medusa, SequentialHeads)  # these rank all depths together
 
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(EarlyExit, {"exit": 2, "rank": 4}), (Feature, {}), (Sequential, {"heads": 3, "rank": 4}), (Medusa, {"heads": 3})],
+    [
+        (EarlyExit, {"exit": 2, "rank": 4}),
+        (Feature, {}),
+        (SequentialHeads, {"heads": 3, "rank": 4}),
+        (Medusa, {"heads": 3}),
+    ],
 )
 def test_noise_is_that_of_the_drafted_position(
     kind: type[Drafter], shape: dict[str, Any], llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What children at depth d are ranked with is what the target will add where they would stand."""
-    drafter, module = random_drafter(kind, llama, **shape), sys.modules[kind.__module__]
-    watch, used, real = Watch(drafter), [], module.perturbed  # type: ignore[attr-defined]
+    drafter = random_drafter(kind, llama, **shape)
+    watch, used, real = Watch(drafter), [], growth_module.perturbed
 
     def spy(logits: torch.Tensor, noise: torch.Tensor, temperature: float) -> torch.Tensor:
         used.append((len(watch.seen), noise.clone()))
         return real(logits, noise, temperature)
 
-    monkeypatch.setattr(module, "perturbed", spy)
+    monkeypatch.setattr(sys.modules[kind.__module__] if kind in ALL_AT_ONCE else growth_module, "perturbed", spy)
     speculative(llama, [PROMPT], Options(8, Sampling(1.0), [9]), watch, 9)
     known = [gumbel(noise_bits(*map(torch.tensor, (9, 0, p)), torch.arange(VOCAB))) for p in range(40)]  # type: ignore[arg-type]
     for number, (texts, _) in enumerate(watch.seen):
         depths = [noise for n, noise in used if n == number]
-        if kind in (Medusa, Sequential):  # all depths at once, [.., depth, V] or [depth, .., V]
+        if kind in ALL_AT_ONCE:  # all depths at once, [.., depth, V] or [depth, .., V]
             depths = list(depths[0].reshape(-1, VOCAB))
         for depth, noise in enumerate(depths):
             torch.testing.assert_close(noise.reshape(-1, VOCAB)[0], known[len(texts[0]) + depth])
 
 
 def test_scores_that_are_no_numbers_change_nothing(llama: Target) -> None:
-    for kind, shape in ((Feature, {}), (Sequential, {"heads": 3}), (EarlyExit, {"exit": 1, "rank": 2}), (Medusa, {})):
+    for kind, shape in (
+        (Feature, {}),
+        (SequentialHeads, {"heads": 3}),
+        (EarlyExit, {"exit": 1, "rank": 2}),
+        (Medusa, {}),
+    ):
         drafter = random_drafter(kind, llama, **shape)
         with torch.no_grad():
             for parameter in drafter.trained().values():

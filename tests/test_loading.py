@@ -7,24 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, save_tiny
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from conftest import made, randomize, save_tiny
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
 
 import selfspec
+from selfspec.api import Spec
 from selfspec.checkpoint import save_drafter
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options
+from selfspec.core.tree import chain
 from selfspec.drafters.medusa import Medusa
-from selfspec.generate import autoregressive
-from selfspec.options import Options
-from selfspec.spec import Spec, load_target
-from selfspec.tree import chain
+from selfspec.loading import load_target
 
 PROMPTS = ["def main():", "import os\nclass"]
 
 
 def with_heads(folder: Path, source: Any, name: str, **loading: Any) -> Path:
     target, tokenizer = load_target(source, **loading)
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     save_drafter(drafter, folder, target, name, tokenizer, "For tests.")
     return folder
@@ -90,6 +91,29 @@ def test_adapters_outside_the_layers_are_refused(heads_folder: Path, tiny_folder
         selfspec.load(str(heads_folder), target=model)
 
 
+def test_switching_the_targets_adapters_is_followed(heads_folder: Path, tiny_folder: str) -> None:
+    plain = selfspec.load(str(heads_folder)).autoregressive(PROMPTS, 12).token_ids
+    model = adapted(tiny_folder)
+    target, tokenizer = load_target(model)
+    spec = Spec(target, made(Medusa, target, heads=2, rank=2), tokenizer)
+    on = spec.generate(PROMPTS, 12).token_ids
+    with model.disable_adapter():
+        assert spec.generate(PROMPTS, 12).token_ids == plain != on
+    assert spec.generate(PROMPTS, 12).token_ids == on
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig])
+def test_soft_prompts_around_the_target_are_refused(heads_folder: Path, config: type, tiny_folder: str) -> None:
+    spec = selfspec.load(str(heads_folder))
+    model = get_peft_model(spec.target.model, config(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    ids = torch.tensor(spec.encode(PROMPTS[:1]))
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(ValueError, match=r"soft prompts \(PEFT's prompt or prefix tuning\)"):
+        model.generate(input_ids=ids, custom_generate=spec, **settings)
+    out = spec.target.model.generate(input_ids=ids, custom_generate=spec, **settings)  # the model itself is served
+    assert out[0, ids.shape[1] :].tolist() == spec.autoregressive(PROMPTS[:1], 4).token_ids[0]
+
+
 def test_a_cache_grows_no_further_than_it_was_checked_for(heads_folder: Path) -> None:
     target = selfspec.load(str(heads_folder)).target
     cache = target.cache(1, 10, limit=40)
@@ -123,7 +147,7 @@ def test_quantized_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -
 
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = selfspec.load(str(heads_folder))
-    monkeypatch.setattr("selfspec.cache.free_memory", lambda device: 200_000)
+    monkeypatch.setattr("selfspec.core.cache.free_memory", lambda device: 200_000)
     with pytest.raises(MemoryError, match=r"cache of 2 rows of \d+ tokens needs 0\.0 GiB on cpu"):
         autoregressive(spec.target, spec.encode(PROMPTS), Options(200))
     autoregressive(spec.target, spec.encode(PROMPTS), Options(4))

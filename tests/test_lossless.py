@@ -7,10 +7,12 @@ import torch
 from conftest import VOCAB, RandomTrees
 from transformers import MistralConfig, MistralForCausalLM
 
-from selfspec.generate import Context, Options, autoregressive, speculative
-from selfspec.sampling import Sampling
-from selfspec.target import Target
-from selfspec.tree import DraftTree
+from selfspec.core.contract import Context
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 
@@ -102,7 +104,7 @@ def test_generates_up_to_the_last_position(target: Target) -> None:
 def test_long_prompts_are_read_in_parts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[(5 * i) % VOCAB for i in range(n)] for n in (50, 9, 33)]
     whole = autoregressive(target, prompts, Options(10)).token_ids
-    monkeypatch.setattr("selfspec.generate.PREFILL", 8)
+    monkeypatch.setattr("selfspec.core.generate.PREFILL", 8)
     assert autoregressive(target, prompts, Options(10)).token_ids == whole
 
 

@@ -10,14 +10,14 @@ import torch
 from conftest import VOCAB, RandomTrees
 
 import selfspec
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.lossy import Lossy
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.evaluation.benchmark import DecodeConfig, log_prob, run_arms
 from selfspec.evaluation.metrics import summarize
-from selfspec.evaluation.report import table
-from selfspec.evaluation.runs import DecodeConfig, log_prob, run_arms
-from selfspec.generate import autoregressive, speculative
-from selfspec.lossy import Lossy
-from selfspec.options import Options
-from selfspec.sampling import Sampling
-from selfspec.target import Target
+from selfspec.evaluation.tables import table
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.12, 0.06, 0.02]], dtype=torch.float64))
 
@@ -64,8 +64,8 @@ def test_off_by_default_and_named_in_the_result(heads_folder: Path) -> None:
     assert loose.stats.passes < exact.stats.passes
 
 
-def test_altered_tokens_bound_the_distance_from_the_exact_law(llama: Target) -> None:
-    """The two rules share their noise, so the first token's laws lie at most the altered share apart."""
+def test_altered_tokens_bound_the_distance_from_the_exact_distribution(llama: Target) -> None:
+    """The two rules share their noise, so the first token's distributions lie at most the altered share apart."""
     prompt, samples = [5, 9, 2, 7], 1500
     seeds = list(range(samples))
     rule = Lossy("typical:0.05,1.0")
@@ -74,8 +74,8 @@ def test_altered_tokens_bound_the_distance_from_the_exact_law(llama: Target) -> 
     drafter = RandomTrees([[*prompt, 31, 31, 31]])
     relaxed = Options(1, Sampling(1.0, top_k=8), seeds, relaxed=rule)
     loose = speculative(llama, [prompt] * samples, relaxed, drafter, 6).token_ids
-    laws = [torch.bincount(torch.tensor(t).flatten(), minlength=VOCAB) / samples for t in (plain, loose)]
-    distance = float((laws[0] - laws[1]).abs().sum() / 2)
+    rates = [torch.bincount(torch.tensor(t).flatten(), minlength=VOCAB) / samples for t in (plain, loose)]
+    distance = float((rates[0] - rates[1]).abs().sum() / 2)
     different = sum(a != b for a, b in zip(plain, loose, strict=True)) / samples
     assert 0 < different <= rule.altered / samples
     assert distance <= different + 1e-9

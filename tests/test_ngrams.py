@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, Watch, made, randomize, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import selfspec
-from selfspec.drafters.hybrid import Hybrid, _Row
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.hybrid import Hybrid, HybridSession, _Row
 from selfspec.drafters.lookahead import Lookahead, Pool
 from selfspec.drafters.prompt_lookup import NGrams, PromptLookup
-from selfspec.generate import Accepted, Context, Options, autoregressive, speculative
-from selfspec.target import Target
-from selfspec.tree import DraftTree, chain
+from selfspec.loading import find_drafter
 
 
 def context(target: Target, *rows: list[int], nodes: int = 12, rate: float = 0.0) -> Context:
@@ -45,21 +49,21 @@ def test_longest_and_most_recent_matches_come_first() -> None:
 
 def test_copied_text_becomes_a_chain(llama: Target) -> None:
     text = [*range(20), 40, *range(6)]
-    tree = PromptLookup(llama).propose(context(llama, text, nodes=5))
+    tree = made(PromptLookup, llama).session(llama, 1).propose(context(llama, text, nodes=5))
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
 
 
 def test_rows_of_one_batch_do_not_mix(llama: Target) -> None:
-    drafter = PromptLookup(llama)
+    drafter = made(PromptLookup, llama).session(llama, 3)
     rows = [[*range(9), 30, 2, 3], [50, 51], [7, 8, 7, 9, 7]]
     together = drafter.propose(context(llama, *rows))
     for i, row in enumerate(rows):
-        alone = PromptLookup(llama).propose(context(llama, row))
+        alone = made(PromptLookup, llama).session(llama, 1).propose(context(llama, row))
         n = alone.tokens.shape[1]
         assert together.tokens[i, :n].tolist() == alone.tokens[0].tolist()
         assert together.parents[i].tolist() == alone.parents[0].tolist() + [-1] * (together.tokens.shape[1] - n)
-    found = PromptLookup(llama, least=0.0).propose(context(llama, rows[2]))
+    found = made(PromptLookup, llama, min_prob=0.0).session(llama, 1).propose(context(llama, rows[2]))
     below = [t for t, p in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True) if p == 0]
     assert below == [9, 8]  # what followed 7, the most recent first
 
@@ -68,7 +72,7 @@ def test_rows_of_one_batch_do_not_mix(llama: Target) -> None:
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 20))
 def test_trees_hold_every_path_once(text: list[int], nodes: int) -> None:
     target = _TARGET
-    tree = PromptLookup(target, least=0.0).propose(context(target, text, nodes=nodes))
+    tree = made(PromptLookup, target, min_prob=0.0).session(target, 1).propose(context(target, text, nodes=nodes))
     pairs = list(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) <= nodes
     assert tree.scores is not None
@@ -80,23 +84,19 @@ def test_trees_hold_every_path_once(text: list[int], nodes: int) -> None:
             assert any(text[i : i + 2] == [before, token] for i in range(len(text) - 1)), node
 
 
-def test_acceptance_is_counted_while_decoding(llama: Target) -> None:
-    drafter = PromptLookup(llama, longest=2)
-    text = [1, 2, 3, 4, 1, 2]
-    before = drafter.measured["greedy"][1][0]
-    for token in (3, 4, 1, 2, 3, 4, 1, 2):
-        drafter.propose(context(llama, text))
+@pytest.mark.parametrize(
+    ("follows", "rises"), [((3, 4, 1, 2, 3, 4, 1, 2), True), ((30, 1, 2, 31, 1, 2, 32, 1, 2), False)]
+)
+def test_acceptance_is_counted_while_decoding(llama: Target, follows: tuple[int, ...], rises: bool) -> None:
+    drafter = made(PromptLookup, llama, longest=2)
+    session, text = drafter.session(llama, 1), [1, 2, 3, 4, 1, 2]
+    before = drafter.calibration["greedy"].acceptance[1][0]
+    for token in follows:
+        session.propose(context(llama, text))
         text = [*text, token]
-    drafter.propose(context(llama, text))
-    assert drafter._tally is not None
-    assert drafter._tally.chance(1, 0) > before  # always right
-    wrong = PromptLookup(llama, longest=2)
-    text = [1, 2, 3, 4, 1, 2]
-    for token in (30, 1, 2, 31, 1, 2, 32, 1, 2):
-        wrong.propose(context(llama, text))
-        text = [*text, token]
-    assert wrong._tally is not None
-    assert wrong._tally.chance(1, 0) < before
+    session.propose(context(llama, text))
+    assert (session.tally.rate(1, 0) > before) == rises
+    assert drafter.calibration["greedy"].acceptance[1][0] == before  # what one call saw stays with it
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_acceptance_is_counted_while_decoding(llama: Target) -> None:
         ({"shortest": 5, "longest": 3}, "drafter.shortest=5 must be between 1 and 3: drafter.longest is 3"),
         ({"longest": 2.5}, "drafter.longest=2.5"),
         ({"choices": 0}, "drafter.choices=0"),
-        ({"least": 1.0}, "drafter.least=1.0"),
-        ({"least": math.nan}, "drafter.least=nan"),
+        ({"min_prob": 1.0}, "drafter.min_prob=1.0"),
+        ({"min_prob": math.nan}, "drafter.min_prob=nan"),
     ],
 )
 def test_prompt_lookup_refuses_bad_shapes(llama: Target, shape: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PromptLookup(llama, **shape)
+        made(PromptLookup, llama, **shape)
 
 
 # -- lookahead
@@ -137,25 +137,22 @@ def test_pool_is_bounded_and_forgets_the_oldest() -> None:
 
 def test_the_windows_grams_are_the_targets_own_words(llama: Target) -> None:
     """Every n-gram ends in what the target picks, on its own, behind the column's path: plain passes are the oracle."""
-    drafter = Lookahead(llama, window=3, ngram=4)
-    seen: list[tuple[list[int], DraftTree, list[list[int]]]] = []
+    levels_seen: list[list[list[int]]] = []
 
-    class Spy:
-        features = ()
-
+    class Spy(Watch):
         def propose(self, context: Context) -> DraftTree:
-            tree = drafter.propose(context)
-            seen.append((list(context.tokens[0]), tree, [list(level) for level in drafter._rows[0].levels]))  # type: ignore[index]
+            tree = super().propose(context)
+            levels_seen.append([list(level) for level in self.inner.rows[0].levels])
             return tree
 
         def observe(self, accepted: Accepted) -> None:
-            drafter.observe(accepted)
+            super().observe(accepted)
             if accepted.logits is not None:
                 self.check()
 
         def check(self) -> None:
-            text, tree, levels = seen[-1]
-            tops, row = drafter._tops, drafter._rows[0]  # type: ignore[index]
+            (texts, tree), levels = self.seen[-1], levels_seen[-1]
+            tops, row = self.inner.tops, self.inner.rows[0]
             assert row.levels[:-1] == levels[1:]
             for column, top in enumerate(tops):
                 path, node = [], top
@@ -165,22 +162,22 @@ def test_the_windows_grams_are_the_targets_own_words(llama: Target) -> None:
                 path = path[::-1]
                 # level 0 up to the column, then down the column
                 assert path == levels[0][: column + 1] + [level[column] for level in levels[1:]]
-                out = llama.forward(chain(torch.tensor([text + path])), llama.cache(1, 200))
+                out = llama.forward(chain(torch.tensor([texts[0] + path])), llama.cache(1, 200))
                 assert out.logits is not None
                 assert row.levels[-1][column] == int(out.logits[0, -1].argmax())
                 gram = (levels[0][column], *(level[column] for level in levels[1:]), row.levels[-1][column])
                 assert gram[1:] in row.pool.of(gram[0])
 
     with torch.inference_mode():
-        speculative(llama, [[5, 9, 2, 7, 7, 1]], Options(12), Spy(), 20)
-    assert len(seen) > 3
-    assert all(len(levels) == 3 and {len(level) for level in levels} == {3} for _, _, levels in seen)
+        speculative(llama, [[5, 9, 2, 7, 7, 1]], Options(12), Spy(made(Lookahead, llama, window=3, ngram=4)), 20)
+    assert len(levels_seen) > 3
+    assert all(len(levels) == 3 and {len(level) for level in levels} == {3} for levels in levels_seen)
 
 
 def test_lookahead_needs_fewer_passes(llama: Target) -> None:
     prompts = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4]]
     plain = autoregressive(llama, prompts, Options(150))
-    fast = speculative(llama, prompts, Options(150), Lookahead(llama), 24)
+    fast = speculative(llama, prompts, Options(150), made(Lookahead, llama), 24)
     assert fast.token_ids == plain.token_ids
     assert fast.stats.passes < 0.9 * plain.stats.passes
 
@@ -197,7 +194,7 @@ def test_lookahead_needs_fewer_passes(llama: Target) -> None:
 )
 def test_lookahead_refuses_bad_shapes(llama: Target, shape: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Lookahead(llama, **shape)
+        made(Lookahead, llama, **shape)
 
 
 # -- hybrid trees
@@ -206,12 +203,11 @@ def test_lookahead_refuses_bad_shapes(llama: Target, shape: dict[str, Any], mess
 def test_equal_paths_merge() -> None:
     one = ([9, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.25])
     other = ([9, 1, 3, 9], [-1, 0, 1, -1], [1.0, 0.5, 0.25, 0.0])  # its last node is spare
-    ids, parents, chances = _Row().merge([one, other], 10, 0.0)
+    ids, parents, chances = _Row().merge([one, other], 10)
     assert (ids, parents) == ([9, 1, 2, 3], [-1, 0, 1, 1])
     assert chances[1] == pytest.approx(0.75)  # one of the two is right
     assert chances[2] == chances[3] < 0.75 * 0.5  # each doubted by the other
-    assert _Row().merge([one, other], 2, 0.0) == ([9, 1], [-1, 0], chances[:2])
-    assert _Row().merge([one, other], 10, 0.5)[0] == [9, 1]
+    assert _Row().merge([one, other], 2) == ([9, 1], [-1, 0], chances[:2])
 
 
 @settings(max_examples=60, deadline=None)
@@ -227,7 +223,7 @@ def test_merged_trees_are_trees(seed: int, nodes: int) -> None:
         for parent in parents[1:]:
             chances.append(chances[parent] * float(torch.rand(1, generator=g)))
         trees.append((ids, parents, chances))
-    ids, parents, chances = _Row().merge(trees, nodes, 0.0)
+    ids, parents, chances = _Row().merge(trees, nodes)
     DraftTree(torch.tensor([ids]), torch.tensor([parents]))
     assert len(ids) <= nodes
     assert parents.count(-1) == 1
@@ -241,34 +237,27 @@ def test_sources_are_ranked_by_what_they_were_worth() -> None:
     row = _Row()
     good = ([9, 1], [-1, 0], [1.0, 0.5])
     bad = ([9, 2], [-1, 0], [1.0, 0.6])
-    assert row.merge([good, bad], 2, 0.0)[0] == [9, 2]
+    assert row.merge([good, bad], 2)[0] == [9, 2]
     text = [0, 9]
     for _ in range(12):  # the first source is always right
-        row.merge([good, bad], 2, 0.0)
+        row.merge([good, bad], 2)
         row.seen = len(text)
         text = [*text, 1]
         row.learn(text)
-    assert row.merge([good, bad], 2, 0.0)[0] == [9, 1]
+    assert row.merge([good, bad], 2)[0] == [9, 1]
 
 
 class _Stub:
-    """A member that always drafts the same and counts how often it is asked."""
+    """A member's session that always drafts the same and counts how often it is asked."""
 
-    free = own_tree = thrifty = False
-    features: tuple[int, ...] = ()
-
-    def __init__(self, products: int, tokens: list[int], chances: list[float]) -> None:
-        self.asked, self.drawn, self.modules = [0], (tokens, chances), [torch.nn.Identity()] * products
-
-    def products(self) -> list[torch.nn.Module]:
-        return self.modules
+    def __init__(self, tokens: list[int], scores: list[float]) -> None:
+        self.asked, self.drawn = 0, (tokens, scores)
 
     def propose(self, context: Context) -> DraftTree:
-        self.asked[0] += 1
-        tokens, chances = self.drawn
+        self.asked += 1
+        tokens, scores = self.drawn
         tree = chain(torch.tensor([[int(context.roots[0]), *tokens]]))
-        tree.scores = torch.tensor([[1.0, *chances]])
-        return tree
+        return DraftTree(tree.tokens, tree.parents, torch.tensor([[1.0, *scores]]))
 
     def observe(self, accepted: Accepted) -> None:
         pass
@@ -276,50 +265,61 @@ class _Stub:
 
 @pytest.mark.parametrize(("sure", "asked"), [(0.9, 2), (0.1, 5)])
 def test_trained_members_rest_where_the_free_ones_promise_more(llama: Target, sure: float, asked: int) -> None:
-    drafter = Hybrid(llama, ["prompt_lookup"])
-    free, trained = _Stub(0, [1, 2], [sure, sure**2]), _Stub(1, [3], [0.6])
-    drafter.__dict__["members"] = [free, trained]
+    free, trained = _Stub([1, 2], [sure, sure**2]), _Stub([3], [0.6])
+    session = HybridSession([free], [trained], 1)
     for n in range(5):
-        drafter.propose(context(llama, [4] * (n + 2)))
-    assert free.asked == [5]
-    assert trained.asked == [asked]
+        session.propose(context(llama, [4] * (n + 2)))
+    assert free.asked == 5
+    assert trained.asked == asked
 
 
 def test_trained_members_rest_where_their_time_is_not_worth_it(llama: Target) -> None:
-    drafter = Hybrid(llama, ["prompt_lookup"])
-    drafter.__dict__["members"] = [_Stub(0, [1], [0.1]), trained := _Stub(1, [3], [0.6])]
+    session = HybridSession([_Stub([1], [0.1])], [trained := _Stub([3], [0.6])], 1)
     for n in range(5):
-        drafter.propose(context(llama, [4] * (n + 2), rate=1e9))
-    assert trained.asked == [2]  # the first time does not tell the price: the prompt may be read in it
+        session.propose(context(llama, [4] * (n + 2), rate=1e9))
+    assert trained.asked == 2  # the first time does not tell the price: the prompt may be read in it
     for n in range(5, 20):
-        drafter.propose(context(llama, [4] * (n + 2), rate=1e9))
-    assert trained.asked == [3]  # tried again
+        session.propose(context(llama, [4] * (n + 2), rate=1e9))
+    assert trained.asked == 3  # tried again
 
 
 def test_a_member_that_has_nothing_to_read_yet_is_not_judged(llama: Target) -> None:
-    drafter = Hybrid(llama, ["prompt_lookup"])
-    drafter.__dict__["members"] = [_Stub(0, [1], [0.1]), trained := _Stub(1, [], [])]
-    drafter.propose(context(llama, [4]))
+    session = HybridSession([_Stub([1], [0.1])], [trained := _Stub([], [])], 1)
+    session.propose(context(llama, [4]))
     trained.drawn = ([3], [0.6])
     for n in range(4):
-        drafter.propose(context(llama, [4] * (n + 2)))
-    assert trained.asked == [5]
+        session.propose(context(llama, [4] * (n + 2)))
+    assert trained.asked == 5
+
+
+def test_a_members_tree_without_scores_is_named(llama: Target) -> None:
+    class Silent(_Stub):
+        def propose(self, context: Context) -> DraftTree:
+            return chain(torch.tensor([[int(context.roots[0]), 3]]))
+
+    with pytest.raises(ValueError, match="a tree without scores, by which trees are mixed; give it scores"):
+        HybridSession([Silent([], [])], [], 1).propose(context(llama, [4, 4]))
 
 
 def test_hybrids_that_can_not_be_are_refused(llama: Target, heads_folder: Path) -> None:
-    for drafters, message in [
-        ([], "at least one drafter"),
-        ("prompt_lookup", "must be a list"),
-        (["prompt_lookup", "prompt_lookup"], "names a drafter twice"),
-        (["prompt_lookup", "lookahead"], r"'lookahead' \(lookahead\) can not share a tree"),
-        (["prompt_lookup", "hybrid"], "give the list of its drafters"),
-        (["prompt_lookup", "medusa"], "train it: train/heads.py drafter=medusa"),
-        (["prompt_lookup", str(heads_folder)], "were trained on target"),
+    early = made(EarlyExit, llama, rank=2)
+    randomize(early)
+    hybrid = Hybrid(llama, {"prompt_lookup": made(PromptLookup, llama)})
+    for kind, member in (("lookahead", made(Lookahead, llama)), ("early_exit", early.eval()), ("hybrid", hybrid)):
+        with pytest.raises(ValueError, match=rf"drafter 'x' \({kind}\) can not share a tree"):
+            Hybrid(llama, {"prompt_lookup": made(PromptLookup, llama), "x": member})
+    for name, message in [
+        ("prompt_lookup+prompt_lookup", "names a drafter twice"),
+        ("prompt_lookup+lookahead", r"'lookahead' \(lookahead\) can not share a tree"),
+        ("prompt_lookup+hybrid", r"join the names of its members by \+"),
+        ("prompt_lookup+medusa", "train/heads.py drafter=medusa"),
+        (f"prompt_lookup+{heads_folder}", "was made for target"),
+        ("prompt_lookup+", r"names no drafter on one side of a \+"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Hybrid(llama, drafters)  # type: ignore[arg-type]
+            find_drafter(name, llama)
     with pytest.raises(FileNotFoundError, match="no drafter at 'runs/nothing'"):
-        Hybrid(llama, ["prompt_lookup", "runs/nothing"])
+        find_drafter("prompt_lookup+runs/nothing", llama)
 
 
 # -- by name
@@ -330,21 +330,20 @@ def test_drafters_load_without_a_checkpoint(heads_folder: Path, tiny_folder: str
     for drafter, kind in [
         ("prompt_lookup", "prompt_lookup"),
         ("lookahead", "lookahead"),
-        ([str(heads_folder), "prompt_lookup"], "hybrid"),
         (f"{heads_folder}+prompt_lookup", "hybrid"),
-        ([heads_folder], "hybrid"),
+        (heads_folder, "medusa"),
     ]:
         spec = selfspec.load(drafter, target=tiny_folder)
         assert spec.drafter.kind == kind
         assert spec.generate([[5, 9, 2, 5, 9, 2]], 20).token_ids == plain.token_ids
-    assert selfspec.load(["prompt_lookup", heads_folder]).drafter.kind == "hybrid"  # the target that the heads name
+    assert selfspec.load(f"prompt_lookup+{heads_folder}").drafter.kind == "hybrid"  # the target that the heads name
     for drafter, message in [
         ("prompt_lookup", "names no target; give one"),
-        ([], "is empty"),
+        ("", "must be an embedded name"),
         ("medusa", "train/heads.py drafter=medusa"),
-        ("hybrid", "give the list"),
+        ("hybrid", "nothing by itself"),
         (7, "must be an embedded name"),
-        ([3], "must be an embedded name"),
+        (["prompt_lookup"], "must be an embedded name"),
     ]:
         with pytest.raises(ValueError, match=message):
             selfspec.load(drafter)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
-from selfspec.sampling import Noise, Sampling, gumbel, noise_bits, pick, warp
+from selfspec.core.sampling import Noise, Sampling, gumbel, noise_bits, pick, warp
 
 MASK = 2**64 - 1
 

@@ -8,12 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import save_tiny
+from conftest import Watch, made, save_tiny, tiny_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 import selfspec
-from selfspec.generate import autoregressive
-from selfspec.spec import Spec, load_target
+from selfspec.api import Spec
+from selfspec.checkpoint import weights_hash
+from selfspec.core.contract import Context, Session
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import chain
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.feature import Feature
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.sequential import SequentialHeads
+from selfspec.loading import load_target
 
 TEXTS = ["def parse(self):\n    ", "import os\n"]
 
@@ -48,18 +59,18 @@ def test_stream_is_the_text_of_generate(spec: Spec) -> None:
 
 
 def test_two_streams_do_not_disturb_each_other(spec: Spec) -> None:
-    streams = [spec.stream(text, 20, temperature=1.0) for text in TEXTS]
+    streams = [spec.stream(text, 20, temperature=1.0, seed=6) for text in TEXTS]
     pieces: list[list[str]] = [[], []]
     for turn in range(200):
         if (piece := next(streams[turn % 2], None)) is not None:
             pieces[turn % 2].append(piece)
     for text, parts in zip(TEXTS, pieces, strict=True):
-        assert "".join(parts) == spec.generate([text], 20, temperature=1.0).texts[0]
+        assert "".join(parts) == spec.generate([text], 20, temperature=1.0, seed=6).texts[0]
 
 
 def test_target_model_is_stock_and_untouched(spec: Spec, tiny_folder: str) -> None:
     assert type(spec.target.model).__module__.startswith("transformers.models.llama")
-    assert spec.target.checksum() == load_target(tiny_folder)[0].checksum()
+    assert weights_hash(spec.target.model) == weights_hash(load_target(tiny_folder)[0].model)
 
 
 def test_run_folders_and_overrides(heads_folder: Path, tiny_folder: str) -> None:
@@ -128,9 +139,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path, tokenizer: object) -
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
     target, none = load_target(str(folder))
-    from selfspec.drafters.medusa import Medusa
-
-    spec = Spec(target, Medusa(target, heads=2, rank=2), none)
+    spec = Spec(target, made(Medusa, target, heads=2, rank=2), none)
     assert none is None
     assert len(spec.generate([[1, 2, 3]], 5).token_ids[0]) == 5
     with pytest.raises(ValueError, match="no tokenizer"):
@@ -150,8 +159,8 @@ def test_embedded_heads_in_float32_are_exact(name: str) -> None:
         "try:\n    ",
     ]
     for temperature in (0.0, 0.7, 1.0):
-        fast = spec.generate(prompts, 48, temperature, nodes=16)
-        assert fast.token_ids == spec.autoregressive(prompts, 48, temperature).token_ids
+        fast = spec.generate(prompts, 48, temperature, seed=3, nodes=16)
+        assert fast.token_ids == spec.autoregressive(prompts, 48, temperature, seed=3).token_ids
         assert fast.stats.acceptance_length > 1.5
     for prompt in prompts:
         ids = torch.tensor([spec.tokenizer(prompt)["input_ids"]])
@@ -169,7 +178,7 @@ def test_embedded_assets_are_small() -> None:
 
 
 def test_command_line(heads_folder: Path) -> None:
-    call = [sys.executable, "-m", "selfspec", "--heads", str(heads_folder), "--max-new-tokens", "12"]
+    call = [sys.executable, "-m", "selfspec", "--drafter", str(heads_folder), "--max-new-tokens", "12"]
     plain = subprocess.run([*call, "import os"], capture_output=True, text=True, env=os.environ)
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout.startswith("import os")
@@ -177,7 +186,7 @@ def test_command_line(heads_folder: Path) -> None:
     assert colored.returncode == 0, colored.stderr
     assert "per pass" in colored.stderr
     wrong = subprocess.run([*call, "--temperature", "-1", "x"], capture_output=True, text=True, env=os.environ)
-    assert wrong.returncode == 1
+    assert wrong.returncode == 2
     assert "selfspec: temperature=-1.0" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
@@ -186,4 +195,107 @@ def test_oracle_and_engine_share_signature_and_result() -> None:
     import inspect
 
     assert inspect.signature(Spec.generate) == inspect.signature(Spec.autoregressive)
-    assert inspect.signature(autoregressive).return_annotation == "Result"
+    one, other = inspect.signature(autoregressive), inspect.signature(speculative)
+    assert list(one.parameters) == list(other.parameters)
+    assert one.return_annotation == other.return_annotation == "Result"
+
+
+def test_without_a_seed_torchs_generator_governs_it_and_calls_differ(spec: Spec) -> None:
+    torch.manual_seed(5)
+    one, other = spec.generate(TEXTS[:1], 12, 1.0), spec.generate(TEXTS[:1], 12, 1.0)
+    assert one.seed != other.seed
+    assert one.token_ids != other.token_ids
+    torch.manual_seed(5)
+    assert spec.generate(TEXTS[:1], 12, 1.0).token_ids == one.token_ids
+    assert spec.generate(TEXTS[:1], 12, 1.0, seed=one.seed).token_ids == one.token_ids
+    before = torch.get_rng_state()
+    spec.generate(TEXTS[:1], 4)  # greedy text needs no noise
+    assert torch.equal(torch.get_rng_state(), before)
+    firsts = {spec.generate([[5, 9, 2]], 1, 1.0).token_ids[0][0] for _ in range(40)}
+    assert len(firsts) > 3  # one token 40 times where all calls drew the same noise
+
+
+def test_scalars_arrays_and_ranges_are_taken(spec: Spec) -> None:
+    want = spec.generate(TEXTS, 6, 0.5, seed=[3, 4]).token_ids
+    for temperature in (np.float32(0.5), torch.tensor(0.5), np.float64(0.5)):
+        for seed in (np.array([3, 4]), range(3, 5), (3, 4)):
+            assert spec.generate(TEXTS, 6, temperature, seed=seed).token_ids == want
+    ids = torch.tensor([[5, 9, 2], [7, 7, 1]])
+    assert spec.generate(ids, 4).token_ids == spec.generate(ids.tolist(), 4).token_ids  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompts has 1 dimensions; give one row of token ids per prompt"):
+        spec.generate(torch.tensor([5, 9, 2]), 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unknown argument 'temprature'; there are max_new_tokens, temperature"):
+        spec.generate(TEXTS, temprature=1.0)
+    with pytest.raises(ValueError, match="lossy='typical' can not be streamed"):
+        spec.stream(TEXTS[0], 4, lossy="typical")
+
+
+def test_a_target_that_was_changed_is_named(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    before = spec.generate(TEXTS, 6).token_ids
+    spec.target.model.train()
+    with pytest.raises(ValueError, match=r"training mode.*call target.model.eval\(\)"):
+        spec.generate(TEXTS, 4)
+    spec.target.model.eval()
+    assert spec.generate(TEXTS, 6).token_ids == before
+    spec.target.model.config.return_dict = False
+    assert spec.generate(TEXTS, 6).token_ids == before
+    spec.target.model.config.return_dict = True
+    spec.target.model.to(torch.float64)
+    with pytest.raises(ValueError, match=r"changed after loading.*float32.*float64.*load it then"):
+        spec.generate(TEXTS, 4)
+    spec.target.model.to(torch.float32)
+    spec.target.model.resize_token_embeddings(400)
+    with pytest.raises(ValueError, match=r"changed after loading.*400"):
+        spec.autoregressive(TEXTS, 4)
+
+
+def test_what_is_hooked_into_the_target_counts(heads_folder: Path) -> None:
+    """A hook on the stock model (steering, logging) is obeyed from the next call on, and gone when it is removed."""
+    spec = selfspec.load(str(heads_folder))
+    before = spec.generate(TEXTS[:1], 12).token_ids[0]
+    ids = torch.tensor(spec.encode(TEXTS[:1]))
+    handle = spec.target.layers[1].register_forward_hook(lambda m, a, out: out * -3.0 + 1.0)
+    steered = spec.generate(TEXTS[:1], 12).token_ids[0]
+    reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert steered == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == reference[0, ids.shape[1] :].tolist() != before
+    handle.remove()
+    assert spec.generate(TEXTS[:1], 12).token_ids[0] == before
+
+
+def test_a_small_vocabulary_is_drafted_for() -> None:
+    target = Target(tiny_model(vocab_size=7))
+    for kind in (Medusa, Feature, SequentialHeads, EarlyExit):
+        drafter = made(kind, target).eval()
+        plain = autoregressive(target, [[1, 2, 3]], Options(20, Sampling(1.0), 2))
+        assert speculative(target, [[1, 2, 3]], Options(20, Sampling(1.0), 2), drafter, 16).token_ids == plain.token_ids
+
+
+def test_a_session_serves_one_call(spec: Spec) -> None:
+    class Keeps:
+        reads = spec.drafter.reads
+
+        def __init__(self) -> None:
+            self.kept = spec.drafter.session(spec.target, 1)
+
+        def session(self, target: Target, rows: int) -> Session:
+            return self.kept
+
+    drafter = Keeps()
+    speculative(spec.target, [[5, 9, 2]], Options(4), drafter, 4)
+    with pytest.raises(ValueError, match=r"Keeps.session returned a session of an earlier call"):
+        speculative(spec.target, [[5, 9, 2]], Options(4), drafter, 4)
+    watch = Watch(spec.drafter)
+    contexts: list[Context] = []
+    propose = watch.propose
+    watch.propose = lambda context: contexts.append(context) or propose(context)  # type: ignore[method-assign, func-returns-value]
+    speculative(spec.target, [[5, 9, 2]], Options(4), watch, 4)
+    context = contexts[-1]
+    with pytest.raises(ValueError, match="this call of generate has ended"):
+        spec.target.forward(chain(context.roots[:, None]), context.cache)
+
+
+def test_the_last_position_is_told(spec: Spec) -> None:
+    prompt = [[5] * 250]
+    with pytest.warns(UserWarning, match="row 0 ends after 6 new tokens instead of 20.*256 positions"):
+        assert len(spec.generate(prompt, 20).token_ids[0]) == 6

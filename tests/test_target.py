@@ -27,8 +27,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from selfspec.target import Target
-from selfspec.tree import DraftTree, chain
+from selfspec.checkpoint import weights_hash
+from selfspec.core.support import layer_stack
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
 
 TOKENS = torch.tensor([[5, 9, 2, 7, 11, 3, 8]])
 TREE = DraftTree(torch.tensor([[4, 10, 20, 30, 12, 13]]), torch.tensor([[-1, 0, 0, 1, 1, 2]]))
@@ -65,15 +67,17 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
         for cache in (whole_cache, split_cache):
             target.forward(chain(TOKENS), cache, logits=False)
             cache.keep([list(range(7))])
-        whole = target.forward(TREE, whole_cache, features=(0, stop - 1, 2))
-        _ = target.tuples  # found once per target, by a pass that is none of those counted
+        whole = target.forward(TREE, whole_cache, reads=(0, stop - 1, 2))
         calls = [0] * target.n_layers
+        parts = [target.part(0, stop, ()), target.part(stop, target.n_layers, (2,))]
         handles = [
             layer.register_forward_hook(lambda m, a, o, i=i: calls.__setitem__(i, calls[i] + 1))
-            for i, layer in enumerate(target.layers)
+            for part, own in zip(parts, (range(stop), range(stop, target.n_layers)), strict=True)
+            for i, layer in enumerate(layer_stack(part))
+            if i in own
         ]
         first = target.forward(TREE, split_cache, layers=(0, stop))
-        rest = target.forward(TREE, split_cache, layers=(stop, target.n_layers), hidden=first.hidden, features=(2,))
+        rest = target.forward(TREE, split_cache, layers=(stop, target.n_layers), hidden=first.hidden, reads=(2,))
         for handle in handles:
             handle.remove()
     assert calls == [1] * target.n_layers
@@ -86,12 +90,17 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_nothing_outlives_a_pass(llama: Target) -> None:
-    layers = list(llama.layers)
+def test_parts_are_built_once_and_leave_the_model_alone(llama: Target) -> None:
+    layers, names = list(llama.layers), [name for name, _ in llama.model.named_modules()]
     with torch.no_grad(), pytest.raises(RuntimeError):
         llama.forward(chain(TOKENS), llama.cache(1, 16), layers=(1, 3), hidden=torch.zeros(1, 7, 5))
     assert list(llama.layers) == layers
+    assert [name for name, _ in llama.model.named_modules()] == names
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.model.modules())
+    part = llama.part(1, 3, (2,))
+    assert llama.part(1, 3, (2, 2)) is part is not llama.model
+    own = {p.data_ptr() for p in llama.model.parameters()}
+    assert {p.data_ptr() for p in part.parameters()} <= own
 
 
 def test_layer_ranges_are_checked(llama: Target) -> None:
@@ -172,13 +181,14 @@ def test_refuses_attention_without_tree_masks(llama: Target) -> None:
         Target(model)
 
 
-def test_checksum_sees_the_smallest_change_and_the_fingerprint_no_dtype() -> None:
+def test_the_weights_hash_sees_the_smallest_change_and_rounded_no_dtype() -> None:
     target, other = Target(tiny_model(dtype=torch.float32)), Target(tiny_model(dtype=torch.float32))
-    assert target.checksum() == other.checksum()
+    assert weights_hash(target.model) == weights_hash(other.model)
     with torch.no_grad():
         weight = target.layers[1].mlp.up_proj.weight
         weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
-    assert target.checksum() != other.checksum()
+    assert weights_hash(target.model) != weights_hash(other.model)
     half = Target(tiny_model(dtype=torch.bfloat16))
-    assert half.checksum(torch.bfloat16) == other.checksum(torch.bfloat16)
-    assert half.checksum(torch.bfloat16) == Target(half.model.float()).checksum(torch.bfloat16)
+    assert weights_hash(half.model, torch.bfloat16) == weights_hash(other.model, torch.bfloat16)
+    rounded = weights_hash(half.model, torch.bfloat16)
+    assert rounded == weights_hash(half.model.float(), torch.bfloat16)

@@ -8,27 +8,27 @@ import pytest
 import torch
 from conftest import compose_config
 
-from selfspec.build import run_heads
-from selfspec.checkpoint import load_drafter
-from selfspec.generate import autoregressive
-from selfspec.options import Options
-from selfspec.sampling import Sampling
-from selfspec.spec import end_tokens, load_target
+from selfspec.checkpoint import load_drafter, weights_hash
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options, end_tokens
+from selfspec.core.sampling import Sampling
+from selfspec.data.windows import Stream, Windows, consecutive
+from selfspec.drafters.parts.losses import distance, masked_mean
+from selfspec.loading import load_target
+from selfspec.runs import run_training
 from selfspec.training import loop as loop_module
-from selfspec.training.data import Stream, Windows, consecutive
+from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig
-from selfspec.training.losses import distance, masked_mean
-from selfspec.training.own_text import OwnTextConfig, write_own_text
 
 SMALL = (
     "drafter.heads=3",
     "drafter.rank=4",
-    "heads.length=48",
-    "heads.prompts=4",
-    "heads.prompt_tokens=8",
-    "heads.new_tokens=16",
-    "heads.validation_rows=4",
-    "heads.lr=0.01",
+    "train.length=48",
+    "train.prompts=4",
+    "train.prompt_tokens=8",
+    "train.new_tokens=16",
+    "train.validation_rows=4",
+    "train.lr=0.01",
     "loop.batch_size=4",
     "loop.log_every=1",
     "loop.precision=no",
@@ -97,11 +97,13 @@ def test_learning_rate_rises_stays_and_falls_to_zero() -> None:
 
 
 def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
-    before = load_target(tiny_folder)[0].checksum()
-    figures = run_heads(small("falls", tiny_folder, source_root, "loop.steps=40", "loop.validate_every=10"), tmp_path)
+    before = weights_hash(load_target(tiny_folder)[0].model)
+    figures = run_training(
+        small("falls", tiny_folder, source_root, "loop.steps=40", "loop.validate_every=10"), tmp_path
+    )
     losses = [record["validation"]["loss"] for record in logged(tmp_path, "validation")]
     assert losses[-1] < losses[0]
-    assert figures["target_checksum"] == before == load_target(tiny_folder)[0].checksum()
+    assert figures["target_hash"] == before == weights_hash(load_target(tiny_folder)[0].model)
     for kind in ("greedy", "sampled"):
         assert len(figures[kind]["top1"]) == 3
         assert all(a <= b for a, b in zip(figures[kind]["top1"], figures[kind]["top5"], strict=True))
@@ -116,9 +118,9 @@ def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path
 def test_resume_is_bit_equal(
     kind: str, tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("loop.steps=6", "loop.checkpoint_every=2", f"drafter.loss={kind}", "heads.prompts=2")
+    settings = ("loop.steps=6", "loop.checkpoint_every=2", f"drafter.loss={kind}", "train.prompts=2")
     config = small("resumes", tiny_folder, source_root, *settings)
-    run_heads(config, tmp_path / "whole")
+    run_training(config, tmp_path / "whole")
 
     saved, real = [0], loop_module._save
 
@@ -130,12 +132,12 @@ def test_resume_is_bit_equal(
 
     monkeypatch.setattr(loop_module, "_save", crash_after_second)
     with pytest.raises(KeyboardInterrupt):
-        run_heads(config, tmp_path / "parts")
+        run_training(config, tmp_path / "parts")
     assert not (tmp_path / "parts" / "drafter").exists()
     monkeypatch.setattr(loop_module, "_save", real)
     with (tmp_path / "parts" / "train.jsonl").open("a") as f:  # a step that was logged and lost with the crash
         f.write(json.dumps({"step": 5, "train": {"loss": 0.0}}) + "\n")
-    run_heads(config, tmp_path / "parts")
+    run_training(config, tmp_path / "parts")
     steps = [record["step"] for record in logged(tmp_path / "parts", "train")]
     assert steps == [1, 2, 3, 4, 5, 6]
     told = json.loads((tmp_path / "whole" / "drafter" / "training.json").read_text())
@@ -157,36 +159,38 @@ def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyt
         scratch.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(loop_module.torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
-        loop_module._save(path, {"step": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.torch, "save", torn)
+        with pytest.raises(OSError, match="disk full"):
+            loop_module._save(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_a_damaged_checkpoint_is_named_and_a_torn_log_is_not_fatal(
     tiny_folder: str, source_root: Path, tmp_path: Path
 ) -> None:
-    run_heads(small("c", tiny_folder, source_root, "loop.steps=1", "heads.prompts=2"), tmp_path)
+    run_training(small("c", tiny_folder, source_root, "loop.steps=1", "train.prompts=2"), tmp_path)
     with (tmp_path / "train.jsonl").open("a") as f:
         f.write('{"tor')
-    run_heads(small("c", tiny_folder, source_root, "loop.steps=2", "heads.prompts=2"), tmp_path)
+    run_training(small("c", tiny_folder, source_root, "loop.steps=2", "train.prompts=2"), tmp_path)
     assert [record["step"] for record in logged(tmp_path, "train")] == [1, 2]
     state = tmp_path / "state.pt"
     state.write_bytes(state.read_bytes()[:500])
     with pytest.raises(ValueError, match=r"state\.pt is damaged.*delete it"):
-        run_heads(small("c", tiny_folder, source_root, "loop.steps=3", "heads.prompts=2"), tmp_path)
+        run_training(small("c", tiny_folder, source_root, "loop.steps=3", "train.prompts=2"), tmp_path)
 
 
 def test_a_failed_start_does_not_block_the_name(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too short"):
-        run_heads(small("b", tiny_folder, source_root, "loop.steps=1", "heads.length=4"), tmp_path)
-    run_heads(small("b", tiny_folder, source_root, "loop.steps=1"), tmp_path)
+        run_training(small("b", tiny_folder, source_root, "loop.steps=1", "train.length=4"), tmp_path)
+    run_training(small("b", tiny_folder, source_root, "loop.steps=1"), tmp_path)
 
 
 def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
-    run_heads(small("a", tiny_folder, source_root, "loop.steps=1"), tmp_path)
+    run_training(small("a", tiny_folder, source_root, "loop.steps=1"), tmp_path)
     with pytest.raises(ValueError, match="another configuration"):
-        run_heads(small("a", tiny_folder, source_root, "loop.steps=1", "heads.lr=0.5"), tmp_path)
+        run_training(small("a", tiny_folder, source_root, "loop.steps=1", "train.lr=0.5"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +198,9 @@ def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path,
     [
         ("loop.steps=0", "loop.steps=0"),
         ("loop.precision=fp8", "loop.precision='fp8'"),
-        ("heads.lr=0", "heads.lr=0"),
-        ("heads.length=512", "heads.length=512 exceeds the target's 256"),
-        ("heads.prompts=4000", "4000 prompts"),
+        ("train.lr=0", "train.lr=0"),
+        ("train.length=512", "train.length=512 exceeds the target's 256"),
+        ("train.prompts=4000", "4000 prompts"),
         ("data.max_files=0", "data.max_files=0"),
         ("drafter.rank=-1", "drafter.rank=-1"),
     ],
@@ -205,7 +209,7 @@ def test_bad_settings_fail_before_any_step(
     override: str, message: str, tiny_folder: str, source_root: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(Exception, match=message):
-        run_heads(small("bad", tiny_folder, source_root, override), tmp_path)
+        run_training(small("bad", tiny_folder, source_root, override), tmp_path)
     assert not (tmp_path / "train.jsonl").exists() or not logged(tmp_path, "train")
 
 
@@ -214,18 +218,18 @@ def test_offline_wandb_needs_no_account(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("one", "two"):  # two runs in one process
-        run_heads(small(name, tiny_folder, source_root, "loop.steps=1", "heads.prompts=2"), tmp_path / name)
+        run_training(small(name, tiny_folder, source_root, "loop.steps=1", "train.prompts=2"), tmp_path / name)
         assert list((tmp_path / name / "wandb").glob("offline-run-*"))
 
 
-OWN = ("heads.own_text.rows=80", "heads.own_text.prompt_tokens=8", "heads.own_text.new_tokens=16")
+OWN = ("train.distill.rows=80", "train.distill.prompt_tokens=8", "train.distill.new_tokens=16")
 
 
 def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Path, tiny_folder: str) -> None:
     target, _ = load_target(tiny_folder)
     stream = Stream(torch.arange(300) % 50, torch.arange(300) % 50 % 7 > 0, 0)
-    config = OwnTextConfig(rows=80, prompt_tokens=8, new_tokens=16)
-    whole = write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True)
+    config = DistillConfig(rows=80, prompt_tokens=8, new_tokens=16)
+    whole = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert len(whole.tokens) == len(whole.mask) == 80 * 24
     rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
     eos = end_tokens(target)
@@ -239,14 +243,14 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     files = sorted((tmp_path / "a").rglob("*.safetensors"))
     assert len(files) == 2
     files[1].unlink()
-    again = write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True)
+    again = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
-    assert torch.equal(write_own_text(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
-    other = write_own_text(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
+    assert torch.equal(distill(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    other = distill(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
     assert not torch.equal(other.tokens, whole.tokens)
     with pytest.raises(ValueError, match="too few for prompts"):
-        write_own_text(target, Stream(stream.tokens[:8], stream.mask[:8], 0), config, 3, tmp_path / "b")
+        distill(target, Stream(stream.tokens[:8], stream.mask[:8], 0), config, 3, tmp_path / "b")
 
 
 def test_training_on_own_text_resumes_bit_equal(
@@ -258,7 +262,7 @@ def test_training_on_own_text_resumes_bit_equal(
             if steps < total:
                 kept = loop_module._save
                 patch.setattr(loop_module, "_save", lambda path, state: stop_after(kept, path, state, steps))
-            return run_heads(config, folder)
+            return run_training(config, folder)
 
     whole = run(tmp_path / "whole", 6)
     with pytest.raises(KeyboardInterrupt):

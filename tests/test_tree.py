@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.drafting import grow
-from selfspec.tree import DraftTree, chain
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.parts.plan import grow
 
 
 @st.composite

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import compose_config, randomize, tiny_model
+from conftest import compose_config, made, randomize, tiny_model
 
-from selfspec.build import run_verifiers
+from selfspec.api import Spec
+from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafting import grow
+from selfspec.drafters.parts.plan import grow
 from selfspec.evaluation import verifiers
 from selfspec.evaluation.verifiers import (
     Random,
@@ -24,11 +25,10 @@ from selfspec.evaluation.verifiers import (
     block_verification,
     draft,
     recursive_rejection,
-    rejection_chances,
+    rejection_rates,
     traversal,
 )
-from selfspec.spec import Spec
-from selfspec.target import Target
+from selfspec.runs import run_verifiers
 
 V = 3
 SHAPES = {
@@ -86,7 +86,7 @@ def law(rng: np.random.Generator) -> Any:
 
 
 def emitted(verifier: Any, parents: list[int], seed: int) -> tuple[dict[Any, Fraction], dict[Any, Any]]:
-    """The law of what one pass emits, and the target's next-token laws by prefix."""
+    """The distribution of what one pass emits, and the target's next-token laws by prefix."""
     rng = np.random.default_rng(seed)
     p = {prefix: law(rng) for n in range(4) for prefix in itertools.product(range(V), repeat=n)}
     q = [law(rng) for _ in parents]
@@ -103,7 +103,7 @@ def emitted(verifier: Any, parents: list[int], seed: int) -> tuple[dict[Any, Fra
 
 
 def completed(found: dict[Any, Fraction], p: dict[Any, Any], length: int) -> dict[Any, Fraction]:
-    """The law of `length` tokens where what a pass left open is sampled from the target."""
+    """The distribution of `length` tokens where what a pass left open is sampled from the target."""
     result: dict[Any, Fraction] = {}
     for text in itertools.product(range(V), repeat=length):
         chance = Fraction(0)
@@ -132,7 +132,7 @@ def is_exact(verifier: Any, shape: str, seed: int) -> bool:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("verifier", "shape"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_the_law_is_the_targets(verifier: Any, shape: str, seed: int) -> None:
+def test_the_distribution_is_the_targets(verifier: Any, shape: str, seed: int) -> None:
     assert is_exact(verifier, shape, seed)
 
 
@@ -172,7 +172,7 @@ def test_block_verification_is_traversal_of_a_chain_and_accepts_no_less() -> Non
 
 def test_acceptance_on_a_target() -> None:
     target = Target(tiny_model())
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     drafter.eval()
     spec = Spec(target, drafter)
@@ -180,7 +180,7 @@ def test_acceptance_on_a_target() -> None:
     def heads(hidden: torch.Tensor) -> torch.Tensor:
         return drafter(hidden)[:, 0]
 
-    chances = rejection_chances(spec, heads, [list(range(40))], 8, 1.0)
+    chances = rejection_rates(spec, heads, [list(range(40))], 8, 1.0)
     assert len(chances) == 3
     assert all(0 < sum(row) <= 1 for row in chances)
     parents = grow(chances, 8)[0]
@@ -202,7 +202,7 @@ def test_random_choices_follow_their_weights() -> None:
 def test_the_command_writes_one_table(tmp_path: Path, heads_folder: Path, source_root: Path) -> None:
     config = compose_config(
         "verifiers",
-        f"drafter.name={heads_folder}",
+        f"drafter={heads_folder}",
         f"data.root={source_root}",
         "verifiers.prompts=2",
         "verifiers.prompt_tokens=12",

@@ -33,8 +33,8 @@ _KEEP = 0.99  # weight that a pass keeps with every further pass
 
 @dataclass
 class Experience:
-    """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: begun; slow: time
-    of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs; promised,
+    """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
+    time of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs; promised,
     kept: drafted tokens by their path probabilities, and those accepted; draft, passes: seconds of drafting, and how
     many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
 
@@ -140,7 +140,12 @@ class AutoSession:
         limit: int,
     ) -> None:
         self.inner, self.costs, self.past, self.forecast, self.rows, self.limit = (
-            inner, costs, past, forecast, rows, limit,
+            inner,
+            costs,
+            past,
+            forecast,
+            rows,
+            limit,
         )
         self.end = 0  # of the longest row
         self.last: _Drafted | None = None

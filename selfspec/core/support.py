@@ -1,4 +1,4 @@
-"""What is known of transformers' families: which can not be served and why, where their layers are, how far they reach."""
+"""What is known of transformers' models: which can not be served and why, where layers are, how far they reach."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _DOCSTRING = re.compile(r'^ +def .*\n +r?"""\S.*\n', re.MULTILINE)
 
 
 def prompts_of_group(group: str, documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """`count` prompts of about `tokens` tokens, of one of GROUPS. Raises ValueError where the documents hold too few."""
+    """`count` prompts of about `tokens` tokens, of one of GROUPS. Raises ValueError where there are too few."""
     tests = [d for d in documents if d.name.startswith("test/")]
     modules = [d for d in documents if not d.name.startswith("test/")]
     if group == "continuation":

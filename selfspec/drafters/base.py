@@ -100,7 +100,9 @@ class Trained(Drafter):
     def __init__(self, config: DrafterConfig, depth: int) -> None:
         """depth: how many tokens ahead it drafts. Until it is calibrated, choices are believed to halve in worth."""
         prior = [0.5 * 0.5**rank for rank in range(CHOICES)]
-        super().__init__(config, {mode: Calibration([list(prior) for _ in range(depth)], [1.0] * depth) for mode in MODES})
+        super().__init__(
+            config, {mode: Calibration([list(prior) for _ in range(depth)], [1.0] * depth) for mode in MODES}
+        )
         self.depth = depth
 
     @abstractmethod

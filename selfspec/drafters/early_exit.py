@@ -119,9 +119,7 @@ class EarlyExitSession:
             expanded = tree.tokens.shape[1]
             return scores, None
 
-        tree = grown(
-            self.drafter, context, step, config.depth, config.width, config.min_prob, reserve=True
-        ).tree()
+        tree = grown(self.drafter, context, step, config.depth, config.width, config.min_prob, reserve=True).tree()
         if tree.tokens.shape[1] > expanded:
             hidden = torch.cat([hidden, target.forward(tree, cache, False, below, ran=expanded).hidden], 1)
         self.read = expanded

@@ -47,8 +47,8 @@ class Hybrid(Drafter):
         for name, member in members.items():
             if isinstance(member, Hybrid) or not _prunable(target, member):
                 raise ValueError(
-                    f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as it was "
-                    "proposed; leave it out"
+                    f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as "
+                    "it was proposed; leave it out"
                 )
         self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
         self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))

@@ -32,8 +32,8 @@ _SLACK = 3.0  # what may lie beyond the largest noise measured, of fewer positio
 @dataclass
 class AuditConfig:
     """prompts of prompt_tokens tokens are cut from the held-out text, or taken from prompt_file (JSON lines); each is
-    decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the distribution test, over the
-    distribution_top_k likeliest tokens (0: leave that test out)."""
+    decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the distribution
+    test, over the distribution_top_k likeliest tokens (0: leave that test out)."""
 
     prompts: int = 24
     prompt_tokens: int = 128
@@ -61,7 +61,8 @@ class AuditConfig:
         as_seed(list(self.seeds))
         if self.distribution_samples < 0 or 0 < self.distribution_samples < 500:
             raise ValueError(
-                f"audit.distribution_samples={self.distribution_samples} can tell no distribution; give at least 500, or 0 for no test"
+                f"audit.distribution_samples={self.distribution_samples} can tell no distribution; give at least 500, or "
+                "0 for no test"
             )
         for temperature in self.temperatures:
             Sampling(temperature)
@@ -205,7 +206,7 @@ def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, po
 
 @dataclass
 class DistributionTest:
-    """Chi-square of texts of three tokens: against the exact distribution (`name` says whose texts), or of two samples."""
+    """Chi-square of texts of three tokens: against the exact distribution (`name`: whose texts), or of two samples."""
 
     name: str
     samples: int
@@ -313,7 +314,9 @@ def distribution_tests(
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
     ours, biased, theirs = drafted(None), drafted(unseen), sampled()
-    wanted = torch.cat([expected, torch.zeros(1)])  # of texts outside the distribution, which rounding alone can produce
+    wanted = torch.cat(
+        [expected, torch.zeros(1)]
+    )  # of texts outside the distribution, which rounding alone can produce
     tests = []
     for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
         statistic, p, bins = chi_square(observed, wanted)

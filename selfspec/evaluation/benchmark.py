@@ -90,9 +90,7 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
     calls: dict[str, Callable[[int, list[list[int]]], Generated]] = {
         "hf_generate": lambda first, batch: hf_generate(spec, batch, config, config.seed + first),
         "autoregressive": lambda first, batch: spec.autoregressive(batch, **own(first, batch)),
-        "speculative": lambda first, batch: spec.generate(
-            batch, **own(first, batch), nodes=nodes, lossy=config.lossy
-        ),
+        "speculative": lambda first, batch: spec.generate(batch, **own(first, batch), nodes=nodes, lossy=config.lossy),
     }
     check(spec.target, prompts, Options(config.max_new_tokens))  # all of them, before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.evaluation.benchmark import Record
 from selfspec.core.stats import Stats
+from selfspec.evaluation.benchmark import Record
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:

@@ -232,8 +232,10 @@ def comparison_tables(runs: list[Run], rows: list[dict[str, Any]], prices: dict[
 
 
 def section(path: Path, name: str) -> tuple[str, str]:
-    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file. Raises ValueError
-    where there is none."""
+    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file.
+
+    Raises ValueError where there is none.
+    """
     text = path.read_text() if path.is_file() else ""
     head, mark, rest = text.partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition("<!-- end -->")

@@ -1,8 +1,8 @@
 """The published lossless verifiers, for comparison with shared noise alone: nothing in the package decodes by them.
 
 Each draws its drafts from the drafter's distribution and corrects for it by rejection, so that what it emits has the
-target's distribution. They are written over any numbers (float64, or fractions for the proof by enumeration in the tests) and
-any source of chance.
+target's distribution. They are written over any numbers (float64, or fractions for the proof by enumeration in the
+tests) and any source of chance.
 
 Legend: p[n], q[n] the target's and the drafter's distribution behind node n; a the chance to accept.
 """
@@ -323,7 +323,9 @@ def compare(
         unseeing, _ = measure_along(without_noise, drafter.depth, drafter.scores)
         line = Calibration([[0.5]] * depth, [1.0] * depth)
 
-        def noisy(nodes: int, drafts: Drafts = drafter, temperature: float = temperature, **modes: Calibration) -> list[Stats]:
+        def noisy(
+            nodes: int, drafts: Drafts = drafter, temperature: float = temperature, **modes: Calibration
+        ) -> list[Stats]:
             settings = (config.max_new_tokens, Sampling(temperature))
             with _calibrated(drafter, **modes):
                 return [

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from selfspec.log import RunLog, atomic
 from selfspec.data.corpus import Document
 from selfspec.data.windows import Windows, consecutive, tokenize
+from selfspec.log import RunLog, atomic
 from selfspec.training.loop import LoopConfig, fit
 
 END = "<|endoftext|>"

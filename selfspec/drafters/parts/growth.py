@@ -89,8 +89,8 @@ class Growth:
         return DraftTree(self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp())
 
 
-# of the growth so far and the depth: logits [B, m, C] below the m nodes of the frontier, and whose logits they are, int64
-# [B, C] (None: of all tokens)
+# Given the growth so far and the depth: logits [B, m, C] below the m nodes of the frontier, and whose logits they are,
+# int64 [B, C] (None: of all tokens)
 Step = Callable[[Growth, int], tuple[Tensor, Tensor | None]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, randomize, tiny_model
+from conftest import VOCAB, made, randomize, tiny_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -25,13 +25,13 @@ from transformers import (
 )
 
 import selfspec
-from selfspec.custom_generate import SpeculativeOutput
+from selfspec.api import Spec
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.generate import autoregressive
-from selfspec.options import Options
-from selfspec.sampling import Sampling
-from selfspec.spec import Spec
-from selfspec.target import Target
+from selfspec.hf import SpeculativeOutput
 
 IDS = torch.tensor([[5, 9, 2, 7, 7, 1, 30, 12, 9, 2]])
 RAGGED = [[5, 9, 2, 7, 7, 1], [3, 8], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11]]
@@ -41,7 +41,7 @@ PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def spec(request: pytest.FixtureRequest) -> Spec:
     target = Target(tiny_model(request.param))
-    drafter = Medusa(target, heads=3, rank=4)
+    drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
     return Spec(target, drafter)
 
