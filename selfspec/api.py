@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
@@ -115,12 +115,15 @@ class Spec:
         self,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
-        *,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
         generation_config: GenerationConfig | None = None,
         seed: int | Sequence[int] | None = None,
         nodes: int | str | None = None,
         lossy: str | None = None,
-        **given: Any,
+        stop_strings: str | list[str] | None = None,
+        streamer: Any = None,
+        **model_kwargs: Any,
     ) -> SpeculativeOutput | torch.Tensor:
         """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `selfspec.hf`.
 
@@ -131,7 +134,22 @@ class Spec:
         asked = Arguments(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
         drafter, most, _ = self._budget(asked, len(input_ids))
         rule = None if lossy is None else Lossy(lossy)
-        return decode(self.target, drafter, self.tokenizer, most, rule, model, input_ids, config, seed, **given)
+        return decode(
+            self.target,
+            drafter,
+            self.tokenizer,
+            most,
+            rule,
+            model,
+            input_ids,
+            config,
+            seed,
+            logits_processor,
+            stopping_criteria,
+            stop_strings,  # named here, since generate hands over what it finds named and checks the rest itself
+            streamer,
+            **model_kwargs,
+        )
 
     def _asked(
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -69,10 +69,10 @@ def decode(
     input_ids: Tensor,
     config: GenerationConfig,
     seed: int | Sequence[int] | None,
-    logits_processor: Sequence[LogitsProcessor] = (),
-    stopping_criteria: Sequence[StoppingCriteria] = (),
-    stop_strings: str | list[str] | None = None,
-    streamer: Any = None,
+    logits_processor: Sequence[LogitsProcessor],
+    stopping_criteria: Sequence[StoppingCriteria],
+    stop_strings: str | list[str] | None,
+    streamer: Any,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """What generate's own decoding methods do, with their arguments, prompts padded on either side. Noise comes from

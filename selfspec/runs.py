@@ -26,13 +26,7 @@ from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
-from selfspec.evaluation.tables import (
-    audit_report,
-    comparison_tables,
-    rules_table,
-    table,
-    write_section,
-)
+from selfspec.evaluation.tables import audit_report, comparison_tables, rules_table, table, write_section
 from selfspec.evaluation.verifiers import VerifiersConfig, compare
 from selfspec.loading import find_drafter, load_target, load_tokenizer
 from selfspec.log import RunLog, is_main_process, write_text

@@ -69,11 +69,9 @@ TRAINED = {
     "feature_lora": ["drafter=feature", "drafter.train=lora"],
     "feature_few": ["drafter=feature", "drafter.vocabulary=512"],
 }
-SETTINGS = (
-    "target.name=tiny-target target.dtype=float32 data=text data.validation_share=0.5 train.length=64 train.lr=1e-3 "
-    "train.validation_rows=2 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16 loop.steps=50 loop.batch_size=2 "
-    "loop.warmup=5 loop.precision=no loop.log_every=1 loop.validate_every=50 loop.checkpoint_every=50"
-).split()
+SETTINGS = """target.name=tiny-target target.dtype=float32 data=text data.validation_share=0.5 train.length=64
+train.lr=1e-3 train.validation_rows=2 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16 loop.steps=50
+loop.batch_size=2 loop.warmup=5 loop.precision=no loop.log_every=1 loop.validate_every=50 loop.checkpoint_every=50"""
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_losses(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(text[:9000])
     (tmp_path / "text" / "b.txt").write_bytes(text[-2300:])
-    overrides = [f"name={name}", f"data.root={tmp_path / 'text'}", *SETTINGS, *TRAINED[name]]
+    overrides = [f"name={name}", f"data.root={tmp_path / 'text'}", *SETTINGS.split(), *TRAINED[name]]
     run_training(compose_config("train", *overrides), tmp_path / "run")
     records = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
     losses = [record["train"]["loss"] for record in records if "train" in record]

@@ -56,8 +56,10 @@ def check_branches(target: Target) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
     target.model.set_attn_implementation(attention)
+    target.check()  # as every call does: parts follow
     check_branches(target)
     target.model.set_attn_implementation("sdpa")
+    target.check()
 
 
 @pytest.mark.parametrize("stop", [1, 2])

@@ -61,10 +61,7 @@ def test_prints_itself_with_tokens_and_scores() -> None:
     assert str(tree) == "[0] 7\n  [1] 8  0.500\n    [3] 10  0.125\n  [2] 9  0.250"
 
 
-@given(
-    st.lists(st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3), min_size=1, max_size=3),
-    st.integers(1, 9),
-)
+@given(st.lists(st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_grow_finds_the_best_tree(table: list[list[float]], nodes: int) -> None:
     table = [sorted(row, reverse=True) for row in table]

@@ -34,9 +34,9 @@ _KEEP = 0.99  # weight that a pass keeps with every further pass
 @dataclass
 class Experience:
     """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
-    time of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs; promised,
-    kept: drafted tokens by their path probabilities, and those accepted; draft, passes: seconds of drafting, and how
-    many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
+    time of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs;
+    promised, kept: drafted tokens by their path probabilities, and those accepted; draft, passes: seconds of drafting,
+    and how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
 
     tokens: float
     seconds: float
@@ -131,13 +131,7 @@ class AutoSession:
     """What one call keeps. inner: the drafter's session, None from where decoding is plain."""
 
     def __init__(
-        self,
-        inner: Session | None,
-        costs: list[float],
-        past: Experience,
-        forecast: Forecast,
-        rows: int,
-        limit: int,
+        self, inner: Session | None, costs: list[float], past: Experience, forecast: Forecast, rows: int, limit: int
     ) -> None:
         self.inner, self.costs, self.past, self.forecast, self.rows, self.limit = (
             inner,

@@ -22,8 +22,7 @@ def probe(target: Target) -> None:
     vocab, device = target.vocab_size, target.device
     prompt = torch.arange(1, 8, device=device)[None] * 7 % vocab
     tree = DraftTree(
-        torch.arange(8, 16, device=device)[None] * 11 % vocab,
-        torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]], device=device),
+        torch.arange(8, 16, device=device)[None] * 11 % vocab, torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 6]], device=device)
     )
     cache = target.cache(1, 16)
     target.forward(chain(prompt), cache, logits=False)

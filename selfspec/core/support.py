@@ -82,6 +82,9 @@ def returns_tuples(model: PreTrainedModel) -> bool:
     """Whether the model's layers return tuples, as those of older families do: by a pass over one token."""
     seen: list[bool] = []
     model = view(model)
+    for module in model.modules():  # hooks on the model are for its own passes, not for this one
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     layer_stack(model)[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.get_output_embeddings().weight.device)

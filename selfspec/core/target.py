@@ -215,11 +215,7 @@ class Target:
         part = self.part(start, stop, reads)
         whole = logits and stop == self.n_layers
         out = (part if whole else part.get_decoder())(
-            input_ids=tokens,
-            attention_mask=masks,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+            input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
         )
         seen = cache.seen if cache.given is None else {start - 1: cache.given, **cache.seen}
         cache.enter(None)

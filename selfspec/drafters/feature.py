@@ -24,17 +24,7 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.base import (
-    Batch,
-    DrafterConfig,
-    Sample,
-    Trained,
-    one_of,
-    positive,
-    share,
-    training_dtype,
-    whole,
-)
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
 from selfspec.drafters.parts.growth import Growth, grown
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean

@@ -169,10 +169,7 @@ def _outermost(call: Callable[[], object]) -> list[nn.Module]:
     def leave(*_: Any) -> None:
         depth[0] -= 1
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         call()
     finally:

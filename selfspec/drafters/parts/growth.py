@@ -95,13 +95,7 @@ Step = Callable[[Growth, int], tuple[Tensor, Tensor | None]]
 
 
 def grown(
-    drafter: Drafter,
-    context: Context,
-    step: Step,
-    depth: int,
-    width: int,
-    min_prob: float = 0.0,
-    reserve: bool = False,
+    drafter: Drafter, context: Context, step: Step, depth: int, width: int, min_prob: float = 0.0, reserve: bool = False
 ) -> Growth:
     """The one loop by which trees are grown: `step` gives raw scores of a depth, which are ranked with the target's
     noise, calibrated and taken in, until the depth is reached or no node is worth expanding."""
