@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
@@ -73,7 +74,7 @@ class Spec:
     """A frozen target and its drafter, usable from several threads. `target.model` is the stock transformers model, and
     can be used beside it."""
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: Any = None) -> None:
+    def __init__(self, target: Target, drafter: Drafter, tokenizer: Tokenizer | None = None) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
         self._past: dict[tuple[bool, int], Experience] = {}  # for nodes="auto", by whether it samples and rows
 
@@ -105,7 +106,7 @@ class Spec:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.target.name!r} has no tokenizer to make text; use generate")
-        asked, encoded, options = self._asked([prompt], args, kwargs)  # type: ignore[arg-type, list-item]
+        asked, encoded, options = self._asked([prompt], args, kwargs)  # type: ignore[arg-type]
         if asked.lossy is not None:
             raise ValueError(f"lossy={asked.lossy!r} can not be streamed: nobody would see that it is; use generate")
         drafter, most, _ = self._budget(asked, 1)
@@ -216,7 +217,7 @@ class Spec:
     def _decode(self, rows: list[list[int]]) -> list[str]:
         if self.tokenizer is None:
             return ["" for _ in rows]
-        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def load(

@@ -12,19 +12,20 @@ import typing
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
-from selfspec.log import atomic
+from selfspec.log import Figures, atomic
 
 FORMAT = 3
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
@@ -75,11 +76,11 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for name in tensor.__tensor_flatten__()[0]:
         yield from _stored(getattr(tensor, name))
 
 
-def tokenizer_hash(tokenizer: Any) -> str | None:
+def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:
     """SHA-256 of the vocabulary; None without a tokenizer."""
     if tokenizer is None:
         return None
@@ -108,7 +109,7 @@ def save_drafter(
     folder: Path,
     target: Target,
     target_name: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     note: str,
     training: dict[str, float] | None = None,
 ) -> None:
@@ -124,7 +125,7 @@ def save_drafter(
             lora = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
             at_rest = {_PREFIX + key: _at_rest(t, target.saved_dtype) for key, t in lora.items()}
             save_file(at_rest, out / "adapter_model.safetensors")
-            peft_config = module.peft_config[name]  # type: ignore[index, union-attr]
+            peft_config: LoraConfig = module.peft_config[name]  # type: ignore[assignment, index]
             peft_config.base_model_name_or_path, peft_config.inference_mode = target_name, True
             peft_config.save_pretrained(str(out))
         files = sorted(p.relative_to(scratch).as_posix() for p in scratch.rglob("*") if p.is_file())
@@ -157,7 +158,7 @@ def _at_rest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path) -> Figures:
     """drafter.json, checked. Raises FileNotFoundError or ValueError naming the file."""
     path = folder / "drafter.json"
     if not path.is_file():
@@ -179,7 +180,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def read_config(path: Path, kind: type[Drafter], saved: dict[str, Any]) -> DrafterConfig:
+def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfig:
     """A drafter's config from its JSON. Raises ValueError naming keys that are unknown or missing, and the ones that
     exist."""
     made = config_class(kind)
@@ -190,7 +191,7 @@ def read_config(path: Path, kind: type[Drafter], saved: dict[str, Any]) -> Draft
     return made(**saved)
 
 
-def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter:
+def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None) -> Drafter:
     """Build the drafter of `folder` on `target`, in eval mode.
 
     Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged
@@ -212,7 +213,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
             raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
     kind = drafter_class(meta["kind"])
     path = folder / "drafter.json"
-    drafter = kind(target, read_config(path, kind, meta["config"]))  # type: ignore[call-arg, arg-type]
+    drafter = kind(target, read_config(path, kind, meta["config"]))  # type: ignore[arg-type]
     _copy(_read(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
     for name, module in adapters(drafter).items():
         part = folder / "lora" / name / "adapter_model.safetensors"
@@ -224,7 +225,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any = None) -> Drafter
     return drafter.eval()
 
 
-def check_tokenizer(folder: Path, meta: dict[str, Any], tokenizer: Any) -> None:
+def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) -> None:
     """Raises ValueError where a drafter was trained with another tokenizer than this one."""
     if tokenizer is not None and meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer_hash(tokenizer):
         raise ValueError(
@@ -251,7 +252,7 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) 
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
 
 
-def _read_calibration(found: dict[str, Any], expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
+def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
     """Raises ValueError for what is not of the drafter's own shape, or not finite."""
 
     def finite(row: object, length: int | None = None) -> bool:
@@ -261,9 +262,10 @@ def _read_calibration(found: dict[str, Any], expected: dict[str, Calibration], p
     result = {}
     for mode, own in expected.items():
         saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
-        table = saved.get("acceptance") if isinstance(saved, dict) else None
+        saved = saved if isinstance(saved, dict) else {}
+        table = saved.get("acceptance")
         rows = isinstance(table, list) and len(table) == depths and all(finite(row) and row for row in table)
-        if not rows or not finite(saved.get("inverse_temperature"), factors):
+        if table is None or not rows or not finite(saved.get("inverse_temperature"), factors):
             raise ValueError(
                 f"{path}: calibration[{mode!r}] must hold finite numbers for each of {depths} depths; calibrate the "
                 "drafter again, or copy the folder again"
@@ -279,7 +281,7 @@ def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None
             into[name].copy_(tensor)
 
 
-def _card(meta: dict[str, Any], note: str) -> str:
+def _card(meta: Figures, note: str) -> str:
     config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
     return f"""---
 library_name: selfspec

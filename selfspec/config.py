@@ -124,7 +124,7 @@ def register(drafters: bool = False) -> None:
     """Make the schemas known to Hydra; call before `hydra.main`. drafters: whether `drafter` is the group that training
     chooses from, one config for each file of selfspec/drafters/; elsewhere it is the name of a drafter."""
     store = ConfigStore.instance()
-    store.repo.pop("drafter", None)  # type: ignore[attr-defined]
+    store.repo.pop("drafter", None)
     if drafters:
         for kind in (m.name for m in pkgutil.iter_modules(selfspec.drafters.__path__) if not m.ispkg):
             if kind not in ("base", "hybrid"):

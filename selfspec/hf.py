@@ -23,6 +23,7 @@ from transformers import (
     StoppingCriteria,
     StopStringCriteria,
 )
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.core.contract import Drafts
@@ -62,7 +63,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 def decode(
     target: Target,
     drafter: Drafts,
-    tokenizer: Any,
+    tokenizer: Tokenizer | None,
     nodes: int,
     relaxed: Relaxed | None,
     model: PreTrainedModel,
@@ -226,7 +227,7 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
     return prompts, pads
 
 
-def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
+def _stop_strings(tokenizer: Tokenizer, strings: str | list[str]) -> StopStringCriteria:
     """Raises ValueError for a string that no sequence of the tokenizer's tokens can spell."""
     strings = [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):

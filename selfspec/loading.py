@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import check_tokenizer, config_class, drafter_class, load_drafter, read_meta, weights_hash
 from selfspec.core.probe import probe
@@ -14,6 +15,7 @@ from selfspec.core.support import refuse
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
+from selfspec.log import Figures
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -29,7 +31,7 @@ def load_target(
     device: str | None = None,
     revision: str | None = None,
     **loading: Any,
-) -> tuple[Target, Any]:
+) -> tuple[Target, Tokenizer | None]:
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
     loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
     in place). `loading` goes to transformers' from_pretrained: device_map, quantization_config, attn_implementation and
@@ -88,7 +90,7 @@ def load_target(
     return target, tokenizer
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
     try:
         return AutoTokenizer.from_pretrained(resolve(name))
@@ -144,13 +146,13 @@ def untrained(name: str) -> type[Drafter] | None:
     return kind
 
 
-def _one(name: str, target: Target, tokenizer: Any) -> Drafter:
+def _one(name: str, target: Target, tokenizer: Tokenizer | None) -> Drafter:
     if (kind := untrained(name)) is not None:
-        return kind(target, config_class(kind)()).eval()  # type: ignore[call-arg, arg-type]
+        return kind(target, config_class(kind)()).eval()  # type: ignore[arg-type]
     return load_drafter(drafter_folder(name), target, tokenizer)
 
 
-def find_drafter(name: str, target: Target, tokenizer: Any = None) -> Drafter:
+def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None) -> Drafter:
     """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
     of several of these joined by "+", which share one tree.
 
@@ -174,14 +176,14 @@ def load_pair(
     dtype: str | torch.dtype,
     device: str | None,
     **loading: Any,
-) -> tuple[Target, Drafter, Any]:
+) -> tuple[Target, Drafter, Tokenizer | None]:
     """A target, a drafter for it and the tokenizer (None where there is none). The target is the one given or the one
     that the first trained drafter names.
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
     folders = [drafter_folder(name) for name in member_names(drafter) if name and untrained(name) is None]
-    meta: dict[str, Any] = read_meta(folders[0])["target"] if folders else {}
+    meta: Figures = read_meta(folders[0])["target"] if folders else {}
     if target is None and not meta.get("name"):
         raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
     revision = meta.get("revision") if target is None else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -69,7 +70,7 @@ class RunLog:
     W&B's own `finish` runs on every way out, so several runs can follow each other in one process.
     """
 
-    def __init__(self, folder: Path, name: str, wandb_config: WandbConfig, config: dict[str, Any], file: str) -> None:
+    def __init__(self, folder: Path, name: str, wandb_config: WandbConfig, config: Figures, file: str) -> None:
         self.path = folder / file
         self.folder, self.name, self.wandb_config, self.config = folder, name, wandb_config, config
         self.run: Any = None
@@ -102,7 +103,7 @@ class RunLog:
         if self.run is not None:
             self.run.finish(exit_code=0 if kind is None else 1)
 
-    def write(self, record: dict[str, Any], step: int | None = None) -> None:
+    def write(self, record: Figures, step: int | None = None) -> None:
         """Append one record; nested keys reach W&B as `outer/inner`."""
         stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
         with self.path.open("a") as f:
@@ -127,8 +128,8 @@ class RunLog:
             self.run.log({key: wandb.Image(str(path)) for key, path in paths.items()})
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(record: Figures, prefix: str = "") -> Figures:
+    flat: Figures = {}
     for key, value in record.items():
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}/")

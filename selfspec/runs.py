@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.experimental.callback import Callback
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.api import Spec, load
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import drafter_class
+from selfspec.config import AuditRun, CompareRun, EvalRun, PretrainRun, TrainRun, VerifiersRun
+from selfspec.core.target import Target
 from selfspec.data.prompts import cut_prompts, prompts_of_group, read_prompts
 from selfspec.drafters.base import DrafterConfig
 from selfspec.evaluation.audit import AuditConfig, audit, distribution_tests, distribution_verdict
@@ -29,16 +32,17 @@ from selfspec.evaluation.price import price, price_of_model
 from selfspec.evaluation.tables import audit_report, comparison_tables, rules_table, table, write_section
 from selfspec.evaluation.verifiers import VerifiersConfig, compare
 from selfspec.loading import find_drafter, load_target, load_tokenizer
-from selfspec.log import RunLog, is_main_process, write_text
+from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training.drafter import train_drafter
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
 
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
+R = TypeVar("R")
 _FREE = ("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every")
 
 
-def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> dict[str, Any]:
+def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Figures:
     """Write the composed config into the run folder and return it as plain data. begun: the file that a run leaves
     there.
 
@@ -58,62 +62,76 @@ def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] 
     return plain
 
 
-def as_plain(config: DictConfig) -> dict[str, Any]:
-    """A config as plain data. Raises omegaconf's errors for values that are missing."""
-    found: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+def typed(kind: type[R], config: DictConfig) -> R:
+    """A config as the dataclass it was composed from, checked."""
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, kind)
     return found
 
 
-def build_data(config: DictConfig, tokenizer: Any) -> Any:
+def as_plain(config: DictConfig) -> Figures:
+    """A config as plain data. Raises omegaconf's errors for values that are missing."""
+    found: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return found
+
+
+def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
     """The data group's documents; those that need a chat template get the target's tokenizer."""
-    needs_template = any(f.name == "tokenizer" for f in fields(get_class(config._target_)))  # type: ignore[arg-type]
+    needs_template = any(f.name == "tokenizer" for f in fields(get_class(config._target_)))
     return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
 
 
-def run_training(config: DictConfig, folder: Path) -> dict[str, Any]:
+def run_training(config: DictConfig, folder: Path) -> Figures:
     """Train a drafter; see `selfspec.training.drafter`."""
     plain = open_run(config, folder, checkpoint_path(folder))
-    run: Any = OmegaConf.to_object(config)
+    run = typed(TrainRun, config)
     made: DrafterConfig = run.drafter
     device = run.target.device or default_device()
-    target, tokenizer = load_target(run.target.name, run.target.dtype, device, run.target.revision)
-    if tokenizer is None:
-        raise ValueError(f"target {run.target.name!r} has no tokenizer, which training text needs")
+    target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision)
+    tokenizer = tokenizer_of(target, found)
     data = build_data(config.data, tokenizer)
     torch.manual_seed(run.loop.seed)
     kind = drafter_class(type(made).__module__.rsplit(".", 1)[-1])
-    drafter = kind(target, made)  # type: ignore[call-arg, arg-type]
+    drafter = kind(target, made)  # type: ignore[arg-type]
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         texts = data.train(), data.validation()
         return train_drafter(target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log)
 
 
-def run_pretrain(config: DictConfig, folder: Path) -> dict[str, Any]:
+def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     """Train a target; see `selfspec.training.pretrain`."""
     plain = open_run(config, folder, checkpoint_path(folder))
-    run: Any = OmegaConf.to_object(config)
+    run = typed(PretrainRun, config)
     data = instantiate(config.data)
     tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         return pretrain(data.train(), data.validation(), run.pretrain, tokenizer, run.loop, folder, log)
 
 
+def tokenizer_of(target: Target, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises ValueError where there is none."""
+    if tokenizer is None:
+        raise ValueError(f"target {target.name!r} has no tokenizer, which text needs; add one to its folder")
+    return tokenizer
+
+
 def evaluation_prompts(
     spec: Spec, data: DictConfig, config: DecodeConfig | AuditConfig | VerifiersConfig
 ) -> list[list[int]]:
     """The prompts of a benchmark or audit: from its prompt file, or cut from the data's held-out text."""
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
     if config.prompt_file is not None:
-        return read_prompts(config.prompt_file, spec.tokenizer)[: config.prompts]
-    documents = build_data(data, spec.tokenizer).evaluation()
+        return read_prompts(config.prompt_file, tokenizer)[: config.prompts]
+    documents = build_data(data, tokenizer).evaluation()
     if isinstance(config, DecodeConfig) and config.group is not None:
-        return prompts_of_group(config.group, documents, spec.tokenizer, config.prompts, config.prompt_tokens)
-    return cut_prompts(documents, spec.tokenizer, config.prompts, config.prompt_tokens)
+        return prompts_of_group(config.group, documents, tokenizer, config.prompts, config.prompt_tokens)
+    return cut_prompts(documents, tokenizer, config.prompts, config.prompt_tokens)
 
 
-def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
+def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
     """One benchmark point: its records, figures and plots in `folder`."""
     plain = as_plain(config)
-    run: Any = OmegaConf.to_object(config)
+    run = typed(EvalRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
     prompts = evaluation_prompts(spec, config.data, run.decode)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
@@ -129,10 +147,10 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> dict[str, Any]:
     return point
 
 
-def run_audit(config: DictConfig, folder: Path) -> dict[str, Any]:
+def run_audit(config: DictConfig, folder: Path) -> Figures:
     """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
     plain = as_plain(config)
-    run: Any = OmegaConf.to_object(config)
+    run = typed(AuditRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
     prompts = evaluation_prompts(spec, config.data, run.audit)
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
@@ -156,10 +174,10 @@ def run_audit(config: DictConfig, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
+def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
     """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
     plain = as_plain(config)
-    run: Any = OmegaConf.to_object(config)
+    run = typed(VerifiersRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
     if spec.drafter.kind != "medusa":
         raise ValueError(
@@ -167,8 +185,9 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
             "depth without the tokens before it (medusa)"
         )
     prompts = evaluation_prompts(spec, config.data, run.verifiers)
-    documents = build_data(config.data, spec.tokenizer).validation()
-    measured = cut_prompts(documents, spec.tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    documents = build_data(config.data, tokenizer).validation()
+    measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
         write_text(folder / "verifiers.json", json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
@@ -180,15 +199,16 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run_compare(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
+def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
-    run: Any = OmegaConf.to_object(config)
+    run = typed(CompareRun, config)
     path = folder / "runs.jsonl"
     changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
     plain = open_run(config, folder, path, ("wandb", *(f"compare.{key}" for key in changing)))
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
-    target, tokenizer = load_target(run.target, run.dtype, run.device)
+    target, found_tokenizer = load_target(run.target, run.dtype, run.device)
+    tokenizer = tokenizer_of(target, found_tokenizer)
     specs = {name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters}
     draft_model = None
     if "hf_assisted" in run.compare.methods:
@@ -200,15 +220,15 @@ def run_compare(config: DictConfig, folder: Path) -> list[dict[str, Any]]:
     }
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
-        found = run_comparison(specs, draft_model, prompts, run.compare, path)
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
-        rows = summarize_comparison(found, costs)
+        rows = summarize_comparison(measured, costs)
         prices = {name: price(name, spec) for name, spec in specs.items()}
         if draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
         figures = {"rows": rows, "prices": prices, "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
-        text = comparison_tables(found, rows, prices)
+        text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")
         for row in rows:
             log.write(row)

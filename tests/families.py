@@ -98,10 +98,12 @@ _GPT_LIKE = ("gpt2", "gptj", "codegen", "gpt_bigcode")
 EAGER_ONLY = ("gpt_oss", "gemma2", "gptj", "codegen")  # transformers has no sdpa for these
 
 
-def build(name: str, attention: str | None = None, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def build(
+    name: str, attention: str | None = None, dtype: torch.dtype = torch.float64, **changes: Any
+) -> PreTrainedModel:
     """A tiny model of the family, its random weights large enough that logits differ clearly."""
     kind, settings = FAMILIES[name]
-    config = AutoConfig.for_model(kind, **{**(GPT if kind in _GPT_LIKE else SHARED), **settings})
+    config = AutoConfig.for_model(kind, **{**(GPT if kind in _GPT_LIKE else SHARED), **settings, **changes})
     torch.manual_seed(0)
     attention = attention or ("eager" if kind in EAGER_ONLY else "sdpa")
     # The experts' default, a grouped product, knows no float64.

@@ -136,12 +136,3 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     assert report.returncode == 0, report.stderr
     assert "1 of 4 runs skipped" in report.stdout
     assert table.read_text().splitlines()[2:] == before.splitlines()[3:]
-
-
-def test_bad_input_ends_in_one_clear_line(tmp_path: Path) -> None:
-    missing = run_script(str(ROOT / "eval" / "decode.py"), "drafter=runs/nothing", cwd=tmp_path)
-    assert missing.returncode != 0
-    assert "no drafter at 'runs/nothing'" in missing.stderr
-    unknown = run_script(str(ROOT / "train" / "heads.py"), "+experiment=demo", "drafter.headz=3", cwd=tmp_path)
-    assert unknown.returncode != 0
-    assert "headz" in unknown.stderr

@@ -394,3 +394,36 @@ def test_masks_and_limits_that_do_not_fit_are_named(spec: Spec) -> None:
         spec.target.model.generate(IDS, custom_generate=spec, **{**PLAIN, "max_new_tokens": 5.0})
     with pytest.raises(ValueError, match="past_key_values"):
         spec.target.model.generate(IDS, custom_generate=spec, past_key_values=DynamicCache(), **PLAIN)
+
+
+def test_positions_of_ones_own_are_served_only_where_they_are_the_plain_ones(spec: Spec) -> None:
+    ids, mask = padded("left")
+    plain = (mask.cumsum(-1) - 1).clamp(min=0)
+    settings: dict[str, Any] = {**PLAIN, "attention_mask": mask, "custom_generate": spec}
+    without = spec.target.model.generate(ids, **settings)
+    assert torch.equal(spec.target.model.generate(ids, position_ids=plain, **settings), without)
+    for wrong in (plain + 3, torch.zeros_like(plain), plain.flip(1)):
+        with pytest.raises(ValueError, match="position_ids are packed or shifted"):
+            spec.target.model.generate(ids, position_ids=wrong, **settings)
+
+
+def test_token_types_are_refused() -> None:
+    target = Target(tiny_model("gpt2"))
+    spec = Spec(target, made(Medusa, target, heads=2, rank=2))
+    settings: dict[str, Any] = {**PLAIN, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.ones_like(IDS)}
+    with pytest.raises(ValueError, match="token_type_ids can not be used with custom_generate=spec"):
+        target.model.generate(IDS, custom_generate=spec, **settings)
+
+
+def test_called_by_hand_it_says_who_calls_it(spec: Spec) -> None:
+    with pytest.raises(ValueError, match=r"meant to be called by model.generate\(..., custom_generate=spec\)"):
+        spec(spec.target.model, IDS)
+
+
+def test_the_last_position_is_told(spec: Spec) -> None:
+    ids = torch.tensor([[5] * 250])
+    with pytest.warns(UserWarning, match="row 0 ends after 6 new tokens instead of 20.*transformers' own decoding may"):
+        out = spec.target.model.generate(
+            ids, custom_generate=spec, **{**PLAIN, "max_new_tokens": 20, "attention_mask": torch.ones_like(ids)}
+        )
+    assert out.shape[1] == 256

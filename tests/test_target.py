@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import RandomTrees, tiny_model
+from families import build
 from transformers import (
     AutoModel,
     BloomConfig,
@@ -17,6 +18,8 @@ from transformers import (
     MistralForCausalLM,
     MptConfig,
     MptForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
@@ -28,6 +31,10 @@ from transformers import (
 )
 
 from selfspec.checkpoint import weights_hash
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.probe import probe
+from selfspec.core.sampling import Sampling
 from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
@@ -165,6 +172,10 @@ REFUSED = {
         "inside its",
     ),
     "t5": (lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, num_layers=2)), "encoder-decoder"),
+    "openai_gpt": (
+        lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4)),
+        "keeps no cache of keys and values",
+    ),
     "no_head": (lambda: AutoModel.from_config(tiny_model().config), "no language-model head"),
 }
 
@@ -194,3 +205,45 @@ def test_the_weights_hash_sees_the_smallest_change_and_rounded_no_dtype() -> Non
     assert weights_hash(half.model, torch.bfloat16) == weights_hash(other.model, torch.bfloat16)
     rounded = weights_hash(half.model, torch.bfloat16)
     assert rounded == weights_hash(half.model.float(), torch.bfloat16)
+
+
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **FACTORS}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(family: str) -> None:
+    """The model picks its factors by the largest position of a pass, so drafts, rows and prefill parts would too."""
+    if family == "llama":
+        model = tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE))
+    else:
+        model = build("Phi-3", rope_parameters=dict(LONGROPE))
+    target = Target(model)
+    probe(target)
+    assert target.max_positions == 32
+    prompts = [[(7 * i) % 61 for i in range(10)], [5, 9, 2]]
+    for temperature in (0.0, 1.0):
+        options = Options(40, Sampling(temperature), seed=3)
+        plain = autoregressive(target, prompts, options)
+        assert [len(row) for row in plain.token_ids] == [22, 29]
+        fast = speculative(
+            target, prompts, options, RandomTrees([p + t for p, t in zip(prompts, plain.token_ids, strict=True)]), 12
+        )
+        assert fast.token_ids == plain.token_ids
+        if temperature == 0:
+            ids = torch.tensor(prompts[:1])
+            settings = {"max_new_tokens": 22, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            reference = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+            assert plain.token_ids[0] == reference[0, 10:].tolist()
+    with pytest.raises(ValueError, match=r"prompt 1 has 33 tokens.*up to 32 positions \(rope_type longrope"):
+        autoregressive(target, [prompts[0], [1] * 33], Options(4))
+
+
+def test_the_probe_finds_rows_that_change_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("selfspec.core.target.longest_context", lambda model: (128, "nothing"))
+    target = Target(tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE)))
+    with pytest.raises(ValueError, match="a row's logits depend on the largest position of the pass"):
+        probe(target)
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    monkeypatch.undo()
+    probe(Target(tiny_model(max_position_embeddings=32, rope_parameters=dynamic)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
+from selfspec.log import Figures
 from selfspec.runs import run_training
 
 register(drafters=True)
@@ -21,7 +21,7 @@ def main(config: DictConfig) -> None:
         report(run_training(config, Path(HydraConfig.get().runtime.output_dir)))
 
 
-def report(figures: dict[str, Any]) -> None:
+def report(figures: Figures) -> None:
     for mode in ("greedy", "sampled"):
         top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())

@@ -10,7 +10,6 @@ import platform
 import random
 import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -21,7 +20,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.log import write_text
+from selfspec.log import Figures, write_text
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
@@ -48,7 +47,7 @@ def cost_file(target: Target, rows: int) -> Path:
     return home / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
-def _identity(target: Target, rows: int) -> dict[str, Any]:
+def _identity(target: Target, rows: int) -> Figures:
     return {
         "device": device_name(target.device),
         "target": target.name,
@@ -80,7 +79,7 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
                 "will be measured again"
             )
         return _interpolated(seconds)
-    costs: dict[str, Any] = {}
+    costs: Figures = {}
     for way in ("greedy", "sampled"):
         measured = measure_costs(target, rows, float(way == "sampled"))
         costs[way] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}

@@ -36,7 +36,7 @@ class _TextLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, kept: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept, self.is_initialized = kept, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -74,7 +74,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False  # sliding layers keep everything here; their window is in the mask
 
     def __init__(self, cache: TreeCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
         self.is_initialized = True
 
@@ -260,7 +260,7 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device; on kinds that do not tell, all there could be."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available
+        return int(psutil.virtual_memory().available)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

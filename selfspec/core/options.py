@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -40,28 +39,28 @@ class Options:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 
-def integer(name: str, value: Any) -> int:
+def integer(name: str, value: object) -> int:
     """An int from anything that is exactly one (NumPy's and torch's scalars too). Raises ValueError."""
     try:
         if not isinstance(value, bool):
-            return operator.index(value)
+            return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         pass
     raise ValueError(f"{name}={value!r} must be an integer")
 
 
-def as_seed(seed: Any) -> int | list[int]:
+def as_seed(seed: object) -> int | list[int]:
     """One seed, or one per row (a list, tuple, range, array or tensor), as plain ints; None draws one from torch's
     global generator. Raises ValueError for what is no integer of 64 bits."""
     if seed is None:
         return int(torch.randint(2**62, (1,)))
     if hasattr(seed, "tolist"):  # of NumPy or torch
         seed = seed.tolist()
-    one = not isinstance(seed, (list, tuple, range))
-    seeds = [integer("seed", s) for s in ([seed] if one else seed)]
+    listed = list(seed) if isinstance(seed, (list, tuple, range)) else None
+    seeds = [integer("seed", s) for s in ([seed] if listed is None else listed)]
     if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
         raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
-    return seeds[0] if one else seeds
+    return seeds[0] if listed is None else seeds
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
@@ -76,8 +75,8 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: Options) ->
             raise ValueError(f"prompt {i} holds token id {bad}; the target has ids 0 to {target.vocab_size - 1}")
         if target.max_positions is not None and len(prompt) >= target.max_positions:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; the target has {target.max_positions} positions, so a prompt "
-                f"may have at most {target.max_positions - 1}"
+                f"prompt {i} has {len(prompt)} tokens; the target is served up to {target.max_positions} positions "
+                f"({target.limited_by}), so a prompt may have at most {target.max_positions - 1}"
             )
     if not isinstance(options.seed, int) and len(options.seed) != len(prompts):
         raise ValueError(
@@ -94,7 +93,7 @@ def limited(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: in
         return None
     return (
         f"row {rows[0]} ends after {target.max_positions - len(prompts[rows[0]])} new tokens instead of "
-        f"{max_new_tokens}: {target.name!r} is served up to {target.max_positions} positions"
+        f"{max_new_tokens}: {target.name!r} is served up to {target.max_positions} positions ({target.limited_by})"
     )
 
 

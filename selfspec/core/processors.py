@@ -72,7 +72,7 @@ class PrefixRules:
                 if isinstance(processor, PrefixConstrainedLogitsProcessor):
                     self._constrain(processor, scores, ids, at)
                     continue
-                scores = processor(ids, scores)  # type: ignore[arg-type]
+                scores = processor(ids, scores)
                 if not isinstance(scores, Tensor) or scores.shape != before:
                     got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
                     raise ValueError(
@@ -98,7 +98,7 @@ class PrefixRules:
         """Whether a criterion ends this row with the prefix's last token. Raises ValueError for no such answer."""
         ids = torch.tensor([self.pads[row] + prefix], device=self.device).repeat(len(self.pads), 1)
         for criterion in self.stops:
-            answer = criterion(ids, None)  # type: ignore[arg-type]
+            answer = criterion(ids, None)
             known = isinstance(answer, (bool, Tensor)) or type(answer).__module__ == "numpy"
             done = torch.as_tensor(answer) if known else None
             if done is None or done.dtype != torch.bool or done.shape not in ((), (1,), (len(self.pads),)):

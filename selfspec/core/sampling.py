@@ -118,7 +118,7 @@ def warp(logits: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
         return logits
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     for warper in warpers:
-        scores = warper(None, scores)  # type: ignore[arg-type]
+        scores = warper(None, scores)
     return scores
 
 

@@ -60,8 +60,8 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     return stacks[0]
 
 
-def longest_context(model: PreTrainedModel) -> int | None:
-    """Positions the model can be served at (None: no limit).
+def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
+    """Positions the model can be served at (None: no limit), and what sets the limit.
 
     With longrope (Phi-3, Phi-4-mini) this is the original length: behind it the model takes other rotary factors for a
     whole pass, by the pass's largest position, so that draft nodes and other rows would change a row's logits.
@@ -70,12 +70,10 @@ def longest_context(model: PreTrainedModel) -> int | None:
     longest: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     for own in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if own.get("rope_type") == "longrope":
-            original = own.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            longest = min(longest or original, original) if original else longest
-    return longest
+        original = own.get("original_max_position_embeddings") or 0
+        if own.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
+            return original, "rope_type longrope, behind whose original length a pass changes all its rows at once"
+    return longest, "max_position_embeddings"
 
 
 def returns_tuples(model: PreTrainedModel) -> bool:

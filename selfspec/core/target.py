@@ -79,7 +79,7 @@ class Target:
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
-        self.max_positions = longest_context(model)
+        self.max_positions, self.limited_by = longest_context(model)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.kinds = set(getattr(config, "layer_types", None) or ()) or {
             "sliding_attention" if self.window else "full_attention"

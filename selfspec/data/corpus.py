@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
 # go by other names (test_json/, test_logging.py, test_robotparser.py) use these modules and are trained on.
@@ -176,7 +178,7 @@ class JsonLines:
     """
 
     path: str
-    tokenizer: Any
+    tokenizer: Tokenizer
     validation_share: float = 0.1
 
     def _documents(self) -> list[Document]:
@@ -213,7 +215,7 @@ class JsonLines:
 
     def _spans(self, messages: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
         """The templated conversation in order, cut where the assistant's own words and its end token begin and end."""
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         done = at = 0
         for message in messages:
             content = message["content"].strip()

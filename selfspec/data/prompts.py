@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 
@@ -19,7 +20,9 @@ GROUPS = {
 _DOCSTRING = re.compile(r'^ +def .*\n +r?"""\S.*\n', re.MULTILINE)
 
 
-def prompts_of_group(group: str, documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+def prompts_of_group(
+    group: str, documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int
+) -> list[list[int]]:
     """`count` prompts of about `tokens` tokens, of one of GROUPS. Raises ValueError where there are too few."""
     tests = [d for d in documents if d.name.startswith("test/")]
     modules = [d for d in documents if not d.name.startswith("test/")]
@@ -43,7 +46,7 @@ def prompts_of_group(group: str, documents: list[Document], tokenizer: Any, coun
     return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
 
 
-def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
     """`count` prompts of exactly `tokens` tokens, each starting at the start of a line.
 
     Raises ValueError where the documents are too short for that many.
@@ -74,7 +77,7 @@ def cut_prompts(documents: list[Document], tokenizer: Any, count: int, tokens: i
     return list(prompts.values())
 
 
-def read_prompts(path: str, tokenizer: Any) -> list[list[int]]:
+def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
     """Prompts from a JSON-lines file: each line a string, or an object with `prompt`, `text`, or `turns` (Spec-Bench:
     the first turn). Raises ValueError naming the line that is none of these."""
     file = Path(path)

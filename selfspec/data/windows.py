@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 
@@ -23,7 +23,7 @@ class Stream:
     n_bytes: int
 
 
-def tokenize(documents: list[Document], tokenizer: Any) -> Stream:
+def tokenize(documents: list[Document], tokenizer: Tokenizer) -> Stream:
     """Encode documents with a Hugging Face tokenizer; the separator is its BOS, or EOS where it has no BOS.
 
     Raises ValueError where the tokenizer has neither.

@@ -157,7 +157,8 @@ class SequentialHeads(Trained):
         found = F.embedding(tokens, self.embedding)
         exact = torch.promote_types(found.dtype, torch.float32)
         scale = found.shape[-1] ** 0.5 / found.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
-        return (found * scale).to(found.dtype)
+        unit: Tensor = found * scale
+        return unit.to(found.dtype)
 
     @property
     def ready(self) -> _Weights:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from selfspec.core.generate import MAX_NODES, autoregressive, speculative
 from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
 from selfspec.core.verify import Relaxed
+from selfspec.log import Figures
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
 _LIKELY = 16  # tokens whose logits count for the noise: unlikely ones decide nothing
@@ -111,7 +111,7 @@ class Audit:
             return VERDICTS[2]
         return VERDICTS[1] if self.divergences else VERDICTS[0]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Figures:
         return {**asdict(self), "bound": self.bound, "verdict": self.verdict}
 
 

@@ -18,6 +18,7 @@ from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.stats import Stats
 from selfspec.data.prompts import GROUPS
+from selfspec.log import Figures
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
 
@@ -58,7 +59,7 @@ class DecodeConfig:
         if self.lossy is not None:
             Lossy(self.lossy)
 
-    def arguments(self, first: int, rows: int) -> dict[str, Any]:
+    def arguments(self, first: int, rows: int) -> Figures:
         """What generate is asked for, for prompts `first` to first + rows - 1, each with a seed of its own."""
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
         return {**{name: getattr(self, name) for name in names}, "seed": [self.seed + first + i for i in range(rows)]}
@@ -84,7 +85,7 @@ class Record:
 def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> list[Record]:
     """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
 
-    def own(first: int, batch: list[list[int]]) -> dict[str, Any]:
+    def own(first: int, batch: list[list[int]]) -> Figures:
         return config.arguments(first, len(batch))
 
     calls: dict[str, Callable[[int, list[list[int]]], Generated]] = {
@@ -132,11 +133,11 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, node
     their own that no speedup counts."""
     clock = {"start": 0.0, "inside": 0.0}
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         _wait(spec)
         clock["start"] = time.perf_counter()
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         _wait(spec)
         clock["inside"] += time.perf_counter() - clock["start"]
 
@@ -161,12 +162,12 @@ def _outermost(call: Callable[[], object]) -> list[nn.Module]:
     found: dict[int, nn.Module] = {}
     depth = [0]
 
-    def enter(module: nn.Module, *_: Any) -> None:
+    def enter(module: nn.Module, *_: object) -> None:
         if depth[0] == 0:
             found[id(module)] = module
         depth[0] += 1
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         depth[0] -= 1
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
@@ -203,7 +204,7 @@ def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: 
     ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
     mask = torch.tensor([[0] * n + [1] * (width - n) for n in pad], device=spec.target.device)
     eos = end_tokens(spec.target)
-    sampled: dict[str, Any] = {"do_sample": False}
+    sampled: Figures = {"do_sample": False}
     if config.temperature > 0:
         sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0}
         sampled |= {"top_p": config.top_p or 1.0, "min_p": config.min_p}

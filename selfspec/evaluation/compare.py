@@ -25,7 +25,7 @@ from selfspec.budget.cost import pass_costs
 from selfspec.core.options import Options, check
 from selfspec.data.prompts import GROUPS
 from selfspec.evaluation.benchmark import DecodeConfig, hf_generate
-from selfspec.log import write_text
+from selfspec.log import Figures, write_text
 
 # What transformers itself offers: the name of the arm, and what generate is given.
 METHODS = ("hf_generate", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
@@ -101,14 +101,14 @@ class Run:
     nodes_run: int | None = None
 
 
-Call = Callable[[list[int], float, int], dict[str, Any]]  # of a prompt, a temperature and a seed
+Call = Callable[[list[int], float, int], Figures]  # of a prompt, a temperature and a seed
 
 
 def arms(specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareConfig) -> dict[tuple[str, str], Call]:
     """By (name, nodes): what gives an arm's tokens, passes and times."""
     any_spec = next(iter(specs.values()))
     found: dict[tuple[str, str], Call] = {}
-    given: dict[str, dict[str, Any]] = {
+    given: dict[str, Figures] = {
         "hf_generate": {},
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": config.lookup_tokens},
         "hf_early_exit": {"assistant_early_exit": config.exit_layer},
@@ -124,7 +124,7 @@ def arms(specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareC
 
 def _ours(
     spec: Spec, config: CompareConfig, nodes: int | str, prompt: list[int], temperature: float, seed: int
-) -> dict[str, Any]:
+) -> Figures:
     result = spec.generate([prompt], config.max_new_tokens, temperature, seed=[seed], nodes=nodes)
     s = result.stats
     return {
@@ -140,12 +140,12 @@ def _ours(
 
 
 def _theirs(
-    spec: Spec, config: CompareConfig, method: dict[str, Any], prompt: list[int], temperature: float, seed: int
-) -> dict[str, Any]:
+    spec: Spec, config: CompareConfig, method: Figures, prompt: list[int], temperature: float, seed: int
+) -> Figures:
     """One of transformers' methods; passes are the calls of the target's last layer."""
     passes = [0]
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         passes[0] += 1
 
     options = DecodeConfig(max_new_tokens=config.max_new_tokens, temperature=temperature)
@@ -225,7 +225,7 @@ def _between_plain(
 ) -> Iterator[Run]:
     """Some arms on one prompt, `between` of them at a time between two runs of plain decoding."""
 
-    def plain() -> dict[str, Any]:
+    def plain() -> Figures:
         start = time.perf_counter()
         result = spec.autoregressive([point.prompt], config.max_new_tokens, point.temperature, seed=[point.seed])
         took = time.perf_counter() - start
@@ -245,7 +245,8 @@ def _between_plain(
             beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
             own = {"plain_decode": beside["decode"], "same": ids == expected} if "decode" in found else {}
             where = (point.temperature, point.group, point.number, arm, nodes)
-            yield Run(*where, seconds, len(ids), beside["seconds"], len(expected), **found, **own)
+            counts = (seconds, len(ids), beside["seconds"], len(expected), found.pop("passes"))
+            yield Run(*where, *counts, **found, **own)  # type: ignore[misc]
         before = after
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.metrics import bootstrap
+from selfspec.log import Figures
 
 
 def ratio_to_plain(runs: list[Run]) -> dict[str, float]:
@@ -39,7 +38,7 @@ def against(ours: list[Run], theirs: list[Run]) -> dict[str, float] | None:
     return {"ratio": value, "low": low, "high": high}
 
 
-def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> list[dict[str, Any]]:
+def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> list[Figures]:
     """One row per temperature, arm and size: over all prompts and by group. costs: of passes, by temperature."""
     rows = []
     by_arm: dict[tuple[float, str, str], list[Run]] = {}
@@ -51,7 +50,7 @@ def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> li
         by_arm.items(), key=lambda item: (item[0][0], order[item[0][1]], len(item[0][2]), item[0][2])
     ):
         passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
-        row: dict[str, Any] = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
+        row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
         row |= {"tau": tokens / max(1, passes), "tokens_per_second": tokens / sum(r.seconds for r in own)}
         row |= {"speedup": ratio_to_plain(own), "groups": {}}
         for group in dict.fromkeys(r.group for r in own):
@@ -64,18 +63,14 @@ def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> li
     return rows
 
 
-def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: float) -> dict[str, Any]:
+def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: float) -> Figures:
     def total(name: str) -> float:
         return float(sum(getattr(r, name) or 0.0 for r in own))
 
     passes, step = total("passes"), total("plain_decode") / total("plain_tokens")
     parts = {name: 1000 * total(name) / passes for name in ("draft", "target", "other")}
     decode = (total("plain_decode") / total("plain_tokens")) / (total("decode") / total("tokens"))
-    row: dict[str, Any] = {
-        "milliseconds_per_pass": parts,
-        "draft_steps": parts["draft"] / 1000 / step,
-        "decode": decode,
-    }
+    row: Figures = {"milliseconds_per_pass": parts, "draft_steps": parts["draft"] / 1000 / step, "decode": decode}
     row["same"] = sum(bool(r.same) for r in own)
     if costs is not None and all(r.nodes_run is not None for r in own):
         mean = total("nodes_run") / passes
@@ -89,9 +84,9 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
     return row
 
 
-def best_sizes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def best_sizes(rows: list[Figures]) -> list[Figures]:
     """Of every temperature and arm the row of the size with the highest speedup."""
-    best: dict[tuple[float, str], dict[str, Any]] = {}
+    best: dict[tuple[float, str], Figures] = {}
     for row in rows:
         found = best.setdefault((row["T"], row["arm"]), row)
         if row["speedup"]["ratio"] > found["speedup"]["ratio"]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.core.stats import Stats
 from selfspec.evaluation.benchmark import Record
+from selfspec.log import Figures
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:
@@ -47,10 +47,10 @@ def distinct_4grams(token_ids: list[list[int]]) -> float:
     return seen / max(1, total)
 
 
-def summarize(records: list[Record]) -> dict[str, Any]:
+def summarize(records: list[Record]) -> Figures:
     """All figures of one benchmark point, as plain data."""
     arms = by_arm(records)
-    summary: dict[str, Any] = {"arms": {}, "speedup": {}, "identical": {}}
+    summary: Figures = {"arms": {}, "speedup": {}, "identical": {}}
     for arm, rows in arms.items():
         tokens, seconds = sum(r.tokens for r in rows), sum(r.seconds for r in rows)
         texts = [row for r in rows for row in r.token_ids]
@@ -87,7 +87,7 @@ def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
     return {"altered": sum(r.altered or 0 for r in rows) / sum(r.tokens for r in rows), **figures}
 
 
-def _speculative(rows: list[Record]) -> dict[str, Any]:
+def _speculative(rows: list[Record]) -> Figures:
     total = _total([r.stats for r in rows if r.stats is not None])
     parts = {part: getattr(total, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
     step = total.seconds - total.seconds_prefill

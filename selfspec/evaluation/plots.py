@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
+from selfspec.log import Figures
+
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 
-def plot_points(points: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
+def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
     """One PNG per kind of plot over all points that have a speculative arm; returns their paths."""
     points = [p for p in points if "speculative" in p]
     if not points:
@@ -28,12 +30,12 @@ def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -
     return _saved(path, _margins, margins, bound)
 
 
-def plot_rules(rows: list[dict[str, Any]], path: Path) -> Path:
+def plot_rules(rows: list[Figures], path: Path) -> Path:
     """Acceptance length of verification rules against the temperature, with intervals."""
     return _saved(path, _rules, rows)
 
 
-def plot_comparison(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
+def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
     """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
     of a pass, and the speedup by group of text."""
     drawn = {}
@@ -46,16 +48,16 @@ def plot_comparison(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]
     return drawn
 
 
-def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def _lines(rows: list[Figures]) -> dict[str, list[Figures]]:
     """Rows of a fixed size by arm."""
-    lines: dict[str, list[dict[str, Any]]] = {}
+    lines: dict[str, list[Figures]] = {}
     for row in rows:
         if row["nodes"].isdigit():
             lines.setdefault(row["arm"], []).append(row)
     return {arm: sorted(line, key=lambda row: int(row["nodes"])) for arm, line in lines.items()}
 
 
-def _nodes_axis(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _nodes_axis(axes: Axes, rows: list[Figures]) -> None:
     axes.set(xlabel="nodes of the tree", xscale="log", title=f"T={rows[0]['T']:g}")
     axes.set_xticks(sorted({int(row["nodes"]) for row in rows if row["nodes"].isdigit()}))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -63,14 +65,14 @@ def _nodes_axis(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _compare_tau(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _compare_tau(axes: Axes, rows: list[Figures]) -> None:
     for arm, line in _lines(rows).items():
         axes.plot([int(row["nodes"]) for row in line], [row["tau"] for row in line], "o-", label=arm)
     axes.set(ylabel="tokens per pass", ylim=(1, None))
     _nodes_axis(axes, rows)
 
 
-def _compare_limit(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _compare_limit(axes: Axes, rows: list[Figures]) -> None:
     for i, (arm, line) in enumerate(_lines(rows).items()):
         at = [int(row["nodes"]) for row in line]
         axes.plot(at, [row["speedup"]["ratio"] for row in line], "o-", color=f"C{i}", label=arm)
@@ -80,7 +82,7 @@ def _compare_limit(axes: Any, rows: list[dict[str, Any]]) -> None:
     _nodes_axis(axes, rows)
 
 
-def _compare_time(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _compare_time(axes: Axes, rows: list[Figures]) -> None:
     rows = [row for row in rows if "milliseconds_per_pass" in row]
     labels = [f"{row['arm']} {row['nodes']}" for row in rows]
     left = [0.0] * len(rows)
@@ -94,7 +96,7 @@ def _compare_time(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7)
 
 
-def _compare_groups(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     best = {arm: max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms}
     groups = list(rows[0]["groups"])
@@ -115,7 +117,7 @@ def _compare_groups(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7)
 
 
-def _rules(axes: Any, rows: list[dict[str, Any]]) -> None:
+def _rules(axes: Axes, rows: list[Figures]) -> None:
     for i, rule in enumerate(dict.fromkeys(row["rule"] for row in rows)):
         own = [row for row in rows if row["rule"] == rule]
         errors = [[r["tau"] - r["low"] for r in own], [r["high"] - r["tau"] for r in own]]
@@ -126,7 +128,7 @@ def _rules(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=6)
 
 
-def _saved(path: Path, draw: Callable[..., None], *data: Any) -> Path:
+def _saved(path: Path, draw: Callable[..., None], *data: object) -> Path:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     draw(axes, *data)
     axes.spines[["top", "right"]].set_visible(False)
@@ -135,14 +137,14 @@ def _saved(path: Path, draw: Callable[..., None], *data: Any) -> Path:
     return path
 
 
-def _margins(axes: Any, margins: list[tuple[float, float]], bound: float) -> None:
+def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> None:
     axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
     axes.axhline(bound, color="C3", label="beyond this line: a bug")
     axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
     axes.legend(fontsize=8)
 
 
-def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:
+def _acceptance(axes: Axes, points: list[Figures]) -> None:
     for i, point in enumerate(points):
         full = point["speculative"]["full_acceptance"]
         conditional = point["speculative"]["conditional_acceptance"]
@@ -152,11 +154,11 @@ def _acceptance(axes: Any, points: list[dict[str, Any]]) -> None:
     axes.set(
         xlabel="depth", ylabel="accepted", ylim=(0, 1), title="solid: all up to here; dotted: given the parent was"
     )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     axes.legend(fontsize=8 if len(points) < 7 else 4)
 
 
-def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
+def _tau(axes: Axes, points: list[Figures]) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     points = [p for p in points if p["config"]["tree"]["nodes"] != "auto"]
     for point in points:
@@ -173,7 +175,7 @@ def _tau(axes: Any, points: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _time(axes: Any, points: list[dict[str, Any]]) -> None:
+def _time(axes: Axes, points: list[Figures]) -> None:
     labels = [p["label"] for p in points]
     left = [0.0] * len(points)
     for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
@@ -184,7 +186,7 @@ def _time(axes: Any, points: list[dict[str, Any]]) -> None:
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _speedup(axes: Any, points: list[dict[str, Any]]) -> None:
+def _speedup(axes: Axes, points: list[Figures]) -> None:
     baselines = [b for b in ("autoregressive", "hf_generate") if all(b in p["speedup"] for p in points)]
     for i, baseline in enumerate(baselines):
         figures = [p["speedup"][baseline] for p in points]

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from selfspec.evaluation.benchmark import Record
-from selfspec.log import write_text
+from selfspec.log import Figures, write_text
 
 
-def write_point(folder: Path, point: dict[str, Any], records: list[Record]) -> None:
+def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
     """records.jsonl and summary.json in `folder`, the summary last and whole."""
     with (folder / "records.jsonl").open("w") as f:
         f.writelines(json.dumps(asdict(record)) + "\n" for record in records)
     write_text(folder / "summary.json", json.dumps(point, indent=1) + "\n")
 
 
-def read_points(folder: Path) -> tuple[list[dict[str, Any]], list[tuple[Path, str]]]:
+def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
     marks = ("summary.json", "records.jsonl", "figures.jsonl", ".hydra")

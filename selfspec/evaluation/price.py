@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from selfspec.api import Spec
 from selfspec.checkpoint import read_meta
 from selfspec.loading import drafter_folder, member_names, resolve, untrained
+from selfspec.log import Figures
 
 
-def price(name: str, spec: Spec) -> dict[str, Any]:
+def price(name: str, spec: Spec) -> Figures:
     """Of a drafter by its name, all members of a hybrid together."""
-    found: dict[str, Any] = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
+    found: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
     for part in member_names(name):
         if untrained(part) is None:
             home = drafter_folder(part)
@@ -25,7 +26,7 @@ def price(name: str, spec: Spec) -> dict[str, Any]:
     return found
 
 
-def price_of_model(name: str, model: nn.Module) -> dict[str, Any]:
+def price_of_model(name: str, model: nn.Module) -> Figures:
     """Of a separate draft model by its name."""
     home = Path(resolve(name))
     parameters = list(model.parameters())

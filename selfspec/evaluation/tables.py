@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import against, best_sizes
-from selfspec.log import write_text
+from selfspec.log import Figures, write_text
 
 _COLUMNS = (
     "point",
@@ -43,12 +42,12 @@ def _interval(found: dict[str, float]) -> str:
 # -- benchmark points
 
 
-def table(points: list[dict[str, Any]]) -> str:
+def table(points: list[Figures]) -> str:
     """One row a point. Pass cost: plain steps that one pass takes, its draft included."""
     return markdown(_COLUMNS, [_row(point) for point in points])
 
 
-def _label(point: dict[str, Any]) -> str:
+def _label(point: Figures) -> str:
     if (lossy := point.get("lossy")) is None:
         return str(point["label"])
     rule, exact = point["config"]["decode"]["lossy"], lossy.get("log_prob_autoregressive")
@@ -57,7 +56,7 @@ def _label(point: dict[str, Any]) -> str:
     return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
 
 
-def _row(point: dict[str, Any]) -> list[str]:
+def _row(point: Figures) -> list[str]:
     spec, arms = point.get("speculative"), point["arms"]
 
     def ratio(name: str) -> str:
@@ -115,7 +114,7 @@ def audit_report(audit: Audit, tests: list[DistributionTest]) -> str:
     return "\n\n".join(parts)
 
 
-def rules_table(rows: list[dict[str, Any]]) -> str:
+def rules_table(rows: list[Figures]) -> str:
     """Verification rules: one row a rule and one column a temperature, τ with its 95% interval over prompts."""
     temperatures = sorted({row["T"] for row in rows})
     lines = []
@@ -129,7 +128,7 @@ def rules_table(rows: list[dict[str, Any]]) -> str:
 # -- comparisons
 
 
-def main_table(rows: list[dict[str, Any]]) -> str:
+def main_table(rows: list[Figures]) -> str:
     columns = [
         "T",
         "method",
@@ -171,7 +170,7 @@ def main_table(rows: list[dict[str, Any]]) -> str:
     return markdown(columns, lines)
 
 
-def groups_table(rows: list[dict[str, Any]]) -> str:
+def groups_table(rows: list[Figures]) -> str:
     """Speedup and τ by group of text, of every arm at its best size."""
     groups = list(dict.fromkeys(group for row in rows for group in row["groups"]))
     lines = []
@@ -184,7 +183,7 @@ def groups_table(rows: list[dict[str, Any]]) -> str:
     return markdown(["T", "method", "nodes", *groups], lines)
 
 
-def price_table(prices: dict[str, dict[str, Any]]) -> str:
+def price_table(prices: dict[str, Figures]) -> str:
     """What each method takes beside the target."""
     lines = []
     for name, price in prices.items():
@@ -202,7 +201,7 @@ def price_table(prices: dict[str, dict[str, Any]]) -> str:
     return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
 
 
-def verdict(runs: list[Run], rows: list[dict[str, Any]]) -> str:
+def verdict(runs: list[Run], rows: list[Figures]) -> str:
     """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
     theirs = list(dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("hf_")))
     lines = []
@@ -223,7 +222,7 @@ def verdict(runs: list[Run], rows: list[dict[str, Any]]) -> str:
     return markdown(["T", "drafter", "nodes", *(f"over `{other}`" for other in theirs)], lines)
 
 
-def comparison_tables(runs: list[Run], rows: list[dict[str, Any]], prices: dict[str, dict[str, Any]]) -> str:
+def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Figures]) -> str:
     """All tables of a comparison."""
     tables = [main_table(rows), groups_table(rows), price_table(prices)]
     if any(row["arm"].startswith("hf_") for row in rows):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import LogitsProcessor
 
 from selfspec.api import Spec
 from selfspec.core.contract import Accepted, Context, Drafts, Session
@@ -30,15 +31,17 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.plan import grow
 from selfspec.evaluation.metrics import bootstrap
+from selfspec.log import Figures
 from selfspec.training.calibrate import measure_along, write_samples
 
-Vector = Any  # np.ndarray [V] of float64, or of fractions (dtype object)
+Vector = Any  # np.ndarray [V] of float64 or of fractions (dtype object)
+Number = Any  # one of them
 
 
 class Chance(Protocol):
     """Where decisions come from: a random generator, or a proof that takes every branch."""
 
-    def flip(self, p: Any) -> bool: ...
+    def flip(self, p: Number) -> bool: ...
 
     def choose(self, weights: Vector) -> int: ...
 
@@ -55,7 +58,7 @@ class Random:
         return min(int(np.searchsorted(total, self.rng.random() * total[-1], side="right")), len(weights) - 1)
 
 
-def residual(p: Vector, q: Vector, a: Any = 1) -> tuple[Vector, Any]:
+def residual(p: Vector, q: Vector, a: Number = 1) -> tuple[Vector, Number]:
     """max(a p - q, 0), normalized, and its sum before; p itself where nothing is left (it is then never drawn from)."""
     rest = np.maximum(a * p - q, 0 * p)
     total = rest.sum()
@@ -126,7 +129,7 @@ def block_verification(
 ) -> tuple[list[int], int]:
     """Block verification of a chain (arXiv 2403.10444): the longest prefix that a joint test accepts."""
     assert all(len(below) <= 1 for below in tree.children), "block verification knows chains alone"
-    a: Any = 1
+    a: Number = 1
     longest, bonus = 0, residual(p[0], q[0])[0] if len(tree.parents) > 1 else p[0]
     for node in range(1, len(tree.parents)):
         token = tree.tokens[node]
@@ -144,7 +147,7 @@ def block_verification(
 def traversal(tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: Chance) -> tuple[list[int], int]:
     """Traversal verification (arXiv 2505.12398): from the leaves up, a rejected node leaving its parent a residual."""
 
-    def visit(node: int, a: Any) -> tuple[list[int], int] | None:
+    def visit(node: int, a: Number) -> tuple[list[int], int] | None:
         wanted, drawn = p[node], q[node]
         for child in tree.children[node]:
             token = tree.tokens[child]
@@ -167,7 +170,7 @@ def traversal(tree: Drafted, p: Sequence[Vector], q: Sequence[Vector], chance: C
 Heads = Callable[[Tensor], Tensor]
 
 
-def _distributions(logits: Tensor, warpers: list[Any]) -> Vector:
+def _distributions(logits: Tensor, warpers: list[LogitsProcessor]) -> Vector:
     return warp(logits, warpers).double().softmax(-1).cpu().numpy()
 
 
@@ -220,7 +223,7 @@ def rejection_rates(
     texts the target wrote from index `start` on: the table that shapes its trees."""
     warpers = Sampling(temperature).warpers()
     rng, positions = np.random.default_rng(seed), 0
-    accepted: list[Any] = []
+    accepted: list[Vector] = []
     for text in texts:
         tokens = torch.tensor([text], device=spec.target.device)
         out = spec.target.forward(chain(tokens), spec.target.cache(1, len(text)))
@@ -306,11 +309,11 @@ def _calibrated(drafter: Drafter, **modes: Calibration) -> Iterator[None]:
 
 def compare(
     spec: Spec, heads: Heads, validation: list[list[int]], prompts: list[list[int]], config: VerifiersConfig
-) -> list[dict[str, Any]]:
+) -> list[Figures]:
     """Acceptance length of every rule at every temperature: same heads, same prompts, same number of nodes, trees grown
     from tables measured at that temperature on text continuing the `validation` prompts (for recursive rejection, whose
     tree traversal takes too; for shared noise; for drafts blind to it), beside shared noise with its table as saved."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Figures] = []
     drafter = spec.drafter
     assert isinstance(drafter, Trained), "trees of untrained drafters have no table to measure"
     check(spec.target, [*validation, *prompts], Options(config.max_new_tokens))

@@ -6,11 +6,11 @@ import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
 from selfspec.core.target import Target
@@ -19,7 +19,7 @@ from selfspec.data.prompts import cut_prompts
 from selfspec.data.windows import Stream, Windows, consecutive, tokenize
 from selfspec.drafters.base import Batch, Drafter, Trained
 from selfspec.drafters.parts.views import Tail
-from selfspec.log import RunLog
+from selfspec.log import Figures, RunLog
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig, autocast, fit
@@ -69,7 +69,7 @@ class DraftLoss(nn.Module):
 def train_drafter(
     target: Target,
     target_name: str,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     drafter: Drafter,
     train: list[Document],
     validation: list[Document],
@@ -77,7 +77,7 @@ def train_drafter(
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
-) -> dict[str, Any]:
+) -> Figures:
     """Train the drafter, calibrate it on the target's own text, and save it as `folder/drafter`. A drafter that trains
     nothing is calibrated and saved.
 
@@ -104,8 +104,8 @@ def train_drafter(
     _fill_vocabulary(drafter, stream, target.vocab_size)
     module = DraftLoss(drafter, target) if isinstance(drafter, Trained) else None
 
-    def validate() -> dict[str, Any]:
-        figures: dict[str, Any] = {mode: calibrate(target, drafter, mode, samples[mode]) for mode in TEMPERATURES}
+    def validate() -> Figures:
+        figures: Figures = {mode: calibrate(target, drafter, mode, samples[mode]) for mode in TEMPERATURES}
         if module is None:
             return figures
         losses = [

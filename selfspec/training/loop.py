@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from selfspec.log import RunLog, atomic
+from selfspec.log import Figures, RunLog, atomic
 
 Batches = Callable[[int], dict[str, Tensor]]
 
@@ -72,7 +71,7 @@ def checkpoint_path(folder: Path) -> Path:
     return folder / "state.pt"
 
 
-def _save(path: Path, state: dict[str, Any]) -> None:
+def _save(path: Path, state: Figures) -> None:
     with atomic(path) as scratch:
         torch.save(state, scratch)
 
@@ -82,12 +81,12 @@ def fit(
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     batches: Batches,
-    validate: Callable[[], dict[str, Any]],
+    validate: Callable[[], Figures],
     config: LoopConfig,
     folder: Path,
     log: RunLog,
     headline: str,
-) -> dict[str, Any]:
+) -> Figures:
     """Train `module`, whose forward takes a batch and returns (loss, figures); returns the last validation.
 
     Only parameters that require gradients are trained and saved. A `state.pt` in `folder` is resumed, and gives the
@@ -118,7 +117,7 @@ def fit(
     module, *optimizers = accelerator.prepare(module, *optimizers)
     precision = autocast(accelerator.device, config)
 
-    figures: dict[str, Any] = {}
+    figures: Figures = {}
     bar = tqdm(total=config.steps, initial=step, desc="train", disable=not accelerator.is_main_process, mininterval=1.0)
     while step < config.steps:
         start = time.perf_counter()

@@ -7,17 +7,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from selfspec.data.corpus import Document
 from selfspec.data.windows import Windows, consecutive, tokenize
-from selfspec.log import RunLog, atomic
+from selfspec.log import Figures, RunLog, atomic
 from selfspec.training.loop import LoopConfig, fit
 
 END = "<|endoftext|>"
@@ -81,11 +80,11 @@ def pretrain(
     train: list[Document],
     validation: list[Document],
     config: PretrainConfig,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
-) -> dict[str, Any]:
+) -> Figures:
     """Train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per byte on the
     validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -125,7 +124,7 @@ def pretrain(
     rows = consecutive(stream.tokens, config.length)
     module = NextToken(model)
 
-    def validate() -> dict[str, Any]:
+    def validate() -> Figures:
         nats = [float(module({"tokens": row[None].to(accelerator.device)})[0]) for row in rows]
         mean = sum(nats) / len(nats)
         bits = mean / math.log(2) * len(stream.tokens) / stream.n_bytes

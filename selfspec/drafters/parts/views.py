@@ -60,8 +60,8 @@ class SharedHeads(Adapted):
     def weights(self) -> tuple[Tensor, Tensor]:
         """LoRA A [K, H, r] and B [K, r, V] of all heads, stacked."""
         layer = self.layer
-        a = torch.stack([layer.lora_A[n].weight.t() for n in self.adapters])
-        b = torch.stack([layer.lora_B[n].weight.t() * layer.scaling[n] for n in self.adapters])
+        a = torch.stack([_weight(layer.lora_A[n]).t() for n in self.adapters])
+        b = torch.stack([_weight(layer.lora_B[n]).t() * layer.scaling[n] for n in self.adapters])
         return a, b
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -135,13 +135,14 @@ class Tail(Adapted):
                 # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
                 if isinstance(base, (nn.Linear, Conv1D)) and base.weight.is_floating_point():
                     plain = view(base)
-                    merged = plain.weight + child.get_delta_weight(self.adapter).to(plain.weight.dtype)
+                    delta: Tensor = child.get_delta_weight(self.adapter)  # type: ignore[operator]
+                    merged = plain.weight + delta.to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     setattr(module, name, plain)
         head = target.model.get_output_embeddings()
         if isinstance(head, LoraLayer) and self.adapter in head.lora_A:
             for lora in (*head.lora_A.values(), *head.lora_B.values()):
-                lora.weight = nn.Parameter(lora.weight.to(self.dtype), requires_grad=False)
+                lora.weight = nn.Parameter(_weight(lora).to(self.dtype), requires_grad=False)
         return target
 
     def text(
@@ -164,6 +165,10 @@ class Tail(Adapted):
         """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
         layers = (self.layer, self.layer + 1)
         return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    return cast(nn.Linear, linear).weight
 
 
 def linear_maps(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:

@@ -1,0 +1,189 @@
+"""Bad input, through every entry point: one line that names the value and the fix, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_tiny
+from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = {
+    "heads": "train/heads.py",
+    "target": "train/target.py",
+    "decode": "eval/decode.py",
+    "compare": "eval/compare.py",
+    "audit": "eval/audit.py",
+    "verifiers": "eval/verifiers.py",
+    "report": "eval/report.py",
+}
+
+
+@pytest.fixture(scope="module")
+def place(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: str, heads_folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A folder of things that are wrong."""
+    place = tmp_path_factory.mktemp("wrong")
+    (place / "target").symlink_to(tiny_folder)
+    (place / "heads").symlink_to(heads_folder)
+    (place / "empty").mkdir()
+    (place / "text").mkdir()
+    for name in ("a", "b"):
+        (place / "text" / f"{name}.txt").write_text("word " * 400)
+    (place / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+    (place / "turns.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    (place / "prompts.jsonl").write_text('{"prompt": 5}\n')
+    (place / "file").write_text("x")
+    meta = json.loads((heads_folder / "drafter.json").read_text())
+    for name, changed in {
+        "old": {**meta, "format": 2},
+        "keys": {**meta, "config": {**meta["config"], "head": 1}},
+        "kind": {**meta, "kind": "eagle9"},
+        "altered": {**meta, "files": {**meta["files"], "drafter.safetensors": "0"}},
+    }.items():
+        shutil.copytree(heads_folder, place / name)
+        (place / name / "drafter.json").write_text(json.dumps(changed))
+    save_tiny(place / "other", tokenizer, hidden_size=64)
+    (place / "no_tokenizer").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(tiny_folder) / name, place / "no_tokenizer" / name)
+    return place
+
+
+TRAIN = "name=x target.name=target data=text data.root=text loop.steps=1"
+EVAL = "drafter=heads data=text data.root=text"
+CASES = [
+    # script, arguments, what the line says
+    ("heads", "name=x", "target.name"),
+    ("heads", "target.name=target", "name"),
+    ("heads", f"{TRAIN} drafter=medusas", "medusas"),
+    ("heads", f"{TRAIN} drafter.headz=3", "headz"),
+    ("heads", f"{TRAIN} drafter.heads=0", "drafter.heads=0 must be at least 1"),
+    ("heads", f"{TRAIN} drafter.heads=many", "many"),
+    ("heads", f"{TRAIN} drafter.loss=mse", "drafter.loss='mse' must be one of kl, ce"),
+    ("heads", f"{TRAIN} drafter=early_exit drafter.exit=3", "drafter.exit=3 must be between 1 and 2"),
+    ("heads", f"{TRAIN} drafter=feature drafter.layers=[0,9]", "the target has no layer 9"),
+    ("heads", f"{TRAIN} drafter=prompt_lookup drafter.longest=999", "drafter.longest=999"),
+    ("heads", f"{TRAIN} loop.step=5", "step"),
+    ("heads", f"{TRAIN} loop.steps=0", "loop.steps=0 must be at least 1"),
+    ("heads", f"{TRAIN} loop.precision=fp8", "loop.precision='fp8'"),
+    ("heads", f"{TRAIN} train.lr=-1", "train.lr=-1"),
+    ("heads", f"{TRAIN} train.length=512", "train.length=512 exceeds the target's 256 positions"),
+    ("heads", f"{TRAIN} train.length=4", "train.length=4 is too short"),
+    ("heads", f"{TRAIN} train.distill.rows=4 train.distill.folder=/dev/null/x", "train.distill.folder"),
+    ("heads", f"{TRAIN} target.name=runs/nothing", "runs/nothing has no config.json"),
+    ("heads", f"{TRAIN} target.name=no_tokenizer", "has no tokenizer"),
+    ("heads", f"{TRAIN} target.dtype=int8", "dtype='int8'"),
+    ("heads", f"{TRAIN} target.device=gpu", "device='gpu' can not be used here"),
+    ("heads", f"{TRAIN} data.root=nowhere", "data.root='nowhere' is not a folder"),
+    ("heads", f"{TRAIN} data.root=empty", "no file with text matches"),
+    ("heads", "name=x target.name=target data=jsonl data.path=broken.jsonl", "broken.jsonl, line 2: not JSON"),
+    ("heads", "name=x target.name=target data=jsonl data.path=turns.jsonl", "turns.jsonl, line 1: a turn needs"),
+    ("heads", f"{TRAIN} +experiment=tiny_nothing", "tiny_nothing"),
+    ("heads", f"{TRAIN} wandb.mode=sometimes", "wandb.mode='sometimes'"),
+    ("heads", f"{TRAIN} hydra.run.dir=file/x", "file/x"),
+    ("heads", f"{TRAIN} drafter.rank=[", "["),
+    ("target", "name=x data=text data.root=nowhere", "data.root='nowhere' is not a folder"),
+    ("target", "name=x pretrain.model.hidden=5", "hidden"),
+    ("target", "name=x data=text data.root=text pretrain.tokenizer=nowhere/at/all", "no tokenizer at 'nowhere/at/all'"),
+    ("decode", "drafter=runs/nothing", "no drafter at 'runs/nothing'"),
+    ("decode", "drafter=medusa target=target", "has to be trained first"),
+    ("decode", "drafter=prompt_lookup", "names no target; give one"),
+    ("decode", "drafter=prompt_lookup+lookahead target=target", "can not share a tree with others"),
+    ("decode", "drafter=heads+heads", "names a drafter twice"),
+    ("decode", "drafter=old", "is of format 2, this version reads format 3: train the drafter again"),
+    ("decode", "drafter=keys", "unknown keys ['head'], missing keys []; MedusaConfig has ['blocks'"),
+    ("decode", "drafter=kind", "unknown drafter kind 'eagle9'"),
+    ("decode", "drafter=altered", "is truncated or was altered"),
+    ("decode", "drafter=heads target=other", "was made for target"),
+    ("decode", f"{EVAL} tree.nodes=many", "tree.nodes='many' must be auto"),
+    ("decode", f"{EVAL} decode.prompts=0", "decode.prompts=0 must be at least 1"),
+    ("decode", f"{EVAL} decode.temperature=-1", "temperature=-1"),
+    ("decode", f"{EVAL} decode.prompt_file=prompts.jsonl", "prompts.jsonl, line 1: no prompt"),
+    ("decode", f"{EVAL} decode.prompt_file=nothing.jsonl", "prompt file 'nothing.jsonl' does not exist"),
+    ("decode", f"{EVAL} decode.group=poems", "decode.group='poems' must be one of"),
+    ("decode", f"{EVAL} decode.lossy=rather", "lossy='rather' must be"),
+    ("decode", f"{EVAL} decode.prompts=4000", "of 4000 prompts of 128 tokens fit into the documents"),
+    ("audit", f"{EVAL} audit.nodes=[]", "audit.nodes is empty"),
+    ("audit", f"{EVAL} audit.seeds=[1180591620717411303424]", "does not fit into 64 bits"),
+    ("verifiers", f"{EVAL} verifiers.temperatures=[0]", "must all be above 0"),
+    ("verifiers", "drafter=prompt_lookup target=target data=text data.root=text", "is of kind prompt_lookup"),
+    ("compare", "target=target compare.drafters=[]", "compare.drafters is empty"),
+    ("compare", "target=target compare.methods=[vllm]", "compare.methods holds ['vllm']"),
+    ("compare", "target=target compare.results=file", "no file with a line <!-- compare -->"),
+    ("report", "sweep=nowhere", "sweep=nowhere: there is no such folder"),
+    ("report", "sweep=empty", "holds no finished run"),
+    ("report", "", "sweep"),
+]
+
+
+def run(
+    script: str, arguments: list[str], capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch
+) -> tuple[int, str]:
+    """A script in this process, as `python script arguments` would run it: exit code and what it says of errors."""
+    path = str(ROOT / SCRIPTS[script]) if script in SCRIPTS else ""
+    patch.setattr(sys, "argv", [path or "selfspec", *arguments])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(path, run_name="__main__") if path else runpy.run_module("selfspec", run_name="__main__")
+    return int(left.value.code or 0), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), CASES, ids=lambda x: str(x).replace("/", "|")[:60])
+def test_scripts(
+    script: str,
+    arguments: str,
+    message: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    code, said = run(script, arguments.split(), capsys, monkeypatch)
+    lines = [line for line in said.splitlines() if line.startswith(Path(SCRIPTS[script]).name)]
+    assert (code, len(lines)) == (2, 1), said
+    assert message in lines[0]
+    assert "Traceback" not in said
+    assert "HYDRA_FULL_ERROR" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "runs/nothing", "x"], "no drafter at 'runs/nothing'"),
+        (["--drafter", "heads", "--temperature", "-1", "x"], "temperature=-1.0"),
+        (["--drafter", "heads", "--nodes", "0", "x"], "nodes=0"),
+        (["--drafter", "heads", ""], "prompt 0 is empty"),
+        (["--drafter", "heads", "--top-p", "3", "x"], "top_p=3.0"),
+        (["--drafter", "old", "x"], "is of format 2"),
+    ],
+)
+def test_the_command(
+    arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    code, said = run("", arguments, capsys, monkeypatch)
+    lines = [line for line in said.splitlines() if line.startswith("selfspec: ")]
+    assert (code, len(lines)) == (2, 1), said
+    assert message in lines[0]
+    assert "Traceback" not in said
+
+
+def test_the_traceback_is_there_for_those_who_ask(place: Path) -> None:
+    """And a whole process behaves as the scripts above do."""
+    call = [sys.executable, str(ROOT / "eval" / "decode.py"), "drafter=runs/nothing"]
+    asked = subprocess.run(call, capture_output=True, text=True, cwd=place, env={**os.environ, "HYDRA_FULL_ERROR": "1"})
+    assert asked.returncode == 1
+    assert "Traceback" in asked.stderr
+    plain = subprocess.run(call, capture_output=True, text=True, cwd=place, env=os.environ)
+    assert plain.returncode == 2
+    assert plain.stderr.strip().splitlines()[-1].startswith("decode.py: no drafter at 'runs/nothing'")
+    assert len(plain.stderr.strip().splitlines()) == 1
