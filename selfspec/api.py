@@ -174,7 +174,7 @@ class Spec:
         if nodes != "auto":
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
         costs, forecast = pass_costs(self.target, rows, sampled), Forecast()
-        past = self._past.setdefault((sampled, rows), Experience.first(costs))
+        past = self._past.setdefault((sampled, rows), Experience())
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:

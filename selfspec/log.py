@@ -52,6 +52,25 @@ def write_text(path: Path, text: str) -> None:
         scratch.write_text(text)
 
 
+def section(path: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file.
+
+    Raises ValueError where there is none.
+    """
+    text = path.read_text() if path.is_file() else ""
+    head, mark, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not mark or not end:
+        raise ValueError(f"{path} has no lines <!-- {name} --> and <!-- end --> for the tables to stand between")
+    return head + mark, end + tail
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put tables into a section of a Markdown file."""
+    head, tail = section(path, name)
+    write_text(path, f"{head}{text}\n{tail}")
+
+
 def one_line(error: BaseException) -> str:
     """An error's message on one line; of errors that only wrap another, the other's."""
     while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):

@@ -29,10 +29,10 @@ from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
-from selfspec.evaluation.tables import audit_report, comparison_tables, rules_table, table, write_section
+from selfspec.evaluation.tables import audit_report, comparison_tables, rules_table, table
 from selfspec.evaluation.verifiers import VerifiersConfig, compare
 from selfspec.loading import find_drafter, load_target, load_tokenizer
-from selfspec.log import Figures, RunLog, is_main_process, write_text
+from selfspec.log import Figures, RunLog, is_main_process, write_section, write_text
 from selfspec.training.drafter import train_drafter
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain

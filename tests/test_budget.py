@@ -47,7 +47,7 @@ def drafters(target: Target) -> list[Drafter]:
 
 
 def auto(drafter: Any, costs: list[float], rows: int = 1, limit: int = 30) -> tuple[Auto, Forecast, Experience]:
-    past, forecast = Experience.first(costs), Forecast()
+    past, forecast = Experience(), Forecast()
     return Auto(drafter, costs, past, forecast, rows, limit), forecast, past
 
 
@@ -181,9 +181,9 @@ def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
     plain = autoregressive(llama, PROMPTS[:1], Options(60))
     fast = speculative(llama, PROMPTS[:1], Options(60), sized, LARGEST)
     assert fast.token_ids == plain.token_ids
-    assert _TRIAL <= len(spy.asked) < 40 < fast.stats.passes  # then nothing more was drafted in this call
+    assert _TRIAL <= len(spy.asked) < 50 < fast.stats.passes  # then nothing more was drafted in this call
     assert spy.observed <= len(spy.asked) + 1  # nor read
-    past.tokens, past.seconds = 1.0, 2 * DEAR[0]  # drafting was clearly slower
+    past.tokens, past.seconds = 50.0, 100 * DEAR[0]  # drafting was clearly slower
     for call in range(2, 2 * _TRIAL + 1):  # the calls after it do not try, but for every eighth
         spy = _Spy([0.01] * 20)
         speculative(llama, PROMPTS[:1], Options(5), Auto(spy, DEAR, past, forecast := Forecast(), 1, 5), LARGEST)
@@ -191,7 +191,7 @@ def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
         if call % _TRIAL:
             assert forecast.speedup == 1.0
             assert "decoding plainly" in str(forecast)
-        past.tokens, past.seconds = 1.0, 2 * DEAR[0]
+        past.tokens, past.seconds = 50.0, 100 * DEAR[0]
 
 
 def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:

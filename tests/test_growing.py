@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,13 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters import sequential as sequential_module
 from selfspec.drafters.base import Drafter, Sample
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts import growth as growth_module
+from selfspec.drafters.parts import plan as plan_module
 from selfspec.drafters.parts.growth import Growth
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.sequential import SequentialHeads
@@ -545,7 +546,8 @@ def test_noise_is_that_of_the_drafted_position(
         used.append((len(watch.seen), noise.clone()))
         return real(logits, noise, temperature)
 
-    monkeypatch.setattr(sys.modules[kind.__module__] if kind in ALL_AT_ONCE else growth_module, "perturbed", spy)
+    module = {Medusa: plan_module, SequentialHeads: sequential_module}.get(kind, growth_module)
+    monkeypatch.setattr(module, "perturbed", spy)
     speculative(llama, [PROMPT], Options(8, Sampling(1.0), [9]), watch, 9)
     known = [gumbel(noise_bits(*map(torch.tensor, (9, 0, p)), torch.arange(VOCAB))) for p in range(40)]  # type: ignore[arg-type]
     for number, (texts, _) in enumerate(watch.seen):

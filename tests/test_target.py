@@ -35,7 +35,6 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.probe import probe
 from selfspec.core.sampling import Sampling
-from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 
@@ -78,11 +77,12 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
             cache.keep([list(range(7))])
         whole = target.forward(TREE, whole_cache, reads=(0, stop - 1, 2))
         calls = [0] * target.n_layers
+        stack = next(name for name, module in target.decoder.named_children() if module is target.layers)
         parts = [target.part(0, stop, ()), target.part(stop, target.n_layers, (2,))]
         handles = [
             layer.register_forward_hook(lambda m, a, o, i=i: calls.__setitem__(i, calls[i] + 1))
             for part, own in zip(parts, (range(stop), range(stop, target.n_layers)), strict=True)
-            for i, layer in enumerate(layer_stack(part))
+            for i, layer in enumerate(part.get_decoder().get_submodule(stack))
             if i in own
         ]
         first = target.forward(TREE, split_cache, layers=(0, stop))
@@ -217,7 +217,7 @@ def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(famil
     if family == "llama":
         model = tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE))
     else:
-        model = build("Phi-3", rope_parameters=dict(LONGROPE))
+        model = build("Phi-3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=32)
     target = Target(model)
     probe(target)
     assert target.max_positions == 32

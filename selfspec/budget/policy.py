@@ -3,14 +3,15 @@
 Nothing here can change the output. The rules, each with what it rests on (figures in notebooks/RESULTS.md):
 
 1. A pass runs the nodes that give it the most expected tokens per second: path probabilities, corrected by how many
-   tokens such promises brought of late, over the measured cost of a pass (`selfspec.budget.cost`) and the time the
-   draft took. Trees are cut to those nodes.
+   tokens such promises brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time the draft took.
+   Trees are cut to those nodes. The correction is slow, since one text must not decide for all others (Medusa at T=0
+   went plain at 0.91x where drafting brought 1.14x).
 2. A drafter is asked for twice as many nodes as stayed of late, since nobody needs the tail of a tree that is cut.
 3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
    of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
-4. From the ninth pass of a call, drafting goes on only as long as drafted passes brought more tokens per second than
-   plain steps; else the rest of the call is plain. Where earlier calls say so, a call is plain from its first pass,
-   but for every eighth, which tries again.
+4. From the ninth pass of a call, drafting goes on only as long as drafted passes promise more tokens per second than
+   plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of the
+   call is plain. Where earlier calls say so, a call is plain from its first pass, but for every eighth, which tries.
 5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
 """
 
@@ -27,35 +28,33 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 
 _TRIAL = 8  # passes of a call, and calls, after which what did not pay is given up, and tried again
-_HOPE = 1.25  # speedup that drafting is believed to bring at first, as if seen in so many passes
-_KEEP = 0.99  # weight that a pass keeps with every further pass
+_HOPE = 1.25  # speedup that drafting is believed to bring at first
+_HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
+_KEEP, _STEADY = 0.99, 0.998  # weight that a pass keeps with every further pass: of times, of what promises are worth
 
 
 @dataclass
 class Experience:
     """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
-    time of passes over their measured costs; tokens, seconds: of drafted passes, per row and at measured costs;
-    promised, kept: drafted tokens by their path probabilities, and those accepted; draft, passes: seconds of drafting,
-    and how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
+    time of passes over their measured costs; promised, kept: drafted tokens by their path probabilities, and those
+    accepted; tokens, seconds: of drafted passes, per row and at measured costs; draft, passes: seconds of drafting, and
+    how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
 
-    tokens: float
-    seconds: float
     calls: int = 0
     slow: float = 1.0
-    promised: float = 20.0
-    kept: float = 20.0
+    promised: float = 300.0
+    kept: float = 300.0
+    tokens: float = 0.0
+    seconds: float = 0.0
     draft: float = 0.0
     passes: float = 0.0
     size: float = LARGEST / 4
     prunable: bool = True
 
-    @classmethod
-    def first(cls, costs: list[float]) -> Experience:
-        return cls(_HOPE * _TRIAL, _TRIAL * costs[0])
-
     def pays(self, costs: list[float]) -> bool:
-        """Whether drafted passes brought more tokens per second than plain steps."""
-        return self.tokens / self.seconds >= 1 / costs[0]
+        """Whether drafting brings more tokens per second than plain steps."""
+        hoped = _HOPED[self.prunable]
+        return (self.tokens + hoped * _HOPE) / (self.seconds + hoped * costs[0]) >= 1 / costs[0]
 
     def nodes(self, costs: list[float]) -> int:
         """What a drafter is asked for (rules 2 and 3)."""
@@ -63,14 +62,17 @@ class Experience:
             return int(min(LARGEST, max(8, 2 * self.size)))
         return max((n for n in (8, 16, 32) if costs[n] <= 1.25 * costs[1]), default=8)
 
-    def book(self, tokens: float, rows: int, promise: float, nodes: int, draft: float, cost: float) -> None:
+    def expected(self, rows: int, promise: float) -> float:
+        """Tokens that a pass over trees of this promise is expected to emit."""
+        return rows + promise * self.kept / self.promised
+
+    def book(self, tokens: float, rows: int, promise: float, draft: float, cost: float) -> None:
         """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds."""
-        if nodes > 1:
-            self.promised = _KEEP * self.promised + promise
-            self.kept = _KEEP * self.kept + tokens - rows
+        self.promised = _STEADY * self.promised + promise
+        self.kept = _STEADY * self.kept + tokens - rows
         self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
-        self.tokens = _KEEP * self.tokens + tokens / rows
-        self.seconds = _KEEP * self.seconds + cost + draft
+        worth = self.expected(rows, promise) if self.prunable else tokens
+        self.tokens, self.seconds = _KEEP * self.tokens + worth / rows, _KEEP * self.seconds + cost + draft
 
 
 @dataclass
@@ -110,8 +112,7 @@ class Auto:
         self.reads = () if self.plain else drafter.reads
 
     def session(self, target: Target, rows: int) -> Session:
-        inner = None if self.plain else self.drafter.session(target, rows)
-        return AutoSession(inner, self.costs, self.past, self.forecast, rows, self.limit)
+        return AutoSession(self, None if self.plain else self.drafter.session(target, rows), rows)
 
 
 @dataclass
@@ -130,17 +131,9 @@ class _Drafted:
 class AutoSession:
     """What one call keeps. inner: the drafter's session, None from where decoding is plain."""
 
-    def __init__(
-        self, inner: Session | None, costs: list[float], past: Experience, forecast: Forecast, rows: int, limit: int
-    ) -> None:
-        self.inner, self.costs, self.past, self.forecast, self.rows, self.limit = (
-            inner,
-            costs,
-            past,
-            forecast,
-            rows,
-            limit,
-        )
+    def __init__(self, auto: Auto, inner: Session | None, rows: int) -> None:
+        self.inner, self.rows, self.limit = inner, rows, auto.limit
+        self.costs, self.past, self.forecast = auto.costs, auto.past, auto.forecast
         self.end = 0  # of the longest row
         self.last: _Drafted | None = None
         self.root: DraftTree | None = None
@@ -149,9 +142,7 @@ class AutoSession:
         past, rows, length = self.past, len(context.lengths), sum(map(len, context.tokens))
         self.end = self.end or self.limit + max(map(len, context.tokens))
         if (last := self.last) is not None and last.rows == rows:
-            past.book(
-                length - last.length, rows, last.promise, last.nodes, last.draft / past.slow, self._cost(last.nodes)
-            )
+            past.book(length - last.length, rows, last.promise, last.draft / past.slow, self._cost(last.nodes))
         if self.inner is None or (self.forecast.passes >= _TRIAL and not past.pays(self.costs)):
             return self._root(context)
         start, plain = clock(context.roots.device), 1 / self.costs[0]
@@ -163,7 +154,7 @@ class AutoSession:
         nodes = tree.tokens.shape[1]
         left = rows * min(nodes, max(1, self.end - max(map(len, context.tokens))))
         usual = past.draft / past.passes if past.passes else 0.0
-        tokens = min(left, rows + promise * past.kept / past.promised)
+        tokens = min(left, past.expected(rows, promise))
         self._expect(nodes, tokens, (self._cost(nodes) + usual) * rows * plain)
         ready = clock(context.roots.device)
         self.last = _Drafted(rows, length, promise, nodes, tree.start > 0, ready, ready - start)

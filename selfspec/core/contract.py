@@ -48,11 +48,18 @@ class Accepted:
     paths: list[list[int]]
     logits: Tensor | None = None
 
-    def last_hidden(self) -> Tensor:
-        """[len(rows), H]: hidden state of the last kept node, whose next token is the new root."""
-        if self.hidden.shape[0] == 1:
+    def last_hidden(self, before: Tensor | None = None) -> Tensor:
+        """[len(rows), H]: the hidden state of each row's last kept node, whose next token is the new root; of rows that
+        kept nothing that of `before`, which the session had until now."""
+        if len(self.hidden) == 1 and self.paths[0]:
             return self.hidden[:, self.paths[0][-1]]
-        return self.hidden[self.rows, [path[-1] for path in self.paths]]
+        if all(self.paths):
+            return self.hidden[self.rows, [path[-1] for path in self.paths]]
+        found = self.hidden.new_zeros(len(self.rows), self.hidden.shape[-1]) if before is None else before.clone()
+        for i, (row, path) in enumerate(zip(self.rows, self.paths, strict=True)):
+            if path:
+                found[i] = self.hidden[row, path[-1]]
+        return found
 
 
 class Session(Protocol):
@@ -63,7 +70,8 @@ class Session(Protocol):
         ...
 
     def observe(self, accepted: Accepted) -> None:
-        """Take in what the last pass kept; called while the prompt is read and after every pass."""
+        """Take in what the last pass kept: called for each piece of the prompts and after every pass. Where all prompts
+        have one token, nothing is observed before the first `propose`."""
         ...
 
 

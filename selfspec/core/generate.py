@@ -70,6 +70,7 @@ class _Rows:
                 self.records[self.alive[row]].append((raw.clone(), processed.clone()))
         if self.noise is None:
             return pick(scores, None), scores
+        # All rows of a walk stand at one depth, so the first speaks for all.
         noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 

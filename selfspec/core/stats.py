@@ -31,12 +31,12 @@ class Stats:
 
     @property
     def accepted_per_depth(self) -> list[float]:
-        """Chance that a pass accepts everything up to depth 1, 2, ... (full acceptance)."""
+        """Share of passes that accept everything up to depth 1, 2, ... (full acceptance)."""
         return [count / max(1, self.passes) for count in self.accepted]
 
     @property
     def conditional_per_depth(self) -> list[float]:
-        """Chance that depth 1, 2, ... is accepted given that its parent was."""
+        """Share in which depth 1, 2, ... is accepted given that its parent was (conditional acceptance)."""
         return [n / max(1, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
 
     @property

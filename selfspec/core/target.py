@@ -144,8 +144,9 @@ class Target:
             model = view(self.model)
             model.config.return_dict = True
             layers = layer_stack(model)
-            for i in {*range(start), *range(stop, self.n_layers)}:
+            for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
                 layers[i] = _Absent(layers[i], i == start - 1, self._tuples)
+            del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
                 layers[i].register_forward_hook(partial(_note, i), with_kwargs=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.contract import Accepted, Session
+from selfspec.core.contract import Session
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 
@@ -115,20 +115,9 @@ class Trained(Drafter):
         2, 3, ... places on, each with the text itself as the path before it."""
 
 
-def last_hidden(before: Tensor | None, accepted: Accepted) -> Tensor:
-    """The target's hidden state before each row's root, [B, H]; `before` holds that of rows that kept nothing."""
-    if all(accepted.paths):
-        return accepted.last_hidden()
-    if before is None:
-        before = accepted.hidden.new_zeros(len(accepted.rows), accepted.hidden.shape[-1])
-    for i, (row, path) in enumerate(zip(accepted.rows, accepted.paths, strict=True)):
-        if path:
-            before[i] = accepted.hidden[row, path[-1]]
-    return before
-
-
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts beside a target of this dtype are trained: at least float32."""
+    """The dtype in which parts beside a target of this dtype are trained: at least float32. Hidden states keep the
+    target's own in decoding, so a drafter casts its weights when it leaves training mode (see `Medusa.train`)."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

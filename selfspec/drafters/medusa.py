@@ -12,24 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.base import (
-    Batch,
-    DrafterConfig,
-    Sample,
-    Trained,
-    last_hidden,
-    one_of,
-    positive,
-    training_dtype,
-    whole,
-)
-from selfspec.drafters.parts.growth import ahead, perturbed
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, training_dtype, whole
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
-from selfspec.drafters.parts.plan import Acceptance, Plan, plan
+from selfspec.drafters.parts.plan import PlanSession
 from selfspec.drafters.parts.views import SharedHeads
 
 
@@ -117,34 +105,5 @@ class Medusa(Trained):
         logits: Tensor = self(sample.hidden[at].to(self.compute_dtype))
         return logits
 
-    def session(self, target: Target, rows: int) -> MedusaSession:
-        return MedusaSession(self)
-
-
-class MedusaSession:
-    """What one call keeps: the hidden state before each row's root, and the static tree."""
-
-    def __init__(self, drafter: Medusa) -> None:
-        self.drafter = drafter
-        self.hidden: Tensor | None = None
-        self.table: Acceptance = ()
-
-    def _plan(self, context: Context) -> Plan:
-        if not self.table:
-            acceptance, vocab = self.drafter.calibration[context.mode].acceptance, context.target.vocab_size
-            self.table = tuple(tuple(row[:vocab]) for row in acceptance)
-        return plan(self.table, context.nodes, len(context.lengths), context.roots.device)
-
-    def propose(self, context: Context) -> DraftTree:
-        shape = self._plan(context)
-        if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
-            return chain(context.roots[:, None])
-        scores = self.drafter(self.hidden, shape.depth).transpose(0, 1)  # [B, depth, V]
-        if (noise := ahead(context, shape.depth)) is not None:
-            scores = perturbed(scores, noise, context.temperature)
-        choices = scores.topk(shape.choices, -1).indices  # [B, depth, choices]
-        tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
-        return shape.tree.with_tokens(tokens[:, shape.index])
-
-    def observe(self, accepted: Accepted) -> None:
-        self.hidden = last_hidden(self.hidden, accepted)
+    def session(self, target: Target, rows: int) -> Session:
+        return PlanSession(self)

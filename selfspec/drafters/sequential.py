@@ -24,18 +24,7 @@ from torch.nn import functional as F
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.base import (
-    Batch,
-    DrafterConfig,
-    Sample,
-    Trained,
-    last_hidden,
-    one_of,
-    positive,
-    share,
-    training_dtype,
-    whole,
-)
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
 from selfspec.drafters.parts.growth import Growth, ahead, grown, perturbed
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
@@ -283,7 +272,7 @@ class SequentialSession:
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is None:
-            self.hidden = last_hidden(self.hidden, accepted)
+            self.hidden = accepted.last_hidden(self.hidden)
         else:
             self.reader.observe(accepted)
             self.hidden = None

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from selfspec.api import Generated, Spec
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
+from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.data.prompts import GROUPS
 from selfspec.log import Figures
@@ -56,6 +57,7 @@ class DecodeConfig:
             raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
         if self.group is not None and self.group not in GROUPS:
             raise ValueError(f"decode.group={self.group!r} must be one of {', '.join(GROUPS)}")
+        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         if self.lossy is not None:
             Lossy(self.lossy)
 

@@ -25,7 +25,7 @@ from selfspec.budget.cost import pass_costs
 from selfspec.core.options import Options, check
 from selfspec.data.prompts import GROUPS
 from selfspec.evaluation.benchmark import DecodeConfig, hf_generate
-from selfspec.log import Figures, write_text
+from selfspec.log import Figures, section, write_text
 
 # What transformers itself offers: the name of the arm, and what generate is given.
 METHODS = ("hf_generate", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
@@ -67,12 +67,8 @@ class CompareConfig:
                 raise ValueError(f"compare.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
         if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or n < 1)]:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers of at least 1, or auto")
-        if self.results is not None and "<!-- compare -->" not in _text(Path(self.results)):
-            raise ValueError(f"compare.results={self.results!r} is no file with a line <!-- compare --> in it")
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+        if self.results is not None:
+            section(Path(self.results), "compare")
 
 
 @dataclass

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import against, best_sizes
-from selfspec.log import Figures, write_text
+from selfspec.log import Figures
 
 _COLUMNS = (
     "point",
@@ -228,22 +227,3 @@ def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Fi
     if any(row["arm"].startswith("hf_") for row in rows):
         tables.append(verdict(runs, rows))
     return "\n\n".join(tables)
-
-
-def section(path: Path, name: str) -> tuple[str, str]:
-    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file.
-
-    Raises ValueError where there is none.
-    """
-    text = path.read_text() if path.is_file() else ""
-    head, mark, rest = text.partition(f"<!-- {name} -->\n")
-    _, end, tail = rest.partition("<!-- end -->")
-    if not mark or not end:
-        raise ValueError(f"{path} has no lines <!-- {name} --> and <!-- end --> for the tables to stand between")
-    return head + mark, end + tail
-
-
-def write_section(path: Path, name: str, text: str) -> None:
-    """Put tables into a section of a Markdown file."""
-    head, tail = section(path, name)
-    write_text(path, f"{head}{text}\n{tail}")

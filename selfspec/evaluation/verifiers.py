@@ -272,28 +272,21 @@ class VerifiersConfig:
 
 
 class _Blind:
-    """A session that does not see the noise: top-k drafts under the same rule."""
+    """A drafter whose sessions do not see the noise (top-k drafts under the same rule), and such a session."""
 
-    def __init__(self, inner: Session) -> None:
-        self.inner = inner
+    def __init__(self, drafter: Drafter, inner: Session | None = None) -> None:
+        self.reads, self.drafter, self.inner = drafter.reads, drafter, inner
+
+    def session(self, target: Target, rows: int) -> _Blind:
+        return _Blind(self.drafter, self.drafter.session(target, rows))
 
     def propose(self, context: Context) -> DraftTree:
+        assert self.inner is not None
         return self.inner.propose(replace(context, noise=None))
 
     def observe(self, accepted: Accepted) -> None:
+        assert self.inner is not None
         self.inner.observe(accepted)
-
-
-@dataclass(frozen=True)
-class _BlindDrafter:
-    drafter: Drafts
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.drafter.reads
-
-    def session(self, target: Target, rows: int) -> Session:
-        return _Blind(self.drafter.session(target, rows))
 
 
 @contextmanager
@@ -344,7 +337,7 @@ def compare(
         arms = {
             "shared noise": (n, noisy(n)),
             "shared noise, table measured at this T": (n, noisy(n, sampled=tuned)),
-            "same rule, drafts blind to the noise": (n, noisy(n, _BlindDrafter(drafter), greedy=unseeing)),
+            "same rule, drafts blind to the noise": (n, noisy(n, _Blind(drafter), greedy=unseeing)),
             "recursive rejection (2402.14160)": (n, published(recursive_rejection, tree)),
             "traversal (2505.12398)": (n, published(traversal, tree)),
             "shared noise, chain": (depth + 1, noisy(depth + 1, sampled=line)),

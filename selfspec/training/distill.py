@@ -1,7 +1,7 @@
 """Self-distillation data: the target's own continuations of stretches of the training data.
 
-At inference heads draft the target's text, not the data's: greedy text repeats itself and follows the mode, which no
-data shows them (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
+At inference a drafter drafts the target's text, not the data's: greedy text repeats itself and follows the mode, which
+no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 
 @dataclass
 class DistillConfig:
-    """rows: texts the target continues (0: heads train on the data's own text); prompt_tokens: of the data that each
+    """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each
     begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy; folder:
     where the texts are kept, so that several drafters can train on the same (by default inside the run)."""
 

@@ -52,8 +52,10 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
     """
     if loss == "kl":
         losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
-    else:
+    elif loss == "ce":
         losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
+    else:
+        raise ValueError(f"loss={loss!r} must be one of {', '.join(LOSSES)}")
     return losses.view(tokens.shape)
 
 

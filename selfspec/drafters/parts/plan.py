@@ -8,7 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from selfspec.core.tree import DraftTree
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Trained
+from selfspec.drafters.parts.growth import ahead, perturbed
 
 Acceptance = tuple[tuple[float, ...], ...]
 
@@ -64,3 +67,32 @@ def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) ->
     shape = torch.tensor(parents, device=device).expand(rows, -1)
     tree = DraftTree(torch.zeros_like(shape), shape, torch.tensor(probs, device=device).expand(rows, -1))
     return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
+
+
+class PlanSession:
+    """The session of heads that guess each depth on its own from the last hidden state: a static tree in every pass.
+
+    The drafter's forward takes hidden states [B, H] and a number of heads K, and gives logits [K, B, V].
+    """
+
+    def __init__(self, drafter: Trained) -> None:
+        self.drafter = drafter
+        self.hidden: Tensor | None = None  # the state before each row's root
+        self.table: Acceptance = ()
+
+    def propose(self, context: Context) -> DraftTree:
+        if not self.table:
+            acceptance, vocab = self.drafter.calibration[context.mode].acceptance, context.target.vocab_size
+            self.table = tuple(tuple(row[:vocab]) for row in acceptance)
+        shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
+        if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
+            return chain(context.roots[:, None])
+        scores = self.drafter(self.hidden, shape.depth).transpose(0, 1)  # [B, depth, V]
+        if (noise := ahead(context, shape.depth)) is not None:
+            scores = perturbed(scores, noise, context.temperature)
+        choices = scores.topk(shape.choices, -1).indices  # [B, depth, choices]
+        tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
+        return shape.tree.with_tokens(tokens[:, shape.index])
+
+    def observe(self, accepted: Accepted) -> None:
+        self.hidden = accepted.last_hidden(self.hidden)
