@@ -76,7 +76,8 @@ class Spec:
 
     def __init__(self, target: Target, drafter: Drafter, tokenizer: Tokenizer | None = None) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
-        self._past: dict[tuple[bool, int], Experience] = {}  # for nodes="auto", by whether it samples and rows
+        # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
+        self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
 
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding. Further arguments are
@@ -133,13 +134,11 @@ class Spec:
         """
         config = generation_config or self.target.model.generation_config
         asked = Arguments(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
-        drafter, most, _ = self._budget(asked, len(input_ids))
         rule = None if lossy is None else Lossy(lossy)
         return decode(
             self.target,
-            drafter,
+            lambda: self._budget(asked, len(input_ids))[:2],
             self.tokenizer,
-            most,
             rule,
             model,
             input_ids,
@@ -173,8 +172,9 @@ class Spec:
             return self.drafter, NODES if nodes is None else nodes, None
         if nodes != "auto":
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
-        costs, forecast = pass_costs(self.target, rows, sampled), Forecast()
-        past = self._past.setdefault((sampled, rows), Experience())
+        if (sampled, rows) not in self._past:
+            self._past[sampled, rows] = pass_costs(self.target, rows, sampled), Experience()
+        (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:

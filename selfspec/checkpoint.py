@@ -259,12 +259,18 @@ def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Pa
         numbers = isinstance(row, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
         return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
 
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{path}: calibration has unknown decoding modes {unknown}, known are {sorted(expected)}")
     result = {}
     for mode, own in expected.items():
         saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
         saved = saved if isinstance(saved, dict) else {}
         table = saved.get("acceptance")
-        rows = isinstance(table, list) and len(table) == depths and all(finite(row) and row for row in table)
+        rows = (
+            isinstance(table, list)
+            and len(table) == depths
+            and all(finite(row, len(wanted)) for row, wanted in zip(table, own.acceptance, strict=True))
+        )
         if table is None or not rows or not finite(saved.get("inverse_temperature"), factors):
             raise ValueError(
                 f"{path}: calibration[{mode!r}] must hold finite numbers for each of {depths} depths; calibrate the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import speculative_steps
-from selfspec.core.options import Options, as_seed, limited
+from selfspec.core.options import Options, as_seed, check, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -62,9 +62,8 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 def decode(
     target: Target,
-    drafter: Drafts,
+    budget: Callable[[], tuple[Drafts, int]],
     tokenizer: Tokenizer | None,
-    nodes: int,
     relaxed: Relaxed | None,
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -76,7 +75,8 @@ def decode(
     streamer: Any,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
-    """What generate's own decoding methods do, with their arguments, prompts padded on either side. Noise comes from
+    """What generate's own decoding methods do, with their arguments, prompts padded on either side. budget: who drafts,
+    with how many nodes; asked once nothing is left to refuse, since it may have to measure. Noise comes from
     `seed`, or else from torch's global generator; every row, so every return sequence, has its own.
 
     Raises ValueError for modes, arguments and processors that can not be served, naming them.
@@ -120,7 +120,8 @@ def decode(
     records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     drafted: list[list[bool]] = [[] for _ in prompts]
-    for added in speculative_steps(target, prompts, options, drafter, nodes, stats, records):
+    check(target, prompts, options)
+    for added in speculative_steps(target, prompts, options, *budget(), stats, records):
         for row, tokens, own in added:
             new[row] += tokens
             drafted[row] += own

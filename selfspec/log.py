@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,13 +36,17 @@ class WandbConfig:
 def atomic(path: Path) -> Iterator[Path]:
     """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
     interruption leaves the old one or the new one, never half of one."""
-    scratch, old = (path.with_name(f"{path.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    scratch, old = (
+        path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
+    )
     try:
         yield scratch
         if path.is_dir():
             os.replace(path, old)
         os.replace(scratch, path)
     finally:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
         for rest in (scratch, old):
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
 

@@ -37,8 +37,8 @@ from selfspec.training.drafter import train_drafter
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import pretrain
 
-# Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 R = TypeVar("R")
+# Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = ("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every")
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import statistics
+import threading
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from selfspec.log import Figures, write_text
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
+_measuring = threading.Lock()  # threads would take the measured time from each other
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 
@@ -63,29 +65,30 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
 
     Raises ValueError for a file of costs that was measured on another device, or is damaged.
     """
-    path = cost_file(target, rows)
-    identity = _identity(target, rows)
-    mode = "sampled" if sampled else "greedy"
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text())
-            seconds = [float(found[mode][str(n)]) for n in (0, *SIZES)]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
-        wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
-        if wrong:
-            raise ValueError(
-                f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, they "
-                "will be measured again"
-            )
-        return _interpolated(seconds)
-    costs: Figures = {}
-    for way in ("greedy", "sampled"):
-        measured = measure_costs(target, rows, float(way == "sampled"))
-        costs[way] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
-    return _interpolated(list(costs[mode].values()))
+    with _measuring:
+        path = cost_file(target, rows)
+        identity = _identity(target, rows)
+        mode = "sampled" if sampled else "greedy"
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text())
+                seconds = [float(found[mode][str(n)]) for n in (0, *SIZES)]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
+            wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
+            if wrong:
+                raise ValueError(
+                    f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
+                    "they will be measured again"
+                )
+            return _interpolated(seconds)
+        costs: Figures = {}
+        for each in ("greedy", "sampled"):
+            measured = measure_costs(target, rows, float(each == "sampled"))
+            costs[each] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
+        return _interpolated(list(costs[mode].values()))
 
 
 def _interpolated(seconds: list[float]) -> list[float]:

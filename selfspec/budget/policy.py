@@ -6,7 +6,7 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    tokens such promises brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time the draft took.
    Trees are cut to those nodes. The correction is slow, since one text must not decide for all others (Medusa at T=0
    went plain at 0.91x where drafting brought 1.14x).
-2. A drafter is asked for twice as many nodes as stayed of late, since nobody needs the tail of a tree that is cut.
+2. A drafter is asked for twice the nodes that recent trees kept; more would be cut.
 3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
    of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
 4. From the ninth pass of a call, drafting goes on only as long as drafted passes promise more tokens per second than
@@ -27,7 +27,7 @@ from selfspec.core.generate import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 
-_TRIAL = 8  # passes of a call, and calls, after which what did not pay is given up, and tried again
+_TRIAL = 8  # a drafter that does not pay after so many passes is given up; every so many calls it is tried again
 _HOPE = 1.25  # speedup that drafting is believed to bring at first
 _HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
 _KEEP, _STEADY = 0.99, 0.998  # weight that a pass keeps with every further pass: of times, of what promises are worth
@@ -68,10 +68,11 @@ class Experience:
 
     def book(self, tokens: float, rows: int, promise: float, draft: float, cost: float) -> None:
         """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds."""
-        self.promised = _STEADY * self.promised + promise
-        self.kept = _STEADY * self.kept + tokens - rows
+        if promise > 0:
+            self.promised = _STEADY * self.promised + promise
+            self.kept = _STEADY * self.kept + tokens - rows
         self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
-        worth = self.expected(rows, promise) if self.prunable else tokens
+        worth = self.expected(rows, promise) if self.prunable and promise > 0 else tokens
         self.tokens, self.seconds = _KEEP * self.tokens + worth / rows, _KEEP * self.seconds + cost + draft
 
 

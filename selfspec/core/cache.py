@@ -82,7 +82,7 @@ class _Layer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:  # the first pass: storage is made from what it leaves behind
+        if self.keys is None or self.values is None:  # the first pass: `keep` allocates storage from these
             self.cache.first[self] = (key_states, value_states)
             return key_states, value_states
         return self.cache.append(self.keys, key_states), self.cache.append(self.values, value_states)
@@ -258,7 +258,7 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; on kinds that do not tell, all there could be."""
+    """Bytes that can still be allocated on a device; 2**62 where the device does not report them."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available)
     if device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -75,7 +76,7 @@ class _Rows:
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 
     def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
-        """Processors read no text that is not to be: rows that this pass has ended already keep their logits."""
+        """Rows that ended in this pass keep their logits: processors never see text that is not emitted."""
         eos = self.options.eos
         ended = [len(new) >= self.left[row] or not eos.isdisjoint(new) for row, new in zip(rows, ahead, strict=True)]
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
@@ -141,7 +142,7 @@ def autoregressive(
     target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts | None = None, nodes: int = 1
 ) -> Result:
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
-    nodes are not looked at; they are there so that the two can stand for each other."""
+    nodes are ignored; the signature is that of `speculative`."""
     stats = Stats()
     result: list[list[int]] = [[] for _ in prompts]
     t0 = clock(target.device)
@@ -194,7 +195,8 @@ def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
         raise ValueError(
             f"{type(drafter).__name__}.session returned a session of an earlier call; it must make a new one each time"
         )
-    _begun[id(session)] = session
+    with suppress(TypeError):  # of a class with slots: it can not be remembered
+        _begun[id(session)] = session
     return session
 
 

@@ -19,16 +19,16 @@ class Lossy:
 
         Raises ValueError for any other name and for numbers out of range.
         """
-        kind, colon, numbers = name.partition(":") if isinstance(name, str) else ("", "", "")
+        rule, colon, numbers = name.partition(":") if isinstance(name, str) else ("", "", "")
         try:
             values = [float(v) for v in numbers.split(",")] if numbers else []
-            if kind == "typical" and len(values) == (2 if colon else 0):
+            if rule == "typical" and len(values) == (2 if colon else 0):
                 self.epsilon, self.delta = values or [0.09, 0.3]
                 good = 0 < self.epsilon <= 1 and 0 < self.delta <= 1
             else:
                 (value,) = values
                 self.k = int(value)
-                good = kind == "top_k" and value == self.k >= 1
+                good = rule == "top_k" and value == self.k >= 1
         except (ValueError, OverflowError):
             good = False
         if not good:
@@ -36,7 +36,7 @@ class Lossy:
                 f'lossy={name!r} must be "typical", "typical:epsilon,delta" with both in (0, 1], or "top_k:k" with an '
                 "integer k of at least 1"
             )
-        self.kind, self.name, self.altered = kind, name, 0
+        self.rule, self.name, self.altered = rule, name, 0
 
     def __call__(self, scores: Tensor, picks: list[int], candidates: list[list[int]]) -> list[int]:
         """What to emit for warped and processed scores [A, V], the target's picks and the A nodes' drafted children."""
@@ -54,7 +54,7 @@ class Lossy:
         """Whether a token may stand in for the pick; scores [V]. What warpers or processors forbid stays forbidden."""
         if scores[token] == -torch.inf:
             return False
-        if self.kind == "top_k":
+        if self.rule == "top_k":
             return int((scores > scores[token]).sum()) < self.k
         log_p = torch.log_softmax(scores.double(), -1)
         entropy = -(log_p.exp() * log_p.clamp(min=-1e300)).sum()

@@ -19,7 +19,8 @@ class Options:
     """What to generate. seed: one integer (a row's sequence id is then its index), or one per row (ids are then 0, so
     that a row is reproduced alone by its own seed). eos: token ids that end a row; the ending token is emitted.
     processors: transformers' own, instead of those that `sampling` stands for; stops: further criteria that end a row;
-    pads: what both see before each prompt; relaxed: a lossy rule, for `speculative` alone; record: keep the logits.
+    pads: padding that processors and stops see before each prompt; relaxed: a lossy rule, for `speculative` alone;
+    record: keep the logits.
 
     Raises ValueError for max_new_tokens < 1.
     """

@@ -1,9 +1,8 @@
 """transformers' logits processors and stopping criteria on rows that have lengths of their own.
 
-Both are written for a batch of one length whose row i is prompt i. Rows of one pass stand at different nodes, so each
-call gets a whole batch of one length in which the rows that stand there hold their own true prefix and the others a
-copy of one of them, whose result is dropped. Neither may keep a state from call to call or compare rows; criteria
-get no scores.
+Both are written for a batch of one length whose row i is prompt i, but rows of one pass have prefixes of different
+lengths. Those of equal length are scored in one full-size batch; the other rows of it hold a copy, and their scores are
+dropped. Neither may keep a state from call to call or compare rows; criteria get no scores.
 """
 
 from __future__ import annotations

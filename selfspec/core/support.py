@@ -43,9 +43,12 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 def view(module: M) -> M:
-    """A copy of a module's structure over the same parameters and buffers. What is then put into it leaves the
+    """A copy of a module's structure over the same parameters, buffers and hooks. What is then put into it leaves the
     original as it was."""
     shared: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    for part in module.modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        shared |= {id(hook): hook for hook in hooks}
     return copy.deepcopy(module, shared)
 
 
@@ -63,8 +66,8 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
 def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     """Positions the model can be served at (None: no limit), and what sets the limit.
 
-    With longrope (Phi-3, Phi-4-mini) this is the original length: behind it the model takes other rotary factors for a
-    whole pass, by the pass's largest position, so that draft nodes and other rows would change a row's logits.
+    With longrope (Phi-3, Phi-4-mini) this is the original length. Beyond it, one long row switches the rotary factors
+    of the whole pass and changes the other rows' logits.
     """
     config = model.config.get_text_config()
     longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -72,7 +75,7 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     for own in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         original = own.get("original_max_position_embeddings") or 0
         if own.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
-            return original, "rope_type longrope, behind whose original length a pass changes all its rows at once"
+            return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     return longest, "max_position_embeddings"
 
 

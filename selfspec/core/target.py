@@ -31,9 +31,12 @@ def _carrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
     return next(a for a in (*kwargs.values(), *args) if isinstance(a, PassCache))
 
 
+_ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of PEFT's layers
+
+
 class _Absent(nn.Module):
-    """Stands in a view for a layer that a part does not run: hands its input on or, where the part begins behind it,
-    what the cache was given. Per-layer attributes that decoders read, such as attention_type, are the layer's."""
+    """Stands in a view for a layer below a part's first. Returns its input; the last one returns the hidden states that
+    came with the cache. Per-layer attributes that decoders read, such as attention_type, are the layer's."""
 
     def __init__(self, layer: nn.Module, entry: bool, tuples: bool) -> None:
         super().__init__()
@@ -61,8 +64,9 @@ class Target:
     no state, so that several calls and threads can use them at once and the model itself can be used beside them.
     """
 
-    def __init__(self, model: PreTrainedModel, frozen: bool = True) -> None:
-        """frozen: False leaves requires_grad as it is, for views that hold trained parts.
+    def __init__(self, model: PreTrainedModel, frozen: bool = True, tuples: bool | None = None) -> None:
+        """frozen: False leaves requires_grad as it is, for views that hold trained parts; tuples: whether layers return
+        tuples, where it is known (None: found by a pass when it is needed).
 
         Raises ValueError, with the reason, for a model that trees can not be verified on.
         """
@@ -81,16 +85,16 @@ class Target:
         self.vocab_size: int = self.lm_head.out_features
         self.max_positions, self.limited_by = longest_context(model)
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.kinds = set(getattr(config, "layer_types", None) or ()) or {
+        self.layer_types = set(getattr(config, "layer_types", None) or ()) or {
             "sliding_attention" if self.window else "full_attention"
         }
         if not getattr(config, "use_sliding_window", True):
-            self.window, self.kinds = None, self.kinds - {"sliding_attention"} or {"full_attention"}
+            self.window, self.layer_types = None, self.layer_types - {"sliding_attention"} or {"full_attention"}
         self.layers = layer_stack(model)
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], PreTrainedModel] = {}
         self._built_from = self._structure()
-        self._tuples: bool | None = None
+        self._tuples = tuples
 
     @property
     def device(self) -> torch.device:
@@ -105,11 +109,11 @@ class Target:
         return weight.dtype, weight.device, list(weight.shape)
 
     def _structure(self) -> list[object]:
-        """What views copied: modules, parameters, hooks, the state of PEFT's adapters, the way attention runs."""
+        """A snapshot of what views copy; when it changes, parts are built anew."""
         found: list[object] = [self.model.config.get_text_config()._attn_implementation]
         for m in self.model.modules():
             found += [id(m), *m._forward_hooks, *m._forward_pre_hooks, *map(id, m._parameters.values())]
-            found += [str(getattr(m, name, "")) for name in ("_disable_adapters", "_active_adapter", "merged_adapters")]
+            found += [str(getattr(m, name, "")) for name in _ADAPTER_STATE]
         return found
 
     def check(self) -> None:
@@ -130,6 +134,13 @@ class Target:
             refuse(self.model)
             self._parts, self._built_from = {}, structure
 
+    @property
+    def tuples(self) -> bool:
+        """Whether the model's layers return tuples, as those of older families do."""
+        if self._tuples is None:
+            self._tuples = returns_tuples(self.model)
+        return self._tuples
+
     def cache(self, rows: int, capacity: int, limit: int = 0) -> TreeCache:
         """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
         return TreeCache(self.n_layers, rows, capacity, self.dtype, limit)
@@ -137,22 +148,20 @@ class Target:
     def part(self, start: int, stop: int, reads: tuple[int, ...] = ()) -> PreTrainedModel:
         """A view of the model that runs layers start to stop - 1 on what its cache was given, notes the outputs of
         layers `reads`, of layer stop - 1 and of the decoder in that cache, and leaves out all other layers."""
-        key = (start, stop, tuple(sorted(set(reads))))
-        if key not in self._parts:
-            if self._tuples is None:
-                self._tuples = returns_tuples(self.model)
+        key, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
+        if key not in parts:
             model = view(self.model)
             model.config.return_dict = True
             layers = layer_stack(model)
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
-                layers[i] = _Absent(layers[i], i == start - 1, self._tuples)
+                layers[i] = _Absent(layers[i], i == start - 1, self.tuples)
             del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
                 layers[i].register_forward_hook(partial(_note, i), with_kwargs=True)
             model.get_decoder().register_forward_hook(partial(_note, -1), with_kwargs=True)
-            self._parts[key] = model
-        return self._parts[key]
+            parts[key] = model
+        return parts[key]
 
     def forward(
         self,
@@ -181,7 +190,7 @@ class Target:
         positions = cache.positions(tree)
         if self.max_positions is not None:  # nodes past the last position exist only to be cut off
             positions = positions.clamp(max=self.max_positions - 1)
-        masks = self.per_kind(partial(cache.mask, tree))
+        masks = self.per_type(partial(cache.mask, tree))
         return self._run(cache, tree.tokens[:, ran:], logits, (start, stop), reads, masks, positions[:, ran:])
 
     def text(
@@ -220,11 +229,12 @@ class Target:
         )
         seen = cache.seen if cache.given is None else {start - 1: cache.given, **cache.seen}
         cache.enter(None)
-        last = seen[-1 if stop == self.n_layers else stop - 1]
-        return Pass(out.logits if whole else None, last, {i: seen[i] for i in reads})
+        if (final := -1 if stop == self.n_layers else stop - 1) not in seen:
+            raise ValueError(f"the forward of {type(self.model).__name__} was replaced; load the model as it came")
+        return Pass(out.logits if whole else None, seen[final], {i: seen[i] for i in reads})
 
-    def per_kind(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
-        """Masks as the model takes them, made by `mask` of each kind's window: one, or one for each kind of layer."""
+    def per_type(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks as the model takes them, made by `mask` of each layer type's window: one, or one for each type."""
         windows = {"full_attention": None, "sliding_attention": self.window}
-        masks = {kind: mask(windows[kind]) for kind in self.kinds}
+        masks = {name: mask(windows[name]) for name in self.layer_types}
         return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -57,7 +57,9 @@ class DraftTree:
         """bool [B, N, N], True where node i is node j or descends from it."""
         rows, nodes = self.parents.shape
         mask = torch.eye(nodes, nodes + 1, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
-        up = self.parents  # one step further up each time; what has arrived above a root marks the spare column
+        up = (
+            self.parents
+        )  # one ancestor further up each round; walks past a root mark the extra column, which is cut off
         while bool((up >= 0).any()):
             mask.scatter_(2, (up % (nodes + 1))[:, :, None], True)
             up = self.parents.gather(1, up.clamp(min=0)).where(up >= 0, up)

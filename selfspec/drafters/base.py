@@ -98,7 +98,8 @@ class Trained(Drafter):
     """A drafter with a loss."""
 
     def __init__(self, config: DrafterConfig, depth: int) -> None:
-        """depth: how many tokens ahead it drafts. Until it is calibrated, choices are believed to halve in worth."""
+        """depth: how many tokens ahead it drafts. Until it is calibrated, each choice is assumed to be
+        accepted half as often as the one before."""
         prior = [0.5 * 0.5**rank for rank in range(CHOICES)]
         super().__init__(
             config, {mode: Calibration([list(prior) for _ in range(depth)], [1.0] * depth) for mode in MODES}
@@ -111,8 +112,8 @@ class Trained(Drafter):
 
     @abstractmethod
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
-        """Logits [depth, n, V] that the drafter gives, from positions `at` (int64 [n]) of a known text, to the tokens
-        2, 3, ... places on, each with the text itself as the path before it."""
+        """From positions `at` (int64 [n]) of a known text: logits [depth, n, V] of the tokens 2, 3, ... places later,
+        with the text between as the path."""
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -65,7 +65,7 @@ class EarlyExit(Trained):
         if target.n_layers < 2:
             raise ValueError("a target of one layer has none to exit after; early exit needs at least two")
         whole("exit", config.exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
-        self.reads = (config.exit - 1,)
+        self.rans = (config.exit - 1,)
         self.tail = Tail(target, config.rank, training_dtype(target.dtype), "exit", head=True)
 
     def along(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -89,21 +89,21 @@ class EarlyExit(Trained):
 
 
 class EarlyExitSession:
-    """What one call keeps. cache: keys and values of the exit block (None without one); late: per row [0 or 1, H], a
-    kept node that the block has not read yet; read: nodes of the last tree that it has read, 0 while the prompt is
-    read."""
+    """What one call keeps. cache: keys and values of the exit block (None without one); late: per row [0 or 1, H],
+    the hidden state of an accepted leaf that the block has not run on yet; ran: nodes of the last tree it ran on, 0
+    while the prompt is read."""
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
         self.cache: TreeCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
         self.late: list[Tensor] = []
-        self.read = 0
+        self.ran = 0
 
     def propose(self, context: Context) -> DraftTree:
         target, cache, config = context.target, context.cache, self.drafter.config
         root, below = chain(context.roots[:, None]), (0, config.exit)
         if not max(context.lengths) or context.nodes == 1:  # one-token prompts: the cache is not made yet
-            self.read = 0
+            self.ran = 0
             return root
         hidden, expanded = target.forward(root, cache, False, below).hidden, 1
 
@@ -122,7 +122,7 @@ class EarlyExitSession:
         tree = grown(self.drafter, context, step, config.depth, config.width, config.min_prob, reserve=True).tree()
         if tree.tokens.shape[1] > expanded:
             hidden = torch.cat([hidden, target.forward(tree, cache, False, below, ran=expanded).hidden], 1)
-        self.read = expanded
+        self.ran = expanded
         return DraftTree(tree.tokens, tree.parents, tree.scores, prunable=False, start=config.exit, hidden=hidden)
 
     def _block(self, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
@@ -134,7 +134,7 @@ class EarlyExitSession:
         return logits
 
     def _first(self, hidden: Tensor, roots: Tensor) -> Tensor:
-        """Logits [B, 1, V] at the roots; the block reads what was kept late, and the roots, for good."""
+        """Logits [B, 1, V] at the roots; the block runs on late leaves and the roots, and keeps them in its cache."""
         late = [len(part) for part in self.late]
         if self.cache is None or not any(late):
             scores = self._block(hidden, chain(roots[:, None]), 0)
@@ -158,12 +158,12 @@ class EarlyExitSession:
         if len(accepted.rows) < len(states):
             self.cache.select(torch.tensor(accepted.rows, device=states.device))
             states = states[accepted.rows]
-        if not self.read:  # a part of the prompt, or a pass that nothing was drafted for
+        if not self.ran:  # a part of the prompt, or a pass that nothing was drafted for
             tree = chain(states.new_zeros(states.shape[:2], dtype=torch.long))
             self.drafter.tail.step(states, tree, self.cache, logits=False)
             self.cache.keep(accepted.paths)
             self.late = [states[0, :0] for _ in states]
             return
-        self.cache.keep([[node - 1 for node in path[1:] if node < self.read] for path in accepted.paths])
+        self.cache.keep([[node - 1 for node in path[1:] if node < self.ran] for path in accepted.paths])
         last = [path[-1] for path in accepted.paths]
-        self.late = [states[i, n : n + 1] if n >= self.read else states[i, :0] for i, n in enumerate(last)]
+        self.late = [states[i, n : n + 1] if n >= self.ran else states[i, :0] for i, n in enumerate(last)]

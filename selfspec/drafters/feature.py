@@ -59,8 +59,9 @@ class FeatureConfig(DrafterConfig):
         if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
             raise ValueError(f"drafter.layers={self.layers} must name at least one layer, each once")
         one_of("train", self.train, ("full", "lora"))
-        for name in ("rank", "unroll", "depth", "width"):
+        for name in ("rank", "depth", "width"):
             whole(name, getattr(self, name))
+        whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
         one_of("loss", self.loss, LOSSES)
         if self.vocabulary is not None:
@@ -150,7 +151,7 @@ class Feature(Trained):
             # verified entries, then one block for each step, this one the last
             seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
             far = torch.cat([behind] * (step + 1), 1)
-            masks = self.layer.tail.target.per_kind(partial(self._mask, seen, far))
+            masks = self.layer.tail.target.per_type(partial(self._mask, seen, far))
             out = self.layer.text(states, tokens[:, 1:], True, cache, masks, at[None])
             assert out.logits is not None
             result.append(out.logits)

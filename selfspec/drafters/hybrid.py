@@ -23,7 +23,7 @@ from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
 from selfspec.drafters.parts.ngrams import ListTree, as_tree
 
-_WEIGHT = 8.0  # of what is believed of a class of nodes before any was checked, in tokens
+_WEIGHT = 8.0  # prior weight of a class of nodes, in checked tokens
 _RESTED = 16  # passes after which trained members are asked again
 _DOUBT = 0.25  # the part of its probability a child keeps at first where another source proposes something else
 
@@ -117,8 +117,8 @@ class _Row:
     def merge(self, trees: Sequence[ListTree], nodes: int) -> ListTree:
         """Several sources' trees in one of at most `nodes` nodes, the best by path probability.
 
-        Where sources agree on a child, at least one of them has to be right; where only some propose it, there is
-        doubt. Both beliefs are then scaled by how often such children were right so far.
+        A child that several sources propose gets 1 - prod(1 - p); one that others did not propose is scaled by _DOUBT.
+        Both are then scaled by how often such children were right so far.
         """
         ids, parents, given = [trees[0][0][0]], [-1], [1.0]
         whose, beside, self.below = [0], [0], [{}]
@@ -154,7 +154,7 @@ class _Row:
             for child in children.values():
                 right, expected = self.right.get(self.classes[child], (1.0, 1.0))
                 believed[child] = given[child] * right / expected
-            left = 1.0  # children share certainty, the likeliest first
+            left = 1.0  # probabilities of children sum to at most 1, the likeliest first
             for child in sorted(believed, key=believed.__getitem__, reverse=True):
                 share = min(left, believed[child])
                 total[child], left = total[node] * share, left - share

@@ -46,8 +46,8 @@ class LookaheadConfig(DrafterConfig):
 
 
 class Pool:
-    """N-grams by their first token, the most recent of each last; the oldest token's go first where `size` is
-    passed."""
+    """N-grams by their first token, most recent last; beyond `size`, those of the least recent first token are
+    dropped."""
 
     def __init__(self, size: int, guesses: int) -> None:
         self.size, self.guesses, self.held = size, guesses, 0

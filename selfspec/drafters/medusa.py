@@ -76,10 +76,9 @@ class Medusa(Trained):
     def train(self, mode: bool = True) -> Medusa:
         """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding."""
         super().train(mode)
-        self._stacked = None
-        if not mode:
-            with torch.no_grad():
-                self._stacked = tuple(w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
+        with torch.no_grad():
+            ready = (w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
+            self._stacked = None if mode else tuple(ready)
         return self
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:

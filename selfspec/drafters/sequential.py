@@ -119,10 +119,8 @@ class SequentialHeads(Trained):
     def train(self, mode: bool = True) -> SequentialHeads:
         """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
-        self._ready = None
-        if not mode:
-            with torch.no_grad():
-                self._ready = self._laid_out()
+        with torch.no_grad():
+            self._ready = None if mode else self._laid_out()
         return self
 
     def _laid_out(self) -> _Weights:

@@ -130,18 +130,24 @@ def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: 
 
 
 def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> float:
-    """Share of a step's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
+    """Share of a call's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
     choices, the walk, the cache. Passes and products are calls of modules; they are told apart by hooks, in runs of
     their own that no speedup counts."""
-    clock = {"start": 0.0, "inside": 0.0}
+    depth, start, inside = 0, 0.0, 0.0
 
     def enter(*_: object) -> None:
-        _wait(spec)
-        clock["start"] = time.perf_counter()
+        nonlocal depth, start
+        if depth == 0:
+            _wait(spec)
+            start = time.perf_counter()
+        depth += 1
 
     def leave(*_: object) -> None:
-        _wait(spec)
-        clock["inside"] += time.perf_counter() - clock["start"]
+        nonlocal depth, inside
+        depth -= 1
+        if depth == 0:
+            _wait(spec)
+            inside += time.perf_counter() - start
 
     def run(i: int, prompt: list[int]) -> Stats:
         return spec.generate([prompt], **config.arguments(i, 1), nodes=nodes).stats
@@ -156,7 +162,7 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, node
     finally:
         for handle in handles:
             handle.remove()
-    return 1 - clock["inside"] / sum(s.seconds - s.seconds_prefill for s in spent)
+    return 1 - inside / sum(s.seconds for s in spent)
 
 
 def _outermost(call: Callable[[], object]) -> list[nn.Module]:

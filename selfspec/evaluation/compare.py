@@ -22,7 +22,9 @@ from tqdm.auto import tqdm
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
+from selfspec.core.generate import MAX_NODES
 from selfspec.core.options import Options, check
+from selfspec.core.sampling import Sampling
 from selfspec.data.prompts import GROUPS
 from selfspec.evaluation.benchmark import DecodeConfig, hf_generate
 from selfspec.log import Figures, section, write_text
@@ -65,8 +67,10 @@ class CompareConfig:
         for name, known in (("groups", GROUPS), ("methods", METHODS)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise ValueError(f"compare.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
-        if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or n < 1)]:
-            raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers of at least 1, or auto")
+        if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or not 1 <= n <= MAX_NODES)]:
+            raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
+        for temperature in self.temperatures:
+            Sampling(temperature)
         if self.results is not None:
             section(Path(self.results), "compare")
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 
 def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
-    """One PNG per kind of plot over all points that have a speculative arm; returns their paths."""
+    """One PNG per plot over all points that have a speculative arm; returns their paths."""
     points = [p for p in points if "speculative" in p]
     if not points:
         return {}

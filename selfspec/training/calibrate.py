@@ -102,7 +102,7 @@ class _Once:
 def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Figures:
     """For drafters whose choices depend on more than the text: decode the samples' prompts again. `top1` is then how
     often some child of a node holds the target's token, by depth (32 nodes). A session that keeps a `tally` of its
-    choices calibrates the drafter."""
+    choices calibrates the drafter, by its counts with 32 nodes."""
     samples = samples[:_DECODED]
     if not samples:
         raise ValueError("there is no text to calibrate a drafter on; give at least one prompt")
@@ -115,8 +115,8 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
         stats = speculative(target, prompts, options, _Once(drafter, session), nodes).stats
         figures["tau"][str(nodes)] = stats.acceptance_length
         figures["top1"], figures["positions"] = stats.conditional_per_depth[:8], stats.passes
-        if isinstance(tally := getattr(session, "tally", None), Tally):
-            drafter.calibration[mode] = Calibration(tally.table(), [])
+    if isinstance(tally := getattr(session, "tally", None), Tally):
+        drafter.calibration[mode] = Calibration(tally.table(), [])
     return figures
 
 

@@ -95,8 +95,8 @@ class Reader:
         return bool(self.pending) and min(map(len, self.pending)) > 0
 
     def read(self, context: Context, logits: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Read all that is pending, for good; at each row's root logits [B, 1, V] (or None), hidden states behind the
-        final norm and outputs, both [B, 1, H]."""
+        """Read all that is pending and keep it in the cache; at each row's root logits [B, 1, V] (or None), hidden
+        states behind the final norm and outputs, both [B, 1, H]."""
         if self.cache is None:
             made = context.cache
             self.cache = self.layer.tail.target.cache(len(self.pending), made.capacity, made.limit)

@@ -14,7 +14,7 @@ from selfspec.drafters.base import Drafter
 
 
 def perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """By what children are ranked where the target samples: what it will add to its own logits, but with less weight.
+    """Scores that rank children when sampling: logits / T plus the target's noise, weighted less.
 
     A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
     the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.cache import TextCache, TreeCache
-from selfspec.core.support import view
+from selfspec.core.support import layer_stack, view
 from selfspec.core.target import Pass, Target
 from selfspec.core.tree import DraftTree
 
@@ -86,7 +86,7 @@ class Tail(Adapted):
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
-        inner = Target(model, frozen=False)
+        inner = Target(model, frozen=False, tuples=target.tuples)
         block = inner.layers[self.layer]
         if full:
             parameters = dict(block.named_parameters())
@@ -102,7 +102,7 @@ class Tail(Adapted):
         elif rank > 0:
             inject(model, rank, list(linear_maps(model, head)), adapter, dtype)
         self.adapters = {adapter: model} if rank > 0 and not full else {}
-        # The rest of the view is the target's own modules again: only these hold anything that training moves.
+        # Only these two are submodules; the rest of the view is the target's own.
         self.parts = nn.ModuleList([block, model.get_output_embeddings()])
         self._views: dict[bool, Target] = {True: inner}  # by whether it trains; a dict, so that they are no submodules
 
@@ -110,8 +110,7 @@ class Tail(Adapted):
         """Leaving training mode merges what was trained, for decoding; dropout stays off, as in the frozen target."""
         super().train(False)
         self.training = mode
-        self._views.pop(False, None)
-        if not mode:
+        if not mode:  # built before it takes the place of the old, which a call may be using
             self._views[False] = self._merged()
         return self
 
@@ -122,7 +121,7 @@ class Tail(Adapted):
 
     @torch.no_grad()
     def _merged(self) -> Target:
-        target = Target(view(self._views[True].model), frozen=False)
+        target = Target(view(self._views[True].model), frozen=False, tuples=self._views[True].tuples)
         block = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
@@ -173,8 +172,8 @@ def _weight(linear: nn.Module) -> Tensor:
 
 def linear_maps(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
     """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model; none beside a
-    mixture's experts, whose names PEFT would take for the experts' own."""
-    parts = set(Target(model, frozen=False).layers[-1].modules()) | ({model.get_output_embeddings()} if head else set())
+    mixture's experts: PEFT would match the experts too."""
+    parts = set(layer_stack(model)[-1].modules()) | ({model.get_output_embeddings()} if head else set())
     mixtures = tuple(n.removesuffix("experts") for n, _ in model.named_modules() if n.endswith(".experts"))
     return {
         name: module
