@@ -3,10 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import compose_config
+import torch
+from conftest import compose_config, made, tiny_model
 
 import selfspec
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, Record, run_arms
+from selfspec.api import Spec
+from selfspec.core.target import Target
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.sequential import SequentialHeads
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, Record, bookkeeping, run_arms
 from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import read_points, write_point
@@ -121,3 +126,14 @@ def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
     assert figures["decode"] == pytest.approx(figures["acceptance_length"] / figures["cost"])
     point = {"label": "a", "config": {"decode": {"lossy": None}}, **summarize(records)}
     assert f"{figures['forecast']['speedup']:.2f} / {figures['decode']:.2f}" in table([point])
+
+
+@pytest.mark.parametrize("name", ["medusa", "sequential"])
+def test_bookkeeping_is_what_no_module_takes(name: str) -> None:
+    """Passes are counted once, though the decoder of a part runs alone while the prompt is read."""
+    target = Target(tiny_model(dtype=torch.float32))
+    drafter = made({"medusa": Medusa, "sequential": SequentialHeads}[name], target).eval()
+    config = DecodeConfig(max_new_tokens=12)
+    prompts = [[5, 9, 2, 7] * 8, [8, 1, 30, 4]]
+    assert 0 < bookkeeping(Spec(target, drafter), prompts, config, 6) < 0.9
+    assert not any(m._forward_hooks for m in target.model.modules())

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -257,6 +258,25 @@ def test_what_is_hooked_into_the_target_counts(heads_folder: Path) -> None:
     assert steered == spec.autoregressive(TEXTS[:1], 12).token_ids[0] == reference[0, ids.shape[1] :].tolist() != before
     handle.remove()
     assert spec.generate(TEXTS[:1], 12).token_ids[0] == before
+
+
+class Recorder:
+    """A hook that keeps what it saw, and can not be copied."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.lock = Lock()
+
+    def __call__(self, module: object, args: object, output: torch.Tensor) -> None:
+        self.seen.append(output.shape[1])
+
+
+def test_a_hook_with_a_state_is_called_itself(heads_folder: Path) -> None:
+    spec, recorder = selfspec.load(str(heads_folder)), Recorder()
+    handle = spec.target.layers[0].register_forward_hook(recorder)
+    stats = spec.generate([[5, 9, 2]], 6, nodes=4).stats
+    handle.remove()
+    assert len(recorder.seen) == 1 + stats.calls
 
 
 def test_a_small_vocabulary_is_drafted_for() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.data.windows import Stream, Windows, consecutive
 from selfspec.drafters.parts.losses import distance, masked_mean
 from selfspec.loading import load_target
+from selfspec.log import atomic
 from selfspec.runs import run_training
 from selfspec.training import loop as loop_module
 from selfspec.training.distill import DistillConfig, distill
@@ -165,6 +167,23 @@ def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pyt
             loop_module._save(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "old").write_text("")
+    real = os.replace
+
+    def fails(source: Path, goal: Path) -> None:
+        if str(source).endswith(".tmp"):
+            raise OSError("no")
+        real(source, goal)
+
+    monkeypatch.setattr("selfspec.log.os.replace", fails)
+    with pytest.raises(OSError, match="no"), atomic(tmp_path / "x") as scratch:
+        scratch.mkdir()
+    assert [p.name for p in (tmp_path / "x").iterdir()] == ["old"]
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_damaged_checkpoint_is_named_and_a_torn_log_is_not_fatal(

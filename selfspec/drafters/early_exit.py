@@ -65,7 +65,7 @@ class EarlyExit(Trained):
         if target.n_layers < 2:
             raise ValueError("a target of one layer has none to exit after; early exit needs at least two")
         whole("exit", config.exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
-        self.rans = (config.exit - 1,)
+        self.reads = (config.exit - 1,)
         self.tail = Tail(target, config.rank, training_dtype(target.dtype), "exit", head=True)
 
     def along(self, hidden: Tensor, tokens: Tensor) -> Tensor:
