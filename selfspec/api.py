@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -192,15 +192,19 @@ class Spec:
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts. Raises ValueError for one string or one list of ids instead of a list of them, and for
         an empty prompt."""
-        if isinstance(prompts, str):
-            raise ValueError('prompts is one string; give a list: ["..."]')
+        if isinstance(prompts, (str, bytes)):
+            raise ValueError(
+                f'prompts is one {"string" if isinstance(prompts, str) else "bytes"}; give a list: ["..."]'
+            )
+        if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts is a {type(prompts).__name__}; give a list of texts or of lists of token ids")
         if getattr(prompts, "ndim", 2) != 2:
             raise ValueError(f"prompts has {prompts.ndim} dimensions; give one row of token ids per prompt: [[...]]")  # type: ignore[union-attr]
         encoded = []
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, int):
                 raise ValueError("prompts is one list of token ids; give a list of them: [[...]]")
-            if prompt is None or isinstance(prompt, (bytes, dict, float)):
+            if prompt is None or isinstance(prompt, (bytes, Mapping, Set, float)):
                 raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
             if isinstance(prompt, str):
                 if self.tokenizer is None:

@@ -175,8 +175,11 @@ def read_meta(folder: Path) -> Figures:
         )
     kinds = {"kind": str, "config": dict, "target": dict, "calibration": dict, "files": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(meta.get(name), kind)]
-    if wrong or "tokenizer" not in meta or not {"name", "weights_hash"} <= meta["target"].keys():
-        raise ValueError(f"{path} was altered: {', '.join(wrong) or 'target'} is not what was written; copy it again")
+    wrong += [name for name in ("name", "weights_hash") if not wrong and not isinstance(meta["target"].get(name), str)]
+    if wrong or not isinstance(meta.get("tokenizer", 0), (str, type(None))):
+        raise ValueError(
+            f"{path} was altered: {', '.join(wrong) or 'tokenizer'} is not what was written; copy it again"
+        )
     return dict(meta)
 
 

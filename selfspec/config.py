@@ -148,7 +148,7 @@ def clear_errors() -> Iterator[None]:
     os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
     try:
         yield
-    except (ValueError, OSError, MemoryError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException) as error:
         print(f"{os.path.basename(sys.argv[0])}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     finally:

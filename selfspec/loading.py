@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -45,7 +46,8 @@ def load_target(
         raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
     if device is not None:
         try:
-            torch.empty(0, device=device)
+            if torch.empty(0, device=device).is_meta:
+                raise RuntimeError("it holds no weights")
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"device={device!r} can not be used here: {error}") from error
     model: Any
@@ -56,7 +58,12 @@ def load_target(
         config = AutoConfig.from_pretrained(path, revision=revision)
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", revision=revision, config=config, **loading)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", revision=revision, config=config, **loading
+            )
+        except SafetensorError as error:
+            raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
     else:
         if loading:
             raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")

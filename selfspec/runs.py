@@ -242,8 +242,8 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
 def run_report(config: DictConfig) -> None:
     """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out."""
     folder = Path(config.sweep)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"sweep={folder}: there is no such folder")
+    if not config.sweep or not folder.is_dir():
+        raise FileNotFoundError(f"sweep={config.sweep}: there is no such folder")
     points, broken = read_points(folder)
     for path, why in broken:
         print(f"skipped {path}: {why}")

@@ -47,11 +47,16 @@ def place(
         "old": {**meta, "format": 2},
         "keys": {**meta, "config": {**meta["config"], "head": 1}},
         "kind": {**meta, "kind": "eagle9"},
+        "types": {**meta, "target": {**meta["target"], "weights_hash": 5}},
         "altered": {**meta, "files": {**meta["files"], "drafter.safetensors": "0"}},
     }.items():
         shutil.copytree(heads_folder, place / name)
         (place / name / "drafter.json").write_text(json.dumps(changed))
     save_tiny(place / "other", tokenizer, hidden_size=64)
+    shutil.copytree(tiny_folder, place / "cut")
+    weights = (place / "cut" / "model.safetensors").read_bytes()
+    (place / "cut" / "model.safetensors").write_bytes(weights[:1000])
+    (place / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
     (place / "no_tokenizer").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(tiny_folder) / name, place / "no_tokenizer" / name)
@@ -104,6 +109,13 @@ CASES = [
     ("decode", "drafter=kind", "unknown drafter kind 'eagle9'"),
     ("decode", "drafter=altered", "is truncated or was altered"),
     ("decode", "drafter=heads target=other", "was made for target"),
+    ("decode", "drafter=types", "was altered: weights_hash is not what was written"),
+    ("decode", "drafter=prompt_lookup target=cut", "its weights are no whole safetensors file"),
+    ("decode", f"{EVAL} decode.prompt_file=surrogate.jsonl", "surrogate.jsonl, line 1: no prompt"),
+    ("decode", f"{EVAL} decode.top_k=0", "top_k=0.0 must be an integer of at least 1"),
+    ("target", "name=x data=text data.root=text pretrain.length=0", "pretrain.length=0 must be at least 1"),
+    ("target", "name=x data=text data.root=text pretrain.model.hidden_size=7", "must be a multiple of twice"),
+    ("report", "sweep=", "there is no such folder"),
     ("decode", f"{EVAL} tree.nodes=many", "tree.nodes='many' must be auto"),
     ("decode", f"{EVAL} decode.prompts=0", "decode.prompts=0 must be at least 1"),
     ("decode", f"{EVAL} decode.temperature=-1", "temperature=-1"),

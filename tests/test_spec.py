@@ -83,7 +83,7 @@ def test_run_folders_and_overrides(heads_folder: Path, tiny_folder: str) -> None
 def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     free = spec.generate(TEXTS[:1], 30).token_ids[0]
-    spec.target.model.generation_config.eos_token_id = [319, free[9]]
+    spec.target.model.generation_config.eos_token_id = torch.tensor([319, free[9]])
     assert spec.generate(TEXTS[:1], 30).token_ids[0] == free[: free.index(free[9]) + 1]
 
 
@@ -108,6 +108,14 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"prompts": ["\udce9"]}, "lone surrogate"),
         ({"prompts": [1, 2]}, "one list of token ids"),
         ({"top_p": 2.0}, "top_p=2.0"),
+        ({"top_k": "5"}, "top_k='5' must be a number"),
+        ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
+        ({"min_p": "x"}, "min_p='x' must be a number"),
+        ({"temperature": 2**2000}, "must be a number"),
+        ({"prompts": {"input_ids": [[1]]}}, "prompts is a dict; give a list"),
+        ({"prompts": 5}, "prompts is a int; give a list"),
+        ({"prompts": b"abc"}, "prompts is one bytes"),
+        ({"prompts": [{1, 2}]}, "prompt 0 is set"),
     ],
 )
 def test_bad_input_is_named(spec: Spec, arguments: dict[str, object], message: str) -> None:

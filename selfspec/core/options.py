@@ -103,4 +103,5 @@ def end_tokens(target: Target) -> frozenset[int]:
     eos = target.model.generation_config.eos_token_id if target.model.generation_config is not None else None
     if eos is None:
         return frozenset()
+    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
     return frozenset([eos] if isinstance(eos, int) else eos)

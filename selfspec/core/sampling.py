@@ -49,15 +49,13 @@ class Sampling:
     min_p: float | None = None
 
     def __post_init__(self) -> None:
-        try:
-            temperature = float("nan" if isinstance(self.temperature, str) else self.temperature)
-        except (TypeError, ValueError):
-            temperature = math.nan
-        if not (temperature == 0 or 1e-4 <= temperature < math.inf):
+        values = {name: _number(name, getattr(self, name)) for name in ("temperature", "top_k", "top_p", "min_p")}
+        for name, value in values.items():  # plain numbers also of NumPy's and torch's scalars
+            object.__setattr__(self, name, value)
+        if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 0.0001, and finite")
-        object.__setattr__(self, "temperature", temperature)  # a plain float also of NumPy's and torch's scalars
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or None for no limit")
+        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
+            raise ValueError(f"top_k={self.top_k} must be an integer of at least 1, or None for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1], or be None for no limit")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -71,12 +69,24 @@ class Sampling:
         if self.temperature != 1:
             result.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
-            result.append(TopKLogitsWarper(self.top_k))
+            result.append(TopKLogitsWarper(int(self.top_k)))
         if self.top_p is not None and self.top_p < 1:
             result.append(TopPLogitsWarper(self.top_p))
         if self.min_p is not None and self.min_p > 0:
             result.append(MinPLogitsWarper(self.min_p))
         return result
+
+
+def _number(name: str, value: object) -> float | None:
+    """A float from anything that is a number; None stays None but for the temperature. Raises ValueError."""
+    if value is None and name != "temperature":
+        return None
+    try:
+        if not isinstance(value, (str, bytes, bool)):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name}={value!r} must be a number")
 
 
 class Noise:

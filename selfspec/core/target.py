@@ -112,7 +112,12 @@ class Target:
         """A snapshot of what views copy; when it changes, parts are built anew."""
         found: list[object] = [self.model.config.get_text_config()._attn_implementation]
         for m in self.model.modules():
-            found += [id(m), *m._forward_hooks, *m._forward_pre_hooks, *map(id, m._parameters.values())]
+            found += [
+                id(m),
+                *m._forward_hooks,
+                *m._forward_pre_hooks,
+                *map(id, (*m._parameters.values(), *m._buffers.values())),
+            ]
             found += [str(getattr(m, name, "")) for name in _ADAPTER_STATE]
         return found
 

@@ -93,7 +93,7 @@ def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
         if isinstance(record, dict):
             record = record.get("prompt") or record.get("text") or (record.get("turns") or [None])[0]
-        if not isinstance(record, str) or not record:
+        if not isinstance(record, str) or not record or any(0xD800 <= ord(c) < 0xE000 for c in record):
             raise ValueError(f"{path}, line {number}: no prompt; expected a string, or a `prompt`, `text` or `turns`")
         prompts.append(list(tokenizer(record)["input_ids"]))
     if not prompts:

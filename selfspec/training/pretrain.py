@@ -47,6 +47,20 @@ class PretrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
+def _check(config: PretrainConfig) -> None:
+    """Raises ValueError for sizes that make no model."""
+    sizes = {"length": config.length, **{f"model.{name}": value for name, value in asdict(config.model).items()}}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"pretrain.{name}={value} must be at least 1")
+    for heads in ("num_attention_heads", "num_key_value_heads"):
+        if config.model.hidden_size % (2 * getattr(config.model, heads)):
+            raise ValueError(
+                f"pretrain.model.hidden_size={config.model.hidden_size} must be a multiple of twice {heads}="
+                f"{getattr(config.model, heads)}"
+            )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE: every string has an encoding, and decoding gives it back."""
     tokenizer = Tokenizer(models.BPE())
@@ -87,6 +101,7 @@ def pretrain(
 ) -> Figures:
     """Train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per byte on the
     validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
+    _check(config)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     if tokenizer is None:
         tokenizer = train_tokenizer((d.text for d in train), config.model.vocab_size)
