@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 import selfspec.drafters
 from selfspec.api import NODES
@@ -148,6 +148,11 @@ def clear_errors() -> Iterator[None]:
     os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
     try:
         yield
+    except MissingMandatoryValue as error:
+        print(
+            f"{os.path.basename(sys.argv[0])}: {error.full_key} is missing; give {error.full_key}=...", file=sys.stderr
+        )
+        sys.exit(2)
     except (ValueError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException) as error:
         print(f"{os.path.basename(sys.argv[0])}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)

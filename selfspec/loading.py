@@ -54,7 +54,9 @@ def load_target(
     if isinstance(source, (str, Path)):
         path = resolve(str(source))
         if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or _is_path(path)):
-            raise FileNotFoundError(f"target {str(source)!r}: {path} has no config.json")
+            raise FileNotFoundError(
+                f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
+            )
         config = AutoConfig.from_pretrained(path, revision=revision)
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")

@@ -87,6 +87,8 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
     run = typed(TrainRun, config)
     made: DrafterConfig = run.drafter
     device = run.target.device or default_device()
+    if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
+        raise ValueError(f"data.path={config.data.path!r} is not a file")
     target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision)
     tokenizer = tokenizer_of(target, found)
     data = build_data(config.data, tokenizer)
