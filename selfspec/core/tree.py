@@ -15,7 +15,7 @@ class DraftTree:
     """Drafted tokens of B rows as trees of N nodes.
 
     tokens: int64 [B, N]; parents: int64 [B, N], each smaller than its node's index. Node 0 is the root (parent -1): the
-    last emitted token, whose KV is not yet cached. Any other node with parent -1 is spare: no walk reaches it.
+    last emitted token, whose KV is not yet cached. Another node with parent -1 is spare: no walk reaches it.
     scores: float [B, N], the probability that each node lies on the accepted path, by which trees are sized and mixed.
     prunable: False where the pass must run exactly this tree (early exit: its nodes are in the target's cache already;
     lookahead: some nodes work for later passes). start, hidden: where the drafter has run the target's layers below
