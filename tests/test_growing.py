@@ -91,6 +91,13 @@ def test_reserved_nodes_stay_in_the_order_of_their_expansion() -> None:
     assert tree.parents[0, :expanded].tolist() == stem.parents[0, :expanded].tolist()
 
 
+@pytest.mark.parametrize("reserve", [False, True])
+def test_a_budget_of_one_node_is_the_root_alone(reserve: bool) -> None:
+    tree = Growth(torch.tensor([5, 6]), nodes=1, width=4, reserve=reserve).tree()
+    assert tree.tokens.tolist() == [[5], [6]]
+    assert tree.parents.tolist() == [[-1], [-1]]
+
+
 def test_a_certain_child_never_stands_without_its_parent() -> None:
     growth = Growth(torch.tensor([0]), 4, width=3)
     sure = torch.full((1, 1, 5), -1e4)

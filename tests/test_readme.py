@@ -49,6 +49,9 @@ def test_a_drafter_of_forty_lines(bigram: str, tiny_folder: str, source_root: Pa
     for temperature in (0.0, 1.0):
         fast = spec.generate(["def f():", "import os"], 24, temperature, seed=1)
         assert fast.token_ids == spec.autoregressive(["def f():", "import os"], 24, temperature, seed=1).token_ids
+        alone = spec.generate(["def f():", "import os"], 24, temperature, seed=1, nodes=1)
+        assert alone.token_ids == fast.token_ids
+        assert alone.stats.acceptance_length == 1
     both = selfspec.load(f"{tmp_path / 'run'}+prompt_lookup")
     assert len(both.generate([[5, 9, 2]], 8).token_ids[0]) == 8
 

@@ -138,7 +138,7 @@ def _split(documents: list[Document], fraction: float) -> tuple[list[Document], 
 
 @dataclass(frozen=True)
 class TextFolder:
-    """Every file under `root` whose name matches `pattern`, as UTF-8 text; a share `validation` of them validates."""
+    """Every file under `root` whose name matches `pattern`, as UTF-8 text; `validation_share` of them validates."""
 
     root: str
     pattern: str = "*.txt"

@@ -78,7 +78,7 @@ class Growth:
             leaves = self.scores.scatter(1, self.expanded, -torch.inf).topk(nodes - self.expanded.shape[1], -1).indices
             return self._pick(torch.cat([self.expanded, leaves], 1))
         best = self.scores[:, 1:].topk(nodes - 1, -1).indices.sort(-1).values + 1
-        return self._pick(torch.cat([torch.zeros_like(best[:, :1]), best], 1) if nodes > 1 else self.expanded[:, :1])
+        return self._pick(torch.cat([torch.zeros_like(self.tokens[:, :1]), best], 1))
 
     def _pick(self, kept: Tensor) -> DraftTree:
         """The tree of these nodes, int64 [B, n], the root first and parents before their children."""
