@@ -105,9 +105,10 @@ class CompareRun:
 
 @dataclass
 class ReportRun:
-    """sweep: the folder of a multirun."""
+    """sweep: the folder of a multirun; against: another's, or two comparisons, to be set beside each other."""
 
     sweep: str = MISSING
+    against: str | None = None
 
 
 @dataclass

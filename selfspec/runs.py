@@ -12,6 +12,7 @@ import torch
 from hydra.experimental.callback import Callback
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
+from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.api import Spec, load
@@ -19,23 +20,28 @@ from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import drafter_class
 from selfspec.config import AuditRun, CompareRun, EvalRun, PretrainRun, TrainRun, VerifiersRun
 from selfspec.core.target import Target
-from selfspec.data.prompts import cut_prompts, prompts_of_group, read_prompts
+from selfspec.data.prompts import cut_prompts
+from selfspec.data.questions import SETS, Asking, Question, read_questions
 from selfspec.drafters.base import DrafterConfig
-from selfspec.evaluation.audit import AuditConfig, audit, distribution_tests, distribution_verdict
-from selfspec.evaluation.benchmark import DecodeConfig, bookkeeping, run_arms
-from selfspec.evaluation.compare import run_comparison
+from selfspec.evaluation.answers import write_answers
+from selfspec.evaluation.asking import Prompt, prompts_of
+from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
+from selfspec.evaluation.benchmark import bookkeeping, run_arms
+from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
+from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_margins, plot_points, plot_rules
-from selfspec.evaluation.points import read_points, write_point
+from selfspec.evaluation.points import agreement, read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
-from selfspec.evaluation.tables import audit_report, comparison_tables, rules_table, table
-from selfspec.evaluation.verifiers import VerifiersConfig, compare
-from selfspec.loading import find_drafter, load_target, load_tokenizer
+from selfspec.evaluation.show import show
+from selfspec.evaluation.tables import agreement_table, audit_report, comparison_tables, group_table, rules_table, table
+from selfspec.evaluation.verifiers import compare
+from selfspec.loading import find_drafter, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_section, write_text
 from selfspec.training.drafter import train_drafter
 from selfspec.training.loop import checkpoint_path, default_device
-from selfspec.training.pretrain import pretrain
+from selfspec.training.pretrain import instruct, pretrain
 
 R = TypeVar("R")
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
@@ -101,13 +107,25 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
 
 
 def run_pretrain(config: DictConfig, folder: Path) -> Figures:
-    """Train a target; see `selfspec.training.pretrain`."""
-    plain = open_run(config, folder, checkpoint_path(folder))
+    """Train a target; see `selfspec.training.pretrain`. Its second stage lies in the run folder; the first, where there
+    are two, in its folder `source`."""
     run = typed(PretrainRun, config)
+    first = folder / "source" if run.pretrain.instruct is not None else folder
+    begun = checkpoint_path(first if run.pretrain.init is None else folder)
+    plain = open_run(config, folder, begun)
     data = instantiate(config.data)
     tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
-    with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
-        return pretrain(data.train(), data.validation(), run.pretrain, tokenizer, run.loop, folder, log)
+    texts = data.train(), data.validation()
+    figures: Figures = {}
+    if run.pretrain.init is None:
+        with RunLog(first, run.name, run.wandb, plain, "train.jsonl") as log:
+            figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
+    if run.pretrain.instruct is not None:
+        start = resolve(run.pretrain.init or str(first / "target"))
+        model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
+        with RunLog(folder, f"{run.name}-instruct", run.wandb, plain, "train.jsonl") as log:
+            figures = instruct(*texts, model, load_tokenizer(start), run.pretrain.instruct, run.loop, folder, log)
+    return figures
 
 
 def tokenizer_of(target: Target, tokenizer: Tokenizer | None) -> Tokenizer:
@@ -117,17 +135,19 @@ def tokenizer_of(target: Target, tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def evaluation_prompts(
-    spec: Spec, data: DictConfig, config: DecodeConfig | AuditConfig | VerifiersConfig
-) -> list[list[int]]:
-    """The prompts of a benchmark or audit: from its prompt file, or cut from the data's held-out text."""
+def asked(
+    spec: Spec, data: DictConfig, asking: Asking, sampling: Figures, seed: int, each: bool = False
+) -> tuple[list[Question], list[Prompt]]:
+    """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
+    sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
-    if config.prompt_file is not None:
-        return read_prompts(config.prompt_file, tokenizer)[: config.prompts]
-    documents = build_data(data, tokenizer).evaluation()
-    if isinstance(config, DecodeConfig) and config.group is not None:
-        return prompts_of_group(config.group, documents, tokenizer, config.prompts, config.prompt_tokens)
-    return cut_prompts(documents, tokenizer, config.prompts, config.prompt_tokens)
+    questions = read_questions(asking, tokenizer, lambda: build_data(data, tokenizer).evaluation(), each)
+    arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
+    prompts, skipped = prompts_of(spec, questions, arguments, seed)
+    if skipped:
+        turns = len(skipped) + len(prompts)
+        print(f"{len(skipped)} of {turns} turns left out, since they fill the context: {'; '.join(skipped)}")
+    return questions, prompts
 
 
 def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
@@ -135,18 +155,32 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
     plain = as_plain(config)
     run = typed(EvalRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
-    prompts = evaluation_prompts(spec, config.data, run.decode)
+    questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        own = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
             print(f"tree.nodes=auto: {point['speculative']['forecast']}")
-        if "speculative" in point and run.decode.batch_size == 1 and run.decode.lossy is None:
+        if own and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
+        if own and run.decode.metrics:
+            point["metrics"] = {name: DEFINITIONS[name](own) for name in run.decode.metrics}
+            print(json.dumps(point["metrics"], indent=1))
+        if run.decode.answers is not None:
+            write_answers(Path(run.decode.answers), questions, records, spec, run.name)
         write_point(folder, point, records)
-        log.write({key: point[key] for key in ("arms", "speedup", "speculative") if key in point})
+        log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         log.images(plot_points([point], folder))
     return point
+
+
+def run_show(config: DictConfig) -> None:
+    """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
+    run = typed(EvalRun, config)
+    spec = load(run.drafter, run.target, run.dtype, run.device)
+    _, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
+    show(spec, [prompt for prompt in prompts if prompt.turn == 0], run.decode, run.tree.nodes)
 
 
 def run_audit(config: DictConfig, folder: Path) -> Figures:
@@ -154,7 +188,7 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
     plain = as_plain(config)
     run = typed(AuditRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
-    prompts = evaluation_prompts(spec, config.data, run.audit)
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         found = audit(spec, prompts, run.audit)
         tests = []
@@ -186,7 +220,7 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
             f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
             "depth without the tokens before it (medusa)"
         )
-    prompts = evaluation_prompts(spec, config.data, run.verifiers)
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.verifiers, {}, 0)[1]]
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
     documents = build_data(config.data, tokenizer).validation()
     measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
@@ -199,6 +233,17 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
         log.images({"verifiers": plot_rules(rows, folder / "verifiers.png")})
     print(f"\n{rules_table(rows)}\n{folder}")
     return rows
+
+
+def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
+    """The prompts of a comparison; answers to earlier turns are greedy."""
+    found: list[Prompt] = []
+    for name in config.questions:
+        groups = [group for group in config.groups if group in SETS[name]] if name in SETS else None
+        if groups != []:
+            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
+            found += asked(spec, data, asking, {}, config.seed + len(found), each=True)[1]
+    return found
 
 
 def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
@@ -215,11 +260,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     draft_model = None
     if "hf_assisted" in run.compare.methods:
         draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
-    documents = build_data(config.data, tokenizer).evaluation()
-    prompts = {
-        group: prompts_of_group(group, documents, tokenizer, run.compare.prompts, run.compare.prompt_tokens)
-        for group in run.compare.groups
-    }
+    prompts: dict[str, list[Prompt]] = {}
+    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
+        prompts.setdefault(prompt.group, []).append(prompt)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)
@@ -242,10 +285,16 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
 
 
 def run_report(config: DictConfig) -> None:
-    """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out."""
+    """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out.
+    against: another run, whose speedups are set beside this one's instead."""
     folder = Path(config.sweep)
     if not config.sweep or not folder.is_dir():
         raise FileNotFoundError(f"sweep={config.sweep}: there is no such folder")
+    if config.against is not None:
+        if not Path(config.against).is_dir():
+            raise FileNotFoundError(f"against={config.against}: there is no such folder")
+        print(agreement_table(agreement(folder, Path(config.against))))
+        return
     points, broken = read_points(folder)
     for path, why in broken:
         print(f"skipped {path}: {why}")
@@ -253,13 +302,14 @@ def run_report(config: DictConfig) -> None:
         print(f"{len(broken)} of {len(points) + len(broken)} runs skipped")
     if not points:
         raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
-    write_text(folder / "table.md", table(points) + "\n")
+    text = f"{table(points)}\n\n{group_table(points)}"
+    write_text(folder / "table.md", text + "\n")
     plot_points(points, folder)
-    print(f"\n{table(points)}\n{folder}")
+    print(f"\n{text}\n{folder}")
 
 
 class SweepTable(Callback):
     """Ends a multirun in one table and one set of plots of all its points."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        run_report(OmegaConf.create({"sweep": config.hydra.sweep.dir}))
+        run_report(OmegaConf.create({"sweep": config.hydra.sweep.dir, "against": None}))

@@ -11,7 +11,7 @@ class Stats:
 
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
-    max_new_tokens; accepted: passes in which depth d + 1 was accepted.
+    max_new_tokens; accepted: passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row.
     """
 
     passes: int = 0
@@ -19,6 +19,7 @@ class Stats:
     nodes: int = 0
     tokens: int = 0
     accepted: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     seconds_prefill: float = 0.0
     seconds_draft: float = 0.0
     seconds_target: float = 0.0
@@ -47,6 +48,7 @@ class Stats:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""
         self.passes += 1
         self.tokens += tokens
+        self.lengths.append(tokens)
         self.accepted += [0] * (drafted - len(self.accepted))
         for depth in range(drafted):
             self.accepted[depth] += 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.data.chat import spans
 
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
@@ -69,6 +70,15 @@ class Document:
     @property
     def text(self) -> str:
         return "".join(text for text, _ in self.spans)
+
+    @property
+    def conversation(self) -> bool:
+        """Whether somebody answers in it: parts of it do not count."""
+        return not all(counts for _, counts in self.spans)
+
+    def openings(self) -> list[Document]:
+        """What stands before each answer of a conversation."""
+        return [Document(self.name, self.spans[:i]) for i, (_, counts) in enumerate(self.spans) if counts and i]
 
 
 def _read(path: Path) -> str | None:
@@ -206,30 +216,7 @@ class JsonLines:
         messages = [_message(turn, place) for turn in turns]
         if not any(m["role"] == "assistant" for m in messages):
             return None
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has "
-                "none; use a chat model's tokenizer, or plain `text`"
-            )
-        return Document(place, tuple(self._spans(messages)))
-
-    def _spans(self, messages: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
-        """The templated conversation in order, cut where the assistant's own words and its end token begin and end."""
-        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-        done = at = 0
-        for message in messages:
-            content = message["content"].strip()
-            if not content or (found := text.find(content, at)) < 0:
-                continue  # a template may leave a message out
-            at = found + len(content)
-            if message["role"] == "assistant":
-                if self.tokenizer.eos_token and text.startswith(self.tokenizer.eos_token, at):
-                    at += len(self.tokenizer.eos_token)
-                yield text[done:found], False
-                yield text[found:at], True
-                done = at
-        if text[done:]:
-            yield text[done:], False
+        return Document(place, spans(messages, self.tokenizer, place))
 
     def train(self) -> list[Document]:
         return _split(self._documents(), self.validation_share)[0]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
+from selfspec.data.windows import tokenize
 
 # Groups of text whose repetitiveness differs, and what their prompts are
 GROUPS = {
@@ -77,25 +76,18 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tok
     return list(prompts.values())
 
 
-def read_prompts(path: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Prompts from a JSON-lines file: each line a string, or an object with `prompt`, `text`, or `turns` (Spec-Bench:
-    the first turn). Raises ValueError naming the line that is none of these."""
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"prompt file {path!r} does not exist")
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
-        if isinstance(record, dict):
-            record = record.get("prompt") or record.get("text") or (record.get("turns") or [None])[0]
-        if not isinstance(record, str) or not record or any(0xD800 <= ord(c) < 0xE000 for c in record):
-            raise ValueError(f"{path}, line {number}: no prompt; expected a string, or a `prompt`, `text` or `turns`")
-        prompts.append(list(tokenizer(record)["input_ids"]))
-    if not prompts:
-        raise ValueError(f"no usable example: {path} holds no prompt")
-    return prompts
+def sample_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
+    """`count` prompts for the target to continue: what stands before an answer, of conversations, and stretches of
+    `tokens` tokens of other texts, in the proportion in which `documents` hold them.
+
+    Raises ValueError where there are too few.
+    """
+    talks = [d for d in documents if d.conversation]
+    texts = [d for d in documents if not d.conversation]
+    many = round(count * len(talks) / len(documents)) if documents else 0
+    many = min(max(many, 1), count - 1) if talks and texts and count > 1 else many
+    found: list[list[int]] = []
+    for i in range(many):
+        openings = talks[(2 * i + 1) * len(talks) // (2 * many)].openings()
+        found.append(tokenize([openings[i % len(openings)]], tokenizer).tokens.tolist())
+    return found + (cut_prompts(texts, tokenizer, count - many, tokens) if many < count else [])

@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 
+_OPEN = 16  # rows that `packed` fills at the same time
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -36,10 +38,11 @@ def tokenize(documents: list[Document], tokenizer: Tokenizer) -> Stream:
     tokens: list[int] = []
     mask: list[bool] = []
     for document in documents:
-        tokens.append(separator)
-        mask.append(False)
-        for _, counts in document.spans:
+        for i, (_, counts) in enumerate(document.spans):
             ids = next(encoded)
+            if i == 0 and ids[:1] != [separator]:  # a chat template may begin with it
+                tokens.append(separator)
+                mask.append(False)
             tokens.extend(ids)
             mask.extend([counts] * len(ids))
     n_bytes = sum(len(text.encode()) for text, _ in spans)
@@ -84,6 +87,33 @@ class Windows:
         starts = torch.stack([self._starts(i // self.per_epoch)[i % self.per_epoch] for i in indices])
         at = starts[:, None] + torch.arange(self.length)
         return {"tokens": self.stream.tokens[at], "mask": self.stream.mask[at]}
+
+
+def packed(streams: list[Stream], length: int, pad: int) -> Stream:
+    """Whole documents, one stream each, side by side in rows of `length` tokens, rows one after another; what is left
+    of a row is `pad`, outside the loss. A document goes to the fullest row it fits in; a longer one is cut."""
+    open_rows: list[list[Stream]] = []
+    rows: list[list[Stream]] = []
+    for stream in streams:
+        need = min(len(stream.tokens), length)
+        fits = [row for row in open_rows if _filled(row) + need <= length]
+        if not fits:
+            if len(open_rows) == _OPEN:
+                rows.append(open_rows.pop(max(range(_OPEN), key=lambda i: _filled(open_rows[i]))))
+            fits = [[]]
+            open_rows.append(fits[0])
+        max(fits, key=_filled).append(stream)
+    rows += open_rows
+    tokens = torch.full((len(rows), length), pad)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        own, counts = torch.cat([s.tokens for s in row])[:length], torch.cat([s.mask for s in row])[:length]
+        tokens[i, : len(own)], mask[i, : len(own)] = own, counts
+    return Stream(tokens.flatten(), mask.flatten(), sum(s.n_bytes for s in streams))
+
+
+def _filled(row: list[Stream]) -> int:
+    return sum(len(stream.tokens) for stream in row)
 
 
 def consecutive(values: Tensor, length: int, limit: int | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from selfspec.core.generate import MAX_NODES, autoregressive, speculative
 from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
 from selfspec.core.verify import Relaxed
+from selfspec.data.questions import Asking
 from selfspec.log import Figures
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
@@ -30,15 +31,10 @@ _SLACK = 3.0  # what may lie beyond the largest noise measured, of fewer positio
 
 
 @dataclass
-class AuditConfig:
-    """prompts of prompt_tokens tokens are cut from the held-out text, or taken from prompt_file (JSON lines); each is
-    decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the distribution
-    test, over the distribution_top_k likeliest tokens (0: leave that test out)."""
+class AuditConfig(Asking):
+    """Every prompt is decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the
+    distribution test, over the distribution_top_k likeliest tokens (0: leave that test out)."""
 
-    prompts: int = 24
-    prompt_tokens: int = 128
-    prompt_file: str | None = None
-    max_new_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     seeds: list[int] = field(default_factory=lambda: [0])
     nodes: list[int] = field(default_factory=lambda: [8, 32])
@@ -47,9 +43,9 @@ class AuditConfig:
     distribution_top_k: int = 5
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "distribution_top_k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"audit.{name}={getattr(self, name)} must be at least 1")
+        self.check("audit")
+        if self.distribution_top_k < 1:
+            raise ValueError(f"audit.distribution_top_k={self.distribution_top_k} must be at least 1")
         for name in ("temperatures", "seeds", "nodes", "batch_sizes"):
             if not getattr(self, name):
                 raise ValueError(f"audit.{name} is empty; give at least one value")

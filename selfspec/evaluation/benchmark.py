@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -18,25 +20,27 @@ from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
-from selfspec.data.prompts import GROUPS
+from selfspec.data.questions import Asking
+from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.definitions import DEFINITIONS
+from selfspec.evaluation.metrics import speedup
+from selfspec.evaluation.records import Record
 from selfspec.log import Figures
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
+_FEWEST = 8  # prompts before an interval over prompts is believed
 
 
 @dataclass
-class DecodeConfig:
-    """prompts: how many are cut from the held-out modules, or taken from prompt_file (JSON lines); group: of those cut,
-    see `selfspec.data.prompts.GROUPS` (None: from anywhere); seed: of the first prompt, each further one has the next;
-    repeats: timed runs per prompt, of which the median counts; batch_size: prompts per call; arms: a subset of ARMS;
-    lossy: a rule that changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact distribution
-    is then measured."""
+class DecodeConfig(Asking):
+    """seed: of the first prompt, each further one has the next; repeats: timed runs per prompt, of which the median
+    counts; batch_size: prompts per call; arms: a subset of ARMS; until_width: stop once the 95% interval of the speedup
+    is narrower than this share of it; metrics: definitions of others that are told beside ours, a subset of those in
+    `selfspec.evaluation.definitions`; answers: a file that gets the answers in Spec-Bench's form; lossy: a rule that
+    changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
-    prompts: int = 24
-    prompt_tokens: int = 128
-    group: str | None = None
-    prompt_file: str | None = None
-    max_new_tokens: int = 128
+    questions: str = "instructions"
+    prompts: int = 25
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -45,91 +49,114 @@ class DecodeConfig:
     batch_size: int = 1
     repeats: int = 2
     arms: list[str] = field(default_factory=lambda: list(ARMS))
+    until_width: float | None = None
+    metrics: list[str] = field(default_factory=list)
+    answers: str | None = None
     lossy: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "batch_size", "repeats"):
+        self.check("decode")
+        for name in ("batch_size", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
         if not self.arms:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
-        if unknown := set(self.arms) - set(ARMS):
-            raise ValueError(f"decode.arms holds {sorted(unknown)}; known arms are {', '.join(ARMS)}")
-        if self.group is not None and self.group not in GROUPS:
-            raise ValueError(f"decode.group={self.group!r} must be one of {', '.join(GROUPS)}")
+        for name, known in (("arms", ARMS), ("metrics", tuple(DEFINITIONS))):
+            if unknown := set(getattr(self, name)) - set(known):
+                raise ValueError(f"decode.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
+        if self.until_width is not None and not self.until_width > 0:
+            raise ValueError(f"decode.until_width={self.until_width} must be above 0")
+        if self.until_width is not None and not {"autoregressive", "speculative"} <= set(self.arms):
+            raise ValueError("decode.until_width needs the arms autoregressive and speculative, whose ratio it watches")
+        if self.answers is not None and Path(self.answers).exists():
+            raise ValueError(f"decode.answers={self.answers} exists; choose another file, or delete it")
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         if self.lossy is not None:
             Lossy(self.lossy)
 
-    def arguments(self, first: int, rows: int) -> Figures:
-        """What generate is asked for, for prompts `first` to first + rows - 1, each with a seed of its own."""
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
-        return {**{name: getattr(self, name) for name in names}, "seed": [self.seed + first + i for i in range(rows)]}
+    def arguments(self) -> Figures:
+        """What generate is asked for, but for the seeds."""
+        return {n: getattr(self, n) for n in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")}
 
 
-@dataclass
-class Record:
-    """One arm on one batch of prompts. seconds: median wall-clock of a whole call, prompt included. Where a lossy rule
-    was asked for, altered: tokens it put in place of the target's pick; log_prob: of all tokens under the target.
-    forecast: with nodes="auto", what was expected."""
-
-    prompt: int
-    arm: str
-    seconds: float
-    tokens: int
-    token_ids: list[list[int]]
-    stats: Stats | None
-    altered: int | None = None
-    log_prob: float | None = None
-    forecast: dict[str, float] | None = None
-
-
-def run_arms(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> list[Record]:
-    """All arms on all prompts; within a prompt the arms take turns, and every repeat starts with another one."""
-
-    def own(first: int, batch: list[list[int]]) -> Figures:
-        return config.arguments(first, len(batch))
-
-    calls: dict[str, Callable[[int, list[list[int]]], Generated]] = {
-        "hf_generate": lambda first, batch: hf_generate(spec, batch, config, config.seed + first),
-        "autoregressive": lambda first, batch: spec.autoregressive(batch, **own(first, batch)),
-        "speculative": lambda first, batch: spec.generate(batch, **own(first, batch), nodes=nodes, lossy=config.lossy),
+def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> list[Record]:
+    """All arms on all prompts, batches within a group; on a batch the arms run in a random order, anew in every
+    repeat."""
+    calls: dict[str, Callable[[list[list[int]], list[int]], Generated]] = {
+        "hf_generate": lambda ids, seeds: hf_generate(spec, ids, config, seeds[0]),
+        "autoregressive": lambda ids, seeds: spec.autoregressive(ids, **config.arguments(), seed=seeds),
+        "speculative": lambda ids, seeds: spec.generate(
+            ids, **config.arguments(), seed=seeds, nodes=nodes, lossy=config.lossy
+        ),
     }
-    check(spec.target, prompts, Options(config.max_new_tokens))  # all of them, before the first is timed
+    check(spec.target, [prompt.ids for prompt in prompts], Options(config.max_new_tokens))  # before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
+    batches = _batches(prompts, config.batch_size)
     for arm in arms:
-        calls[arm](0, prompts[: config.batch_size])
-    records = []
-    bar = tqdm(range(0, len(prompts), config.batch_size), desc="decode", mininterval=1.0)
-    totals = dict.fromkeys(arms, 0.0)
-    for first in bar:
-        batch = prompts[first : first + config.batch_size]
+        calls[arm](*_given(batches[0][1]))
+    records: list[Record] = []
+    bar = tqdm(batches, desc="decode", mininterval=1.0)
+    order = Random(config.seed)
+    for first, batch in bar:
+        ids, seeds = _given(batch)
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         results: dict[str, Generated] = {}
-        for repeat in range(config.repeats):
-            turn = (first // config.batch_size + repeat) % len(arms)
-            for arm in arms[turn:] + arms[:turn]:
+        for _ in range(config.repeats):
+            for arm in order.sample(arms, len(arms)):
                 start = time.perf_counter()
-                results[arm] = calls[arm](first, batch)
+                results[arm] = calls[arm](ids, seeds)
                 _wait(spec)
                 seconds[arm].append(time.perf_counter() - start)
         for arm in arms:
-            ids = results[arm].token_ids
-            stats = results[arm].stats if arm != "hf_generate" else None
-            records.append(Record(first, arm, statistics.median(seconds[arm]), sum(map(len, ids)), ids, stats))
-            totals[arm] += records[-1].seconds
-            if (forecast := results[arm].forecast) is not None:
-                records[-1].forecast = forecast.as_dict()
-            if config.lossy is not None:
-                records[-1].log_prob = log_prob(spec, batch, ids, config.temperature)
-                if (rule := results[arm].lossy) is not None:
-                    records[-1].altered = rule.altered
-        if {"autoregressive", "speculative"} <= totals.keys():
-            bar.set_postfix(speedup=f"{totals['autoregressive'] / totals['speculative']:.2f}")
+            records.append(_record(spec, first, arm, batch, statistics.median(seconds[arm]), results[arm], config))
+        if {"autoregressive", "speculative"} <= set(arms):
+            slow, fast = ([r for r in records if r.arm == arm] for arm in ("autoregressive", "speculative"))
+            found = speedup(slow, fast)
+            bar.set_postfix(speedup=f"{found['ratio']:.2f}", interval=f"{found['low']:.2f} to {found['high']:.2f}")
+            narrow = found["high"] - found["low"] <= (config.until_width or 0.0) * found["ratio"]
+            if config.until_width is not None and len(slow) >= _FEWEST and narrow:
+                bar.close()
+                break
     return records
 
 
-def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, nodes: int | str) -> float:
+def _batches(prompts: Sequence[Prompt], size: int) -> list[tuple[int, list[Prompt]]]:
+    """(number of the first prompt, prompts of one group), a batch of each group in turn."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.group, []).append(prompt)
+    cut = [[own[i : i + size] for i in range(0, len(own), size)] for own in groups.values()]
+    turns = [batches[i] for i in range(max(map(len, cut))) for batches in cut if i < len(batches)]
+    firsts = [sum(map(len, turns[:i])) for i in range(len(turns))]
+    return list(zip(firsts, turns, strict=True))
+
+
+def _given(batch: list[Prompt]) -> tuple[list[list[int]], list[int]]:
+    return [prompt.ids for prompt in batch], [prompt.seed for prompt in batch]
+
+
+def _record(
+    spec: Spec, first: int, arm: str, batch: list[Prompt], seconds: float, result: Generated, config: DecodeConfig
+) -> Record:
+    ids = result.token_ids
+    record = Record(first, arm, seconds, sum(map(len, ids)), ids, result.stats if arm != "hf_generate" else None)
+    record.group, record.questions = batch[0].group, [(prompt.question, prompt.turn) for prompt in batch]
+    record.right = [None if p.check is None else p.check(_text(spec, r)) for p, r in zip(batch, ids, strict=True)]
+    if result.forecast is not None:
+        record.forecast = result.forecast.as_dict()
+    if arm != "speculative" or config.lossy is not None:  # exact speculative text is that of plain decoding
+        record.log_prob, record.entropy, record.top1 = regime(spec, _given(batch)[0], ids, config.temperature)
+    if result.lossy is not None:
+        record.altered = result.lossy.altered
+    return record
+
+
+def _text(spec: Spec, ids: list[int]) -> str:
+    assert spec.tokenizer is not None
+    return str(spec.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def bookkeeping(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:
     """Share of a call's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
     choices, the walk, the cache. Passes and products are calls of modules; they are told apart by hooks, in runs of
     their own that no speedup counts."""
@@ -149,16 +176,16 @@ def bookkeeping(spec: Spec, prompts: list[list[int]], config: DecodeConfig, node
             _wait(spec)
             inside += time.perf_counter() - start
 
-    def run(i: int, prompt: list[int]) -> Stats:
-        return spec.generate([prompt], **config.arguments(i, 1), nodes=nodes).stats
+    def run(prompt: Prompt) -> Stats:
+        return spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes).stats
 
     handles = [
         hook
-        for module in _outermost(lambda: run(0, prompts[0]))
+        for module in _outermost(lambda: run(prompts[0]))
         for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
     ]
     try:
-        spent = [run(i, prompt) for i, prompt in enumerate(prompts)]
+        spent = [run(prompt) for prompt in prompts]
     finally:
         for handle in handles:
             handle.remove()
@@ -193,15 +220,20 @@ def _wait(spec: Spec) -> None:
 
 
 @torch.inference_mode()
-def log_prob(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], temperature: float) -> float:
-    """Sum of the new tokens' log-probabilities under the target at this temperature (at 1 for greedy text)."""
-    total = 0.0
+def regime(
+    spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], temperature: float
+) -> tuple[float, float, float]:
+    """Of the distributions that the new tokens were drawn from (at temperature 1 for greedy text), summed over the
+    tokens: the log-probability of the token, the entropy in nats, and the largest probability."""
+    totals = torch.zeros(3, dtype=torch.float64)
     for prompt, new in zip(prompts, token_ids, strict=True):
         text = torch.tensor([prompt + new], device=spec.target.device)
         logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
         log_p = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
-        total += float(log_p.gather(1, text[0, len(prompt) :, None]).sum())
-    return total
+        own = log_p.gather(1, text[0, len(prompt) :, None]).sum()
+        entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum()
+        totals += torch.stack([own, entropy, log_p.amax(-1).exp().sum()]).cpu()
+    return float(totals[0]), float(totals[1]), float(totals[2])
 
 
 def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: int, **method: Any) -> Generated:

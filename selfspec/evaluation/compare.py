@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from torch import nn
@@ -25,27 +25,29 @@ from selfspec.budget.cost import pass_costs
 from selfspec.core.generate import MAX_NODES
 from selfspec.core.options import Options, check
 from selfspec.core.sampling import Sampling
-from selfspec.data.prompts import GROUPS
-from selfspec.evaluation.benchmark import DecodeConfig, hf_generate
+from selfspec.data.questions import SETS
+from selfspec.data.tasks import TASKS
+from selfspec.evaluation.arms import METHODS, Call, ours, theirs
+from selfspec.evaluation.asking import Prompt
 from selfspec.log import Figures, section, write_text
 
-# What transformers itself offers: the name of the arm, and what generate is given.
-METHODS = ("hf_generate", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
+_GROUPS = (*TASKS, "continuation")
 
 
 @dataclass
 class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
-    groups of prompts, and how many of each; seed: of the first prompt, each further one has the next; methods: of
-    transformers, a subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id;
-    exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs
-    of plain decoding; results: a Markdown file whose lines between <!-- compare --> and <!-- end --> the tables
-    replace."""
+    questions: evaluation sets (see `selfspec.data.questions`); groups: of them (files: all they have); prompts:
+    questions of each group; seed: of the first prompt, each further one has the next; methods: of transformers, a
+    subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
+    transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
+    decoding; results: a Markdown file whose lines between <!-- compare --> and <!-- end --> the tables replace."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    groups: list[str] = field(default_factory=lambda: list(GROUPS))
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
+    questions: list[str] = field(default_factory=lambda: list(SETS))
+    groups: list[str] = field(default_factory=lambda: list(_GROUPS))
     prompts: int = 4
     prompt_tokens: int = 128
     max_new_tokens: int = 128
@@ -58,15 +60,19 @@ class CompareConfig:
     results: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "temperatures", "groups"):
+        for name in ("nodes", "temperatures", "questions"):
             if not getattr(self, name):
                 raise ValueError(f"compare.{name} is empty; give at least one")
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"):
             if getattr(self, name) < 1:
                 raise ValueError(f"compare.{name}={getattr(self, name)} must be at least 1")
-        for name, known in (("groups", GROUPS), ("methods", METHODS)):
-            if unknown := set(getattr(self, name)) - set(known):
-                raise ValueError(f"compare.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
+        known = [group for name in self.questions for group in SETS.get(name, ())]
+        if set(self.questions) <= set(SETS) and (unknown := set(self.groups) - set(known)):
+            raise ValueError(
+                f"compare.groups holds {sorted(unknown)}; {', '.join(self.questions)} have {', '.join(known)}"
+            )
+        if unknown := set(self.methods) - set(METHODS):
+            raise ValueError(f"compare.methods holds {sorted(unknown)}; known are {', '.join(METHODS)}")
         if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or not 1 <= n <= MAX_NODES)]:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
         for temperature in self.temperatures:
@@ -79,7 +85,8 @@ class CompareConfig:
 class Run:
     """One arm on one prompt. seconds: the whole call, prompt included; plain: the same of plain decoding beside it,
     with as many tokens; decode, plain_decode: without the reading of the prompt (selfspec's arms); passes of the
-    target."""
+    target; right: whether the answer is (None: nobody knows); text: of the arm `plain`, entropy and largest probability
+    summed over the tokens, and the share of distinct 4-grams."""
 
     temperature: float
     group: str
@@ -99,85 +106,34 @@ class Run:
     forecast: dict[str, float] | None = None
     same: bool | None = None
     nodes_run: int | None = None
-
-
-Call = Callable[[list[int], float, int], Figures]  # of a prompt, a temperature and a seed
-
-
-def arms(specs: dict[str, Spec], draft_model: nn.Module | None, config: CompareConfig) -> dict[tuple[str, str], Call]:
-    """By (name, nodes): what gives an arm's tokens, passes and times."""
-    any_spec = next(iter(specs.values()))
-    found: dict[tuple[str, str], Call] = {}
-    given: dict[str, Figures] = {
-        "hf_generate": {},
-        "hf_prompt_lookup": {"prompt_lookup_num_tokens": config.lookup_tokens},
-        "hf_early_exit": {"assistant_early_exit": config.exit_layer},
-        "hf_assisted": {"assistant_model": draft_model},
-    }
-    for name in config.methods:
-        found[name, "-"] = partial(_theirs, any_spec, config, given[name])
-    for name, spec in specs.items():
-        for nodes in config.nodes:
-            found[name, str(nodes)] = partial(_ours, spec, config, nodes)
-    return found
-
-
-def _ours(
-    spec: Spec, config: CompareConfig, nodes: int | str, prompt: list[int], temperature: float, seed: int
-) -> Figures:
-    result = spec.generate([prompt], config.max_new_tokens, temperature, seed=[seed], nodes=nodes)
-    s = result.stats
-    return {
-        "ids": result.token_ids[0],
-        "passes": s.calls,
-        "nodes_run": s.nodes,
-        "decode": s.seconds - s.seconds_prefill,
-        "draft": s.seconds_draft,
-        "target": s.seconds_target,
-        "other": s.seconds_other,
-        "forecast": None if result.forecast is None else result.forecast.as_dict(),
-    }
-
-
-def _theirs(
-    spec: Spec, config: CompareConfig, method: Figures, prompt: list[int], temperature: float, seed: int
-) -> Figures:
-    """One of transformers' methods; passes are the calls of the target's last layer."""
-    passes = [0]
-
-    def count(*_: object) -> None:
-        passes[0] += 1
-
-    options = DecodeConfig(max_new_tokens=config.max_new_tokens, temperature=temperature)
-    handle = spec.target.layers[-1].register_forward_hook(count)
-    try:
-        result = hf_generate(spec, [prompt], options, seed, **method)
-    finally:
-        handle.remove()
-    return {"ids": result.token_ids[0], "passes": passes[0]}
+    right: bool | None = None
+    text: dict[str, float] | None = None
 
 
 def run_comparison(
     specs: dict[str, Spec],
     draft_model: nn.Module | None,
-    prompts: dict[str, list[list[int]]],
+    prompts: dict[str, list[Prompt]],
     config: CompareConfig,
     path: Path,
 ) -> list[Run]:
     """All arms on all prompts at all temperatures, appended to the JSON lines of `path`; those already there are
     kept."""
     spec = next(iter(specs.values()))
-    check(spec.target, [prompt for group in prompts.values() for prompt in group], Options(config.max_new_tokens))
-    calls = arms(specs, draft_model, config)
+    check(spec.target, [prompt.ids for own in prompts.values() for prompt in own], Options(config.max_new_tokens))
+    most = config.max_new_tokens
+    calls = ours(specs, config.nodes, most)
+    calls |= theirs(spec, config.methods, most, draft_model, config.exit_layer, config.lookup_tokens)
     runs = read_runs(path)
     if path.exists():  # a torn last line is dropped for good
         write_text(path, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
     done = {(run.temperature, run.group, run.prompt, run.arm, run.nodes) for run in runs}
     points = [
-        _Point(temperature, group, i, prompts[group][i], config.seed + i * len(config.groups) + g)
-        for i in range(config.prompts)
+        _Point(temperature, group, i, own[i])
+        for i in range(max(map(len, prompts.values())))
         for temperature in config.temperatures
-        for g, group in enumerate(config.groups)
+        for group, own in prompts.items()
+        if i < len(own)
     ]
     missing = [
         (turn, point, [arm for arm in calls if (point.temperature, point.group, point.number, *arm) not in done])
@@ -186,10 +142,11 @@ def run_comparison(
     missing = [entry for entry in missing if entry[2]]
     bar = tqdm(total=sum(len(left) for _, _, left in missing), desc="compare", mininterval=1.0)
     if missing:
-        _warm_up(spec, calls, points[0].prompt, config)
+        longest = max((prompt.ids for own in prompts.values() for prompt in own), key=len)
+        _warm_up(spec, calls, longest, config)
     for turn, point, left in missing:
-        at = (turn * config.between) % len(left)  # every prompt begins with other arms
-        for run in _between_plain(spec, calls, left[at:] + left[:at], point, config):
+        order = Random(config.seed + turn).sample(left, len(left))
+        for run in _between_plain(spec, calls, order, point, config):
             runs.append(run)
             with path.open("a") as f:
                 f.write(json.dumps(asdict(run)) + "\n")
@@ -202,22 +159,22 @@ def run_comparison(
 
 @dataclass(frozen=True)
 class _Point:
-    """What all arms are run on: the prompt of this number in its group, at one temperature and seed."""
+    """What all arms are run on: the prompt of this number in its group, at one temperature."""
 
     temperature: float
     group: str
     number: int
-    prompt: list[int]
-    seed: int
+    prompt: Prompt
 
 
 def _warm_up(spec: Spec, calls: dict[tuple[str, str], Call], prompt: list[int], config: CompareConfig) -> None:
-    """Costs of passes are measured, and what is laid out on first use is, before anything is timed."""
+    """Costs of passes are measured, and what is laid out on first use is, before anything is timed; `prompt` is the
+    longest, since a static cache that is large enough is kept."""
     for temperature in config.temperatures:
         if "auto" in config.nodes:
             pass_costs(spec.target, 1, temperature > 0)
         for call in calls.values():
-            call(prompt[:16], temperature, config.seed)
+            call(prompt, temperature, config.seed)
 
 
 def _between_plain(
@@ -227,26 +184,31 @@ def _between_plain(
 
     def plain() -> Figures:
         start = time.perf_counter()
-        result = spec.autoregressive([point.prompt], config.max_new_tokens, point.temperature, seed=[point.seed])
+        result = spec.autoregressive([ids], config.max_new_tokens, point.temperature, seed=[point.prompt.seed])
         took = time.perf_counter() - start
         s = result.stats
         return {"seconds": took, "ids": result.token_ids[0], "decode": s.seconds - s.seconds_prefill}
 
+    def right(answer: list[int]) -> bool | None:
+        text = "" if spec.tokenizer is None else str(spec.tokenizer.decode(answer, skip_special_tokens=True))
+        return None if point.prompt.check is None else point.prompt.check(text)
+
+    ids = point.prompt.ids
     before = plain()
     for first in range(0, len(order), config.between):
         part = []
         for name in order[first : first + config.between]:
             start = time.perf_counter()
-            found = calls[name](point.prompt, point.temperature, point.seed)
-            part.append((name, time.perf_counter() - start, found))
+            found = calls[name](ids, point.temperature, point.prompt.seed)
+            part.append((name, found.pop("seconds", time.perf_counter() - start), found))
         after = plain()
         for (arm, nodes), seconds, found in part:
-            ids, expected = found.pop("ids"), before["ids"]
+            new, expected = found.pop("ids"), before["ids"]
             beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
-            own = {"plain_decode": beside["decode"], "same": ids == expected} if "decode" in found else {}
+            own = {"plain_decode": beside["decode"], "same": new == expected} if "decode" in found else {}
             where = (point.temperature, point.group, point.number, arm, nodes)
-            counts = (seconds, len(ids), beside["seconds"], len(expected), found.pop("passes"))
-            yield Run(*where, *counts, **found, **own)  # type: ignore[misc]
+            counts = (seconds, len(new), beside["seconds"], len(expected), found.pop("passes"))
+            yield Run(*where, *counts, **found, **own, right=right(new))  # type: ignore[misc]
         before = after
 
 

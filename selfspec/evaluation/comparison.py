@@ -40,26 +40,77 @@ def against(ours: list[Run], theirs: list[Run]) -> dict[str, float] | None:
 
 def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> list[Figures]:
     """One row per temperature, arm and size: over all prompts and by group. costs: of passes, by temperature."""
-    rows = []
-    by_arm: dict[tuple[float, str, str], list[Run]] = {}
+    by_size: dict[tuple[float, str, str], list[Run]] = {}
     for run in runs:
-        by_arm.setdefault((run.temperature, run.arm, run.nodes), []).append(run)
-    names = sorted(dict.fromkeys(run.arm for run in runs), key=lambda name: (not name.startswith("hf_"), "+" in name))
-    order = {name: i for i, name in enumerate(names)}
-    for (temperature, arm, nodes), own in sorted(
-        by_arm.items(), key=lambda item: (item[0][0], order[item[0][1]], len(item[0][2]), item[0][2])
-    ):
-        passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
-        row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
-        row |= {"tau": tokens / max(1, passes), "tokens_per_second": tokens / sum(r.seconds for r in own)}
-        row |= {"speedup": ratio_to_plain(own), "groups": {}}
-        for group in dict.fromkeys(r.group for r in own):
-            part = [r for r in own if r.group == group]
-            tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
-            row["groups"][group] = {"tau": tau, "speedup": ratio_to_plain(part)}
-        if own[0].decode is not None:
-            row |= _ours_alone(own, nodes, costs.get(temperature), row["tau"])
-        rows.append(row)
+        by_size.setdefault((run.temperature, run.arm, run.nodes), []).append(run)
+    order = _order(runs)
+    sizes = sorted(by_size, key=lambda key: (key[0], order[key[1]], len(key[2]), key[2]))
+    return [_row(*key, by_size[key], costs.get(key[0])) for key in sizes]
+
+
+def best_sizes(runs: list[Run]) -> list[Figures]:
+    """One row per temperature and arm, at the sizes with the highest speedup on other prompts: those with an even
+    number are told at the size that is best on the odd ones, and the other way round."""
+    arms: dict[tuple[float, str], list[Run]] = {}
+    for run in runs:
+        arms.setdefault((run.temperature, run.arm), []).append(run)
+    order, rows = _order(runs), []
+    for (temperature, arm), own in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
+        sizes, told = [], []
+        for half in (0, 1):
+            others = [run for run in own if run.prompt % 2 != half] or own
+            chosen = max(
+                dict.fromkeys(r.nodes for r in others), key=lambda n: _speed([r for r in others if r.nodes == n])
+            )
+            found = [run for run in own if run.prompt % 2 == half and run.nodes == chosen]
+            told += found
+            sizes += [chosen] if found else []
+        rows.append(_row(temperature, arm, ", ".join(dict.fromkeys(sizes)), told, None) | {"runs": told})
+    return rows
+
+
+def _speed(runs: list[Run]) -> float:
+    return ratio_to_plain(runs)["ratio"]
+
+
+def _order(runs: list[Run]) -> dict[str, int]:
+    """Plain decoding, transformers' methods, single drafters, hybrids."""
+    names = dict.fromkeys(run.arm for run in runs)
+    ordered = sorted(names, key=lambda name: (name != "plain", not name.startswith("hf_"), "+" in name))
+    return {name: i for i, name in enumerate(ordered)}
+
+
+def _row(temperature: float, arm: str, nodes: str, own: list[Run], costs: list[float] | None) -> Figures:
+    passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
+    row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
+    row |= {"tau": tokens / max(1, passes), "tokens_per_second": tokens / sum(r.seconds for r in own)}
+    row |= {"speedup": ratio_to_plain(own), **_right(own), "groups": {}}
+    for group in dict.fromkeys(r.group for r in own):
+        part = [r for r in own if r.group == group]
+        tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
+        row["groups"][group] = {"tau": tau, "speedup": ratio_to_plain(part), **_right(part)}
+    if own[0].decode is not None:
+        row |= _ours_alone(own, nodes, costs, row["tau"])
+    return row
+
+
+def _right(runs: list[Run]) -> dict[str, int]:
+    known = [run.right for run in runs if run.right is not None]
+    return {"right": sum(known), "of": len(known)}
+
+
+def regimes(runs: list[Run]) -> list[Figures]:
+    """What kind of text plain decoding writes, by temperature and group: entropy in nats and largest probability of a
+    token's distribution, distinct 4-grams, right answers."""
+    rows = []
+    plain = [run for run in runs if run.text is not None]
+    for temperature, group in dict.fromkeys((run.temperature, run.group) for run in plain):
+        own = [run for run in plain if (run.temperature, run.group) == (temperature, group)]
+        tokens = max(1, sum(run.tokens for run in own))
+        sums = {key: sum(run.text[key] for run in own if run.text) for key in ("entropy", "top1", "distinct_4grams")}
+        row = {"T": temperature, "group": group, "prompts": len(own), "tokens": tokens, **_right(own)}
+        row |= {"entropy": sums["entropy"] / tokens, "top1": sums["top1"] / tokens}
+        rows.append(row | {"distinct_4grams": sums["distinct_4grams"] / len(own)})
     return rows
 
 
@@ -82,13 +133,3 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
         tokens, steps, count, n = (sum(f[key] for f in forecasts) for key in ("tokens", "steps", "passes", "nodes"))
         row |= {"predicted": tokens / steps, "mean_nodes": n / count}
     return row
-
-
-def best_sizes(rows: list[Figures]) -> list[Figures]:
-    """Of every temperature and arm the row of the size with the highest speedup."""
-    best: dict[tuple[float, str], Figures] = {}
-    for row in rows:
-        found = best.setdefault((row["T"], row["arm"]), row)
-        if row["speedup"]["ratio"] > found["speedup"]["ratio"]:
-            best[row["T"], row["arm"]] = row
-    return list(best.values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.stats import Stats
-from selfspec.evaluation.benchmark import Record
+from selfspec.evaluation.records import Record
 from selfspec.log import Figures
 
 
@@ -48,17 +48,11 @@ def distinct_4grams(token_ids: list[list[int]]) -> float:
 
 
 def summarize(records: list[Record]) -> Figures:
-    """All figures of one benchmark point, as plain data."""
+    """All figures of one benchmark point, as plain data: over all prompts, and by group."""
     arms = by_arm(records)
-    summary: Figures = {"arms": {}, "speedup": {}, "identical": {}}
-    for arm, rows in arms.items():
-        tokens, seconds = sum(r.tokens for r in rows), sum(r.seconds for r in rows)
-        texts = [row for r in rows for row in r.token_ids]
-        summary["arms"][arm] = {
-            "tokens": tokens,
-            "tokens_per_second": tokens / seconds,
-            "distinct_4grams": distinct_4grams(texts),
-        }
+    summary: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}, "speedup": {}, "identical": {}}
+    if "autoregressive" in arms:
+        summary["drift"] = drift(arms["autoregressive"])
     if "speculative" in arms:
         summary["speculative"] = _speculative(arms["speculative"])
         if "autoregressive" in arms:  # plain steps that one pass, its draft included, takes: speedup is tau over this
@@ -73,7 +67,49 @@ def summarize(records: list[Record]) -> Figures:
                 pairs = zip(arms[slow], arms["speculative"], strict=True)
                 same = [a == b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True)]
                 summary["identical"][slow] = {"rows": sum(same), "of": len(same)}
+    summary["groups"] = {
+        group: _group(by_arm([r for r in records if r.group == group]))
+        for group in dict.fromkeys(record.group for record in records)
+    }
     return summary
+
+
+def texts(rows: list[Record]) -> Figures:
+    """Of one arm's texts: tokens, their rate, and what kind of text it is. right: answers that are, `of` those whose
+    rightness is known; entropy (nats) and top1 per token of the distributions they were drawn from."""
+    tokens, seconds = sum(r.tokens for r in rows), sum(r.seconds for r in rows)
+    known = [right for r in rows for right in r.right if right is not None]
+    figures: Figures = {
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "distinct_4grams": distinct_4grams([row for r in rows for row in r.token_ids]),
+        "right": sum(known),
+        "of": len(known),
+    }
+    for name in ("entropy", "top1"):
+        values = [getattr(r, name) for r in rows]
+        if None not in values:
+            figures[name] = sum(values) / max(1, tokens)
+    return figures
+
+
+def _group(arms: dict[str, list[Record]]) -> Figures:
+    found: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}}
+    if "speculative" in arms:
+        found["acceptance_length"] = _total([r.stats for r in arms["speculative"] if r.stats]).acceptance_length
+        if "autoregressive" in arms:
+            found["speedup"] = speedup(arms["autoregressive"], arms["speculative"])
+    return found
+
+
+def drift(plain: list[Record]) -> float:
+    """Seconds per token of plain decoding in the second half of a run over those in the first: 1 on a machine that
+    keeps its speed."""
+    half = len(plain) // 2
+    first, second = (
+        sum(r.seconds for r in part) / max(1, sum(r.tokens for r in part)) for part in (plain[:half], plain[half:])
+    )
+    return second / first if first else 1.0
 
 
 def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
@@ -110,6 +146,8 @@ def _speculative(rows: list[Record]) -> Figures:
 
 def _total(stats: list[Stats]) -> Stats:
     """The counts and times of several calls as those of one."""
-    numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name != "accepted"}
+    lists = ("accepted", "lengths")
+    numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in lists}
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
-    return Stats(**numbers, accepted=[sum(depth) for depth in depths])
+    accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]
+    return Stats(**numbers, accepted=accepted, lengths=lengths)

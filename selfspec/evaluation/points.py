@@ -41,3 +41,34 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
             else:
                 points.append(point)
     return points, broken
+
+
+def agreement(one: Path, other: Path) -> list[Figures]:
+    """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
+    their intervals overlap. Raises ValueError where they have none in common."""
+    first, second = _ratios(one), _ratios(other)
+    pairs = []
+    for name in (name for name in first if name in second):
+        a, b = first[name], second[name]
+        pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
+    if not pairs:
+        raise ValueError(f"{one} and {other} have no measurement in common")
+    return pairs
+
+
+def _ratios(folder: Path) -> dict[str, Figures]:
+    """Speedups with intervals by what they are of."""
+    comparison = folder / "compare.json"
+    if comparison.is_file():
+        rows = json.loads(comparison.read_text())["rows"]
+        own = {f"{row['arm']} {row['nodes']} T={row['T']:g}": row for row in rows}
+        found = {name: row["speedup"] for name, row in own.items()}
+        groups = {
+            f"{name}, {group}": part["speedup"] for name, row in own.items() for group, part in row["groups"].items()
+        }
+        return found | groups
+    return {
+        str(point["label"]): point["speedup"]["autoregressive"]
+        for point in read_points(folder)[0]
+        if "autoregressive" in point["speedup"]
+    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
 from selfspec.evaluation.compare import Run
-from selfspec.evaluation.comparison import against, best_sizes
+from selfspec.evaluation.comparison import against, best_sizes, regimes
 from selfspec.log import Figures
 
 _COLUMNS = (
@@ -22,7 +22,10 @@ _COLUMNS = (
     "draft/target/other",
     "bookkeeping",
     "identical",
+    "entropy",
+    "top-1",
     "distinct 4-grams",
+    "right plain / spec",
 )
 
 
@@ -44,6 +47,23 @@ def _interval(found: dict[str, float]) -> str:
 def table(points: list[Figures]) -> str:
     """One row a point. Pass cost: plain steps that one pass takes, its draft included."""
     return markdown(_COLUMNS, [_row(point) for point in points])
+
+
+def group_table(points: list[Figures]) -> str:
+    """The same points by group of text."""
+    lines = []
+    for point in points:
+        for group, found in point.get("groups", {}).items():
+            plain = found["arms"].get("autoregressive", {})
+            cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1", "distinct_4grams")]
+            own = found["arms"].get("speculative", plain)
+            right = f"{own['right']}/{own['of']}" if own.get("of") else "-"
+            tau = f"{found['acceptance_length']:.2f}" if "acceptance_length" in found else "-"
+            ratio = _interval(found["speedup"]) if "speedup" in found else "-"
+            lines.append([point["label"], group, tau, ratio, *cells, right])
+    return markdown(
+        ["point", "group", "tau", "vs autoregressive", "entropy", "top-1", "distinct 4-grams", "right"], lines
+    )
 
 
 def _label(point: Figures) -> str:
@@ -81,8 +101,19 @@ def _row(point: Figures) -> list[str]:
         "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
         f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
         f"{same['rows']}/{same['of']}" if same else "-",
-        f"{arms['speculative']['distinct_4grams']:.2f}",
+        *_text_cells(arms),
     ]
+
+
+def _text_cells(arms: Figures) -> list[str]:
+    """What kind of text it is, and how many answers are right."""
+    own = arms["speculative"]
+    plain = arms.get("autoregressive") or own
+    cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1")]
+    right = "-"
+    if own.get("of"):
+        right = f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}"
+    return [*cells, f"{own['distinct_4grams']:.2f}", right]
 
 
 # -- audits
@@ -169,17 +200,36 @@ def main_table(rows: list[Figures]) -> str:
     return markdown(columns, lines)
 
 
-def groups_table(rows: list[Figures]) -> str:
-    """Speedup and τ by group of text, of every arm at its best size."""
-    groups = list(dict.fromkeys(group for row in rows for group in row["groups"]))
+def groups_table(best: list[Figures]) -> str:
+    """Speedup, τ and right answers by group of text, of every arm at its best size."""
+    groups = list(dict.fromkeys(group for row in best for group in row["groups"]))
     lines = []
-    for row in best_sizes(rows):
-        cells = [
-            f"{_interval(found['speedup'])}, τ {found['tau']:.2f}" if (found := row["groups"].get(group)) else ""
-            for group in groups
+    for row in best:
+        cells = []
+        for group in groups:
+            found = row["groups"].get(group)
+            right = f", {found['right']}/{found['of']} right" if found and found["of"] else ""
+            cells.append(f"{_interval(found['speedup'])}, τ {found['tau']:.2f}{right}" if found else "")
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], _interval(row["speedup"]), *cells])
+    return markdown(["T", "method", "nodes", "all", *groups], lines)
+
+
+def regime_table(rows: list[Figures]) -> str:
+    """What kind of text it is, by temperature and group; see `regimes`."""
+    columns = ["T", "group", "tokens", "entropy, nats", "mean top-1", "distinct 4-grams", "right"]
+    lines = [
+        [
+            f"{row['T']:g}",
+            row["group"],
+            str(row["tokens"]),
+            f"{row['entropy']:.2f}",
+            f"{row['top1']:.3f}",
+            f"{row['distinct_4grams']:.2f}",
+            f"{row['right']}/{row['of']}" if row["of"] else "",
         ]
-        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
-    return markdown(["T", "method", "nodes", *groups], lines)
+        for row in rows
+    ]
+    return markdown(columns, lines)
 
 
 def price_table(prices: dict[str, Figures]) -> str:
@@ -200,30 +250,41 @@ def price_table(prices: dict[str, Figures]) -> str:
     return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
 
 
-def verdict(runs: list[Run], rows: list[Figures]) -> str:
+def verdict(best: list[Figures]) -> str:
     """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
-    theirs = list(dict.fromkeys(row["arm"] for row in rows if row["arm"].startswith("hf_")))
+    theirs = [row for row in best if row["arm"].startswith("hf_")]
+    names = list(dict.fromkeys(row["arm"] for row in theirs))
     lines = []
-    for row in best_sizes(rows):
-        temperature, arm, nodes = row["T"], row["arm"], row["nodes"]
-        if arm in theirs:
+    for row in best:
+        if row["arm"] in (*names, "plain"):
             continue
-        own = [r for r in runs if (r.temperature, r.arm, r.nodes) == (temperature, arm, nodes)]
         cells = []
-        for other in theirs:
-            beside = [r for r in runs if (r.temperature, r.arm) == (temperature, other)]
-            if (found := against(own, beside)) is None:
+        for name in names:
+            beside = [run for other in theirs if other["arm"] == name for run in other["runs"]]
+            if (found := against(row["runs"], beside)) is None:
                 cells.append("")
                 continue
             word = "wins " if found["low"] > 1 else "loses " if found["high"] < 1 else "level "
-            cells.append(f"{word if len(own) > 1 else ''}{_interval(found)}")  # one prompt decides nothing
-        lines.append([f"{temperature:g}", f"`{arm}`", nodes, *cells])
-    return markdown(["T", "drafter", "nodes", *(f"over `{other}`" for other in theirs)], lines)
+            cells.append(f"{word if len(row['runs']) > 1 else ''}{_interval(found)}")  # one prompt decides nothing
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
+    return markdown(["T", "drafter", "nodes", *(f"over `{name}`" for name in names)], lines)
 
 
 def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Figures]) -> str:
     """All tables of a comparison."""
-    tables = [main_table(rows), groups_table(rows), price_table(prices)]
+    best = best_sizes(runs)
+    tables = [main_table(rows), groups_table(best), regime_table(regimes(runs)), price_table(prices)]
     if any(row["arm"].startswith("hf_") for row in rows):
-        tables.append(verdict(runs, rows))
+        tables.append(verdict(best))
     return "\n\n".join(tables)
+
+
+# -- two runs
+
+
+def agreement_table(pairs: list[Figures]) -> str:
+    """Ratios of two runs side by side, and whether their intervals overlap."""
+    lines = [[p["name"], _interval(p["one"]), _interval(p["other"]), "same" if p["same"] else "DIFFERS"] for p in pairs]
+    same = sum(p["same"] for p in pairs)
+    total = f"{same} of {len(pairs)} ratios lie within each other's intervals ({100 * same / max(1, len(pairs)):.0f}%)."
+    return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"

@@ -28,6 +28,7 @@ from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.data.questions import Asking
 from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.plan import grow
 from selfspec.evaluation.metrics import bootstrap
@@ -251,20 +252,17 @@ def rejection_rates(
 
 
 @dataclass
-class VerifiersConfig:
-    """Prompts as in `AuditConfig`; nodes: of every tree; the chains are as deep as the drafter has heads."""
+class VerifiersConfig(Asking):
+    """nodes: of every tree; the chains are as deep as the drafter has heads."""
 
-    prompts: int = 24
-    prompt_tokens: int = 128
-    prompt_file: str | None = None
-    max_new_tokens: int = 128
     temperatures: list[float] = field(default_factory=lambda: [0.3, 0.7, 1.0])
     nodes: int = 16
     measured_prompts: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "nodes", "measured_prompts"):
+        self.check("verifiers")
+        for name in ("nodes", "measured_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"verifiers.{name}={getattr(self, name)} must be at least 1")
         if not self.temperatures or min(self.temperatures) <= 0:

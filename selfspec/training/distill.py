@@ -1,4 +1,5 @@
-"""Self-distillation data: the target's own continuations of stretches of the training data.
+"""Self-distillation data: the target's own continuations of stretches of the training data, and its own answers to
+what conversations in it ask.
 
 At inference a drafter drafts the target's text, not the data's: greedy text repeats itself and follows the mode, which
 no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
@@ -21,7 +22,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.windows import Stream
+from selfspec.data.windows import Stream, packed
 from selfspec.log import atomic
 
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
@@ -30,8 +31,9 @@ _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 @dataclass
 class DistillConfig:
     """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each
-    begins with; new_tokens: of the target; sampled: share of rows at temperature 1, the others are greedy; folder:
-    where the texts are kept, so that several drafters can train on the same (by default inside the run)."""
+    begins with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of
+    rows at temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train
+    on the same (by default inside the run)."""
 
     rows: int = 0
     prompt_tokens: int = 128
@@ -50,26 +52,37 @@ class DistillConfig:
 
 
 def distill(
-    target: Target, stream: Stream, config: DistillConfig, seed: int, folder: Path, quiet: bool = False
+    target: Target,
+    stream: Stream,
+    asked: list[Stream],
+    config: DistillConfig,
+    seed: int,
+    folder: Path,
+    quiet: bool = False,
 ) -> Stream:
-    """The rows one after another as one stream, each of prompt_tokens + new_tokens tokens.
+    """Texts of the target's own as one stream of rows, each of prompt_tokens + new_tokens tokens.
 
-    Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. Rows that reach an EOS token
-    early are filled up with it, outside the loss mask. Raises ValueError where the data are shorter than one prompt.
+    stream: text whose stretches are continued; asked: what stands before answers of conversations. Rows take either in
+    the proportion that `share` of `_write` tells. Continued stretches fill a row; conversations lie side by side in
+    one. What is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an
+    interrupted call goes on where it stopped. Raises ValueError where the data are shorter than one prompt.
     """
-    if len(stream.tokens) <= config.prompt_tokens:
+    length = config.prompt_tokens + config.new_tokens
+    if not asked and len(stream.tokens) <= config.prompt_tokens:
         raise ValueError(
             f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
             f"train.distill.prompt_tokens={config.prompt_tokens}"
         )
-    if target.max_positions is not None and config.prompt_tokens + config.new_tokens > target.max_positions:
+    if target.max_positions is not None and length > target.max_positions:
         raise ValueError(
             f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
             f"{target.max_positions} positions"
         )
-    text = hashlib.sha256(stream.tokens.numpy().tobytes() + stream.mask.numpy().tobytes()).hexdigest()
+    text = hashlib.sha256()
+    for read in (stream, *asked):
+        text.update(read.tokens.numpy().tobytes() + read.mask.numpy().tobytes())
     written = {name: value for name, value in asdict(config).items() if name != "folder"}
-    settings = {"settings": f"{written} seed={seed} target={target_hash(target)} text={text}"}
+    settings = {"settings": f"{written} seed={seed} target={target_hash(target)} text={text.hexdigest()}"}
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -77,41 +90,70 @@ def distill(
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:
-            part = _write(target, stream, config, seed, first)
+            part = _write(target, stream, asked, config, seed, first)
             with atomic(path) as scratch:
                 save_file(part, scratch, settings)
         parts.append(part)
-    tokens = torch.cat([part["tokens"].flatten() for part in parts]).long()
-    return Stream(tokens, torch.cat([part["mask"].flatten() for part in parts]), 0)
+    rows = [
+        Stream(tokens[:used].long(), mask[:used], 0)
+        for part in parts
+        for tokens, mask, used in zip(part["tokens"], part["mask"], part["used"].tolist(), strict=True)
+    ]
+    return packed(rows, length, min(end_tokens(target), default=0))
 
 
 def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in ("tokens", "mask")} if file.metadata() == settings else None
+            return (
+                {name: file.get_tensor(name) for name in ("tokens", "mask", "used")}
+                if file.metadata() == settings
+                else None
+            )
     except (FileNotFoundError, SafetensorError):
         return None
 
 
-def _write(target: Target, stream: Stream, config: DistillConfig, seed: int, first: int) -> dict[str, Tensor]:
+def _write(
+    target: Target, stream: Stream, asked: list[Stream], config: DistillConfig, seed: int, first: int
+) -> dict[str, Tensor]:
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
-    starts = torch.randint(len(stream.tokens) - config.prompt_tokens, (rows,), generator=g)
-    at = starts[:, None] + torch.arange(config.prompt_tokens)
     length = config.prompt_tokens + config.new_tokens
+    prompts = _prompts(stream, asked, config, rows, length, g)
     eos = end_tokens(target)
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
     mask = torch.zeros(rows, length, dtype=torch.bool)
-    tokens[:, : config.prompt_tokens] = stream.tokens[at].int()
-    mask[:, : config.prompt_tokens] = stream.mask[at]
+    used = torch.tensor([len(prompt.tokens) for prompt in prompts])
     sampled = int(rows * config.sampled + 0.5)
     for temperature, part in ((1.0, range(sampled)), (0.0, range(sampled, rows))):
         if not part:
             continue
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
-        for row, new in zip(
-            part, autoregressive(target, stream.tokens[at[list(part)]].tolist(), options).token_ids, strict=True
-        ):
-            tokens[row, config.prompt_tokens : config.prompt_tokens + len(new)] = torch.tensor(new, dtype=torch.int32)
-            mask[row, config.prompt_tokens : config.prompt_tokens + len(new)] = True
-    return {"tokens": tokens, "mask": mask}
+        given = [prompts[row].tokens.tolist() for row in part]
+        for row, new in zip(part, autoregressive(target, given, options).token_ids, strict=True):
+            start = int(used[row])
+            end = min(start + len(new), length)
+            tokens[row, :start], mask[row, :start] = prompts[row].tokens.int(), prompts[row].mask
+            tokens[row, start:end], mask[row, start:end] = torch.tensor(new[: end - start], dtype=torch.int32), True
+            used[row] = end
+    return {"tokens": tokens, "mask": mask, "used": used}
+
+
+def _prompts(
+    stream: Stream, asked: list[Stream], config: DistillConfig, rows: int, length: int, g: torch.Generator
+) -> list[Stream]:
+    """Stretches of the stream, of which so many are replaced by questions as there are rows of text in the stream for
+    one question. Questions that leave no room for an answer are left out."""
+    fitting = [question for question in asked if len(question.tokens) + 1 < length]
+    stretches = max(0, len(stream.tokens) - config.prompt_tokens)
+    share = len(fitting) / (len(fitting) + stretches / length) if fitting or stretches else 0.0
+    starts = torch.randint(max(1, stretches), (rows,), generator=g)
+    chosen = torch.rand(rows, generator=g) < share if fitting else torch.zeros(rows, dtype=torch.bool)
+    numbers = torch.randint(max(1, len(fitting)), (rows,), generator=g)
+    at = starts[:, None] + torch.arange(config.prompt_tokens)
+    return [
+        fitting[int(number)] if is_question else Stream(stream.tokens[where], stream.mask[where], 0)
+        for number, is_question, where in zip(numbers, chosen, at, strict=True)
+    ]

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
 from selfspec.core.target import Target
 from selfspec.data.corpus import Document
-from selfspec.data.prompts import cut_prompts
+from selfspec.data.prompts import sample_prompts
 from selfspec.data.windows import Stream, Windows, consecutive, tokenize
 from selfspec.drafters.base import Batch, Drafter, Trained
 from selfspec.drafters.parts.views import Tail
@@ -92,7 +92,7 @@ def train_drafter(
     )
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
-    prompts = cut_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
+    prompts = sample_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
     before = weights_hash(target.model)
     samples = {
         mode: write_samples(target, prompts, config.new_tokens, temperature, loop.seed, drafter.reads)
@@ -100,7 +100,9 @@ def train_drafter(
     }
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
     if config.distill.rows and trained:
-        stream, windows = _distilled(accelerator, target, stream, config, loop, texts)
+        texts_only = tokenize([d for d in train if not d.conversation], tokenizer)
+        asked = [tokenize([opening], tokenizer) for d in train if d.conversation for opening in d.openings()]
+        stream, windows = _distilled(accelerator, target, texts_only, asked, config, loop, texts)
     _fill_vocabulary(drafter, stream, target.vocab_size)
     module = DraftLoss(drafter, target) if isinstance(drafter, Trained) else None
 
@@ -149,11 +151,17 @@ def _texts_folder(config: DrafterTraining, folder: Path) -> Path:
 
 
 def _distilled(
-    accelerator: Accelerator, target: Target, stream: Stream, config: DrafterTraining, loop: LoopConfig, texts: Path
+    accelerator: Accelerator,
+    target: Target,
+    stream: Stream,
+    asked: list[Stream],
+    config: DrafterTraining,
+    loop: LoopConfig,
+    texts: Path,
 ) -> tuple[Stream, Windows]:
     """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
     with accelerator.main_process_first():  # the others then find it on disk
-        stream = distill(target, stream, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
+        stream = distill(target, stream, asked, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
     length = config.distill.prompt_tokens + config.distill.new_tokens
     per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
     size, world = per_process * accelerator.num_processes, (accelerator.process_index, accelerator.num_processes)

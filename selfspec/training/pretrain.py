@@ -1,25 +1,35 @@
-"""Train a small Llama and its tokenizer from scratch: how the embedded target was made."""
+"""Train a small Llama and its tokenizer from scratch: how the embedded target was made.
+
+Two stages: text, then, where `instruct` is given, that text mixed with verifiable instructions in a chat template.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.data import chat
 from selfspec.data.corpus import Document
-from selfspec.data.windows import Windows, consecutive, tokenize
+from selfspec.data.instructions import conversations, instructions
+from selfspec.data.tasks import TASKS, pool
+from selfspec.data.windows import Stream, Windows, consecutive, packed, tokenize
 from selfspec.log import Figures, RunLog, atomic
 from selfspec.training.loop import LoopConfig, fit
 
-END = "<|endoftext|>"
+BEGIN = "<|endoftext|>"
+_HELD_OUT = 190  # instructions that validate the second stage: ten of each kind
 
 
 @dataclass
@@ -36,15 +46,40 @@ class ModelConfig:
 
 
 @dataclass
+class InstructConfig:
+    """The second stage. count: instructions, each seen once or more; length: tokens per row; source_share: of rows that
+    are the first stage's text; steps, batch_size, decay: see LoopConfig, whose other values are the first stage's."""
+
+    count: int = 60000
+    length: int = 512
+    source_share: float = 0.25
+    steps: int = 1500
+    batch_size: int = 12
+    decay: float = 0.8
+    muon_lr: float = 0.01
+    adam_lr: float = 1.5e-3
+
+    def __post_init__(self) -> None:
+        for name in ("count", "length", "steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"pretrain.instruct.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.source_share < 1:
+            raise ValueError(f"pretrain.instruct.source_share={self.source_share} must lie in [0, 1)")
+
+
+@dataclass
 class PretrainConfig:
     """length: tokens per row; muon_lr: for the layers' matrices; adam_lr: for everything else; tokenizer: whose
-    tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text)."""
+    tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text); init: a folder with the
+    model and tokenizer of a first stage, which is then left out; instruct: the second stage (None: there is none)."""
 
     length: int = 1024
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     tokenizer: str | None = None
+    init: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
+    instruct: InstructConfig | None = None
 
 
 def _check(config: PretrainConfig) -> None:
@@ -61,25 +96,40 @@ def _check(config: PretrainConfig) -> None:
             )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE: every string has an encoding, and decoding gives it back."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Backend(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[BEGIN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=BEGIN, clean_up_tokenization_spaces=False
     )
 
 
+def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with a chat template, a token for each of its roles and for the end of a turn, which becomes
+    the EOS token; numbers are cut into digits. Texts keep decoding to themselves."""
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
+    roles = [f"<|{role}|>" for role in chat.ROLES]
+    tokenizer.add_special_tokens(
+        {"eos_token": chat.END, "pad_token": tokenizer.bos_token, "additional_special_tokens": roles}
+    )
+    tokenizer.chat_template = chat.TEMPLATE
+    return tokenizer
+
+
 class NextToken(nn.Module):
-    """Cross-entropy of the next token, in nats."""
+    """Cross-entropy of the next token in nats, over the tokens (int64 [B, S]) that `mask` (bool [B, S]) counts."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -87,24 +137,27 @@ class NextToken(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.model(input_ids=batch["tokens"], use_cache=False).logits[:, :-1]
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten()), {}
+        losses = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none"
+        )
+        counted = batch["mask"][:, 1:].flatten()
+        return (losses * counted).sum() / counted.sum().clamp(min=1), {}
 
 
 def pretrain(
     train: list[Document],
     validation: list[Document],
     config: PretrainConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
+    given: Tokenizer | None,
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
 ) -> Figures:
-    """Train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per byte on the
-    validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
+    """The first stage: train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per
+    byte on the validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
     _check(config)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    if tokenizer is None:
-        tokenizer = train_tokenizer((d.text for d in train), config.model.vocab_size)
+    tokenizer = given or train_tokenizer((d.text for d in train), config.model.vocab_size)
     if len(tokenizer) > config.model.vocab_size:
         raise ValueError(
             f"pretrain.tokenizer={config.tokenizer!r} has {len(tokenizer)} tokens; give at least that many as "
@@ -119,37 +172,97 @@ def pretrain(
             eos_token_id=tokenizer.eos_token_id,
             initializer_range=config.model.hidden_size**-0.5 / 2,
         )
-    ).to(accelerator.device)
+    )
+    stream = tokenize(train, tokenizer)
+    windows = Windows(
+        stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
+    )
+    held_out = {"": tokenize(validation, tokenizer)}
+    lr = config.muon_lr, config.adam_lr
+    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log)
+
+
+def instruct(
+    train: list[Document],
+    validation: list[Document],
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    config: InstructConfig,
+    loop: LoopConfig,
+    folder: Path,
+    log: RunLog,
+) -> Figures:
+    """The second stage: the first's text mixed with instructions made of it, in a chat template; only answers count in
+    the loss of an instruction. Into `folder/target`."""
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    if not tokenizer.chat_template:
+        tokenizer = chat_tokenizer(tokenizer)
+        model.resize_token_embeddings(len(tokenizer))
+    ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    model.config.eos_token_id = ends
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = ends
+    groups = list(TASKS)
+    made = instructions(pool(train, "train"), groups, config.count, loop.seed)
+    rows = packed([tokenize([d], tokenizer) for d in conversations(made, tokenizer, loop.seed)], config.length, ends[0])
+    source = tokenize(train, tokenizer)
+    many = round(len(rows.tokens) // config.length * config.source_share / (1 - config.source_share))
+    g = torch.Generator().manual_seed(loop.seed)
+    starts = torch.randint(len(source.tokens) - config.length, (many,), generator=g)
+    at = (starts[:, None] + torch.arange(config.length)).flatten()
+    stream = Stream(torch.cat([rows.tokens, source.tokens[at]]), torch.cat([rows.mask, source.mask[at]]), 0)
+    loop = replace(loop, steps=config.steps, batch_size=config.batch_size, decay=config.decay)
+    world = accelerator.process_index, accelerator.num_processes
+    windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world, aligned=True)
+    asked = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
+    answers = [tokenize([d], tokenizer) for d in conversations(asked, tokenizer, loop.seed)]
+    held_out = {"": tokenize(validation, tokenizer), "answer_": packed(answers, config.length, ends[0])}
+    return _stage(accelerator, model, tokenizer, windows, held_out, (config.muon_lr, config.adam_lr), loop, folder, log)
+
+
+def _stage(
+    accelerator: Accelerator,
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    windows: Windows,
+    held_out: dict[str, Stream],
+    lr: tuple[float, float],
+    loop: LoopConfig,
+    folder: Path,
+    log: RunLog,
+) -> Figures:
+    """Train on windows with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
+    the names in `held_out`."""
+    model.to(accelerator.device)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=config.muon_lr, adjust_lr_fn="original"),
-        torch.optim.AdamW(rest, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=lr[0], adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, lr=lr[1], betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    windows = Windows(
-        tokenize(train, tokenizer),
-        config.length,
-        loop.batch_size,
-        loop.seed,
-        accelerator.process_index,
-        accelerator.num_processes,
-    )
-    stream = tokenize(validation, tokenizer)
-    rows = consecutive(stream.tokens, config.length)
     module = NextToken(model)
 
     def validate() -> Figures:
-        nats = [float(module({"tokens": row[None].to(accelerator.device)})[0]) for row in rows]
-        mean = sum(nats) / len(nats)
-        bits = mean / math.log(2) * len(stream.tokens) / stream.n_bytes
-        return {"nats_per_token": mean, "bits_per_byte": bits}
+        figures: Figures = {}
+        for name, stream in held_out.items():
+            tokens, mask = consecutive(stream.tokens, windows.length), consecutive(stream.mask, windows.length)
+            rows = [{"tokens": t[None], "mask": m[None]} for t, m in zip(tokens, mask, strict=True)]
+            counts = torch.tensor([float(row["mask"][:, 1:].sum()) for row in rows])
+            nats = torch.tensor(
+                [float(module({k: v.to(accelerator.device) for k, v in row.items()})[0]) for row in rows]
+            )
+            mean = float((nats * counts).sum() / counts.sum())
+            figures[f"{name}nats_per_token"] = mean
+            if not name:
+                figures["bits_per_byte"] = mean / math.log(2) * len(stream.tokens) / stream.n_bytes
+        return figures
 
     figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, headline="bits_per_byte")
     if accelerator.is_main_process:
         with atomic(folder / "target") as scratch:
-            model.to(torch.bfloat16).save_pretrained(scratch)
+            model.bfloat16().save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            tokens = loop.steps * loop.batch_size * config.length
+            tokens = loop.steps * windows.size * windows.length
             (scratch / "training.json").write_text(json.dumps({"seconds": figures["seconds"], "tokens": tokens}) + "\n")
     return figures

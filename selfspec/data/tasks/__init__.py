@@ -1,0 +1,16 @@
+"""Instructions with one right answer, or with answers that can be checked: thousands of each kind from a few words."""
+
+from __future__ import annotations
+
+from selfspec.data.tasks import convert, edit, extract, reason, write
+from selfspec.data.tasks.base import Instruction, Make, Pool, Turn, pool
+
+TASKS: dict[str, tuple[Make, ...]] = {
+    "edit": (edit.rename, edit.add_parameter, edit.add_docstring, edit.rewrite_imports),
+    "convert": (convert.dict_to_json, convert.json_to_yaml, convert.csv_to_json, convert.records_to_table),
+    "extract": (extract.look_up, extract.list_signatures, extract.select),
+    "reason": (reason.add_up, reason.largest, reason.trace, reason.count),
+    "write": (write.dataclass, write.plain_class, write.function, write.tests, write.records),
+}
+
+__all__ = ["TASKS", "Instruction", "Make", "Pool", "Turn", "pool"]

@@ -1,0 +1,153 @@
+"""What an instruction is, and the words and functions that instructions are made of."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import keyword
+import re
+import textwrap
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from selfspec.data.corpus import Document
+
+SPLITS = ("train", "validation", "evaluation")
+RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "true", "false", "none"}
+_FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """check: whether an answer is right, be it `answer` or another."""
+
+    question: str
+    answer: str
+    check: Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a user asks, with one right answer per turn, or several that `check` tells from wrong ones."""
+
+    kind: str
+    group: str
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """words: lower-case English words; functions: (name, source) of short functions of the split's own files."""
+
+    words: tuple[str, ...]
+    functions: tuple[tuple[str, str], ...]
+
+    def some(self, rng: Random, count: int) -> list[str]:
+        """Different words."""
+        return rng.sample(self.words, count)
+
+
+Make = Callable[[Pool, Random], list[Turn]]
+
+
+def pool(documents: Sequence[Document], split: str) -> Pool:
+    """The words and functions of a split. No word is in two splits: a word's hash decides where it belongs.
+
+    Raises ValueError where the documents hold too few of them.
+    """
+    counts: Counter[str] = Counter()
+    for document in documents:
+        counts.update(re.findall(r"\b[a-z]{3,9}\b", document.text))
+    words = [w for w, n in counts.items() if n > 2 and w not in RESERVED and _split_of(w) == split]
+    functions = [f for document in documents for f in _functions(document.text)]
+    if len(words) < 50 or len(functions) < 20:
+        raise ValueError(
+            f"no usable example: {len(words)} words and {len(functions)} short functions in the {split} files are too "
+            "few to make instructions of; give more source (data.root)"
+        )
+    return Pool(tuple(sorted(words)), tuple(functions))
+
+
+def _split_of(word: str) -> str:
+    """Five eighths of all words train, one eighth validates, a quarter evaluates."""
+    bucket = zlib.crc32(word.encode()) % 8
+    return "train" if bucket < 5 else "validation" if bucket == 5 else "evaluation"
+
+
+def _functions(text: str) -> list[tuple[str, str]]:
+    """Functions of 2 to 10 lines whose header is one line, dedented."""
+    if not text.isascii() or "\t" in text:
+        return []
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    lines = text.splitlines()
+    found = []
+    for node in ast.walk(module):
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.end_lineno is None:
+            continue
+        cut = lines[node.lineno - 1 : node.end_lineno]
+        if not 2 <= len(cut) <= 10 or not cut[0].rstrip().endswith("):") or len("\n".join(cut)) > 400:
+            continue
+        source = textwrap.dedent("\n".join(line.rstrip() for line in cut))
+        try:
+            ast.parse(source)
+        except SyntaxError:  # a string that lies further left than the code
+            continue
+        found.append((node.name, source))
+    return found
+
+
+def code_of(answer: str) -> str:
+    """What stands between the first pair of fences, or the whole answer."""
+    found = _FENCE.search(answer)
+    return (found.group(1) if found else answer).strip()
+
+
+def fenced(language: str, code: str) -> str:
+    return f"```{language}\n{code}\n```"
+
+
+def exactly(code: str) -> Callable[[str], bool]:
+    """Right where the code of the answer is this one, blanks at the ends of lines aside."""
+
+    def tidy(text: str) -> list[str]:
+        return [line.rstrip() for line in text.strip().splitlines()]
+
+    return lambda answer: tidy(code_of(answer)) == tidy(code)
+
+
+def parsed(parse: Callable[[str], object], value: object) -> Callable[[str], bool]:
+    """Right where the code of the answer parses to this value."""
+
+    def check(answer: str) -> bool:
+        try:
+            return parse(code_of(answer)) == value
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
+
+    return check
+
+
+def same_code(code: str) -> Callable[[str], bool]:
+    """Right where the answer is the same Python program, blanks and quotes aside."""
+
+    def tree(text: str) -> str:
+        return ast.dump(ast.parse(text))
+
+    def parse(text: str) -> str:
+        try:
+            return tree(text)
+        except SyntaxError as error:
+            raise ValueError(str(error)) from error
+
+    return parsed(parse, tree(code))
+
+
+def ends_with(line: str) -> Callable[[str], bool]:
+    """Right where the last line of the answer is this one."""
+    return lambda answer: (answer.strip().splitlines() or [""])[-1].strip() == line

@@ -1,0 +1,52 @@
+"""Instructions that look something up or pick something out."""
+
+from __future__ import annotations
+
+import ast
+import json
+from random import Random
+
+from selfspec.data.tasks.base import Pool, Turn, ends_with, exactly, fenced, parsed
+
+
+def look_up(pool: Pool, rng: Random) -> list[Turn]:
+    names, what = pool.some(rng, rng.randint(4, 7)), pool.some(rng, 1)[0]
+    values = [str(rng.randint(1, 999)) if rng.random() < 0.5 else pool.some(rng, 1)[0] for _ in names]
+    listed = "\n".join(f"- {name}: {value}" for name, value in zip(names, values, strict=True))
+    asked = rng.sample(range(len(names)), rng.choice([1, 2, 2, 3]))
+    turns: list[Turn] = []
+    for i in asked:
+        ask = f"What is the {what} of {names[i]}?" if not turns else f"And the {what} of {names[i]}?"
+        if not turns:
+            ask = f"Here is a list of each {what}:\n{listed}\n{ask}"
+        answer = f"The {what} of {names[i]} is {values[i]}."
+        turns.append(Turn(ask, answer, ends_with(answer)))
+    return turns
+
+
+def list_signatures(pool: Pool, rng: Random) -> list[Turn]:
+    functions = rng.sample(pool.functions, 2)
+    lines = []
+    for name, source in functions:
+        arguments = [a.arg for a in ast.walk(ast.parse(source).body[0].args) if isinstance(a, ast.arg)]  # type: ignore[attr-defined]
+        lines.append(f"- {name}: {', '.join(arguments) or 'none'}")
+    ask = rng.choice(
+        ["List the functions below with their parameters:", "Which functions are these, and what do they take?"]
+    )
+    code = "\n\n".join(source for _, source in functions)
+    return [Turn(f"{ask}\n{fenced('python', code)}", "\n".join(lines), exactly("\n".join(lines)))]
+
+
+def select(pool: Pool, rng: Random) -> list[Turn]:
+    key, field = pool.some(rng, 2)
+    choices, names = pool.some(rng, 2), pool.some(rng, rng.randint(4, 6))
+    owned = [rng.choice(choices) for _ in names]
+    listed = "\n".join(json.dumps({key: n, field: o}) for n, o in zip(names, owned, strict=True))
+    found = [n for n, o in zip(names, owned, strict=True) if o == choices[0]]
+    ask = rng.choice(
+        [
+            f"Give the {key} of every record whose {field} is {choices[0]}, as a JSON list:",
+            f"Which records have {field} {choices[0]}? Answer with a JSON list of each {key}.",
+        ]
+    )
+    return [Turn(f"{ask}\n{fenced('json', listed)}", fenced("json", json.dumps(found)), parsed(json.loads, found))]

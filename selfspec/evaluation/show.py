@@ -1,0 +1,68 @@
+"""Answers in the terminal: plain decoding on the left, speculative decoding on the right, what was drafted in green."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from selfspec.api import Generated, Spec
+from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.benchmark import DecodeConfig
+
+GREEN, RED, DIM, RESET = "\033[32m", "\033[31m", "\033[2m", "\033[0m"
+Cell = tuple[str, bool]  # one character, and whether it was drafted
+
+
+def show(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> None:
+    """Answer each prompt both ways and print the two side by side, with rates, and right or wrong where it is known."""
+    assert spec.tokenizer is not None
+    width = max(30, (shutil.get_terminal_size((120, 24)).columns - 3) // 2)
+    spec.generate([prompts[0].ids], **config.arguments(), seed=[prompts[0].seed], nodes=nodes)  # warm-up
+    for prompt in prompts:
+        plain = spec.autoregressive([prompt.ids], **config.arguments(), seed=[prompt.seed])
+        fast = spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes)
+        print(f"\n{DIM}{spec.tokenizer.decode(prompt.ids, skip_special_tokens=True)}{RESET}")
+        print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
+        left, right = _lines(spec, plain, width), _lines(spec, fast, width)
+        for i in range(max(len(left), len(right))):
+            row = [lines[i] if i < len(lines) else [] for lines in (left, right)]
+            print(f"{_painted(row[0], width)} | {_painted(row[1], width)}")
+        print(f"{_verdict(plain, prompt):<{width}} | {_verdict(fast, prompt)}")
+        same = (
+            "the same tokens" if plain.token_ids == fast.token_ids else "other tokens (a near-tie fell the other way)"
+        )
+        print(
+            f"{DIM}{same}, {fast.stats.acceptance_length:.2f} per pass, "
+            f"{plain.stats.seconds / fast.stats.seconds:.2f}x as fast{RESET}"
+        )
+
+
+def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
+    """The text cut at line breaks and at `width` characters."""
+    assert spec.tokenizer is not None
+    cells: list[Cell] = []
+    ids, shown = result.token_ids[0], ""
+    for end, drafted in enumerate(result.from_draft[0], 1):
+        text = str(spec.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
+            cells += [(character, drafted) for character in text[len(shown) :]]
+            shown = text
+    lines: list[list[Cell]] = [[]]
+    for cell in cells:
+        if cell[0] == "\n" or len(lines[-1]) == width:
+            lines.append([])
+        if cell[0] != "\n":
+            lines[-1].append(cell)
+    return lines
+
+
+def _painted(line: list[Cell], width: int) -> str:
+    text = "".join(f"{GREEN}{c}{RESET}" if drafted else c for c, drafted in line)
+    return text + " " * (width - len(line))
+
+
+def _verdict(result: Generated, prompt: Prompt) -> str:
+    told = f"{result.stats.tokens / result.stats.seconds:.0f} tokens/s"
+    if prompt.check is None:
+        return told
+    return f"{'RIGHT' if prompt.check(result.texts[0]) else 'WRONG'}, {told}"
