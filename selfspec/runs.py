@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import drafter_class
 from selfspec.config import AuditRun, CompareRun, EvalRun, PretrainRun, TrainRun, VerifiersRun
 from selfspec.core.target import Target
+from selfspec.data.corpus import PythonSource
+from selfspec.data.instructions import Instructions
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
 from selfspec.drafters.base import DrafterConfig
@@ -141,6 +143,9 @@ def asked(
     """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
     sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    if asking.questions is None:
+        python = get_class(data._target_) in (PythonSource, Instructions)
+        asking = replace(asking, questions="instructions" if python and tokenizer.chat_template else "source")
     questions = read_questions(asking, tokenizer, lambda: build_data(data, tokenizer).evaluation(), each)
     arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
     prompts, skipped = prompts_of(spec, questions, arguments, seed)

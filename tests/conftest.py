@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sysconfig
@@ -41,6 +42,13 @@ from selfspec.training.pretrain import train_tokenizer
 torch.set_num_threads(1)  # the models are tiny; two processes share the tests instead
 
 VOCAB, HIDDEN = 61, 32
+SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
+
+
+def write_lines(path: Path, records: list[Any]) -> str:
+    """JSON lines; a string is a line as it stands."""
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return str(path)
 
 
 def tiny_config(family: str, **changes: object) -> object:

@@ -14,12 +14,13 @@ from selfspec.budget import cost
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
 from selfspec.data.prompts import GROUPS, prompts_of_group
+from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation.compare import Run, read_runs
-from selfspec.evaluation.comparison import against, best_sizes, summarize_comparison
+from selfspec.evaluation.comparison import against, best_sizes, regimes, summarize_comparison
 from selfspec.evaluation.price import held_bytes
-from selfspec.evaluation.tables import verdict
+from selfspec.evaluation.tables import regime_table, verdict
 from selfspec.runs import run_compare
 
 
@@ -44,6 +45,8 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
         f"data.root={library}",
         f"compare.drafters=[prompt_lookup,{heads_folder},prompt_lookup+{heads_folder}]",
         "compare.nodes=[4,auto]",
+        "compare.temperatures=[0,1]",
+        "compare.methods=[hf_generate,hf_prompt_lookup,hf_early_exit,hf_assisted]",  # the static cache compiles: slow
         "compare.prompts=1",
         "compare.prompt_tokens=24",
         "compare.max_new_tokens=8",
@@ -59,13 +62,20 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
 def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], tmp_path: Path) -> None:
     rows = run_compare(compose_config("compare", *overrides), tmp_path / "run")
     arms = {(row["arm"], row["nodes"]) for row in rows}
-    assert len(rows) == len(arms) * 2 == (3 * 2 + 4) * 2  # two temperatures
+    assert len(rows) == len(arms) * 2 == (3 * 2 + 4 + 1) * 2  # two temperatures
     path = tmp_path / "run" / "runs.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == len(rows) * len(GROUPS)
-    assert all(run.tokens == 8 for run in read_runs(path))
-    for run in read_runs(path):
-        if not run.arm.startswith("hf_"):
+    runs = read_runs(path)
+    turns = {(run.group, run.prompt) for run in runs}
+    assert {group for group, _ in turns} == {*TASKS, "continuation"}
+    assert len(lines) == len(rows) * len(turns)
+    assert all(run.tokens == 8 for run in runs)
+    assert all((run.right is None) == (run.group == "continuation") for run in runs)
+    for run in runs:
+        if run.arm == "plain":
+            assert run.text is not None
+            assert 0 < run.text["entropy"] < 8 * 6
+        elif not run.arm.startswith("hf_"):
             assert run.same  # float32: the tokens of plain decoding
             assert run.decode is not None
             assert 0 < run.decode < run.seconds
@@ -74,7 +84,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     assert text.startswith("before\n<!-- compare -->\n| T ")
     table = [line.split("|") for line in text.splitlines()[2 : 4 + len(rows)]]
     assert {len(cells) for cells in table} == {12}
-    assert [cells[1].strip() for cells in table[2:]] == ["0"] * 10 + ["1"] * 10
+    assert [cells[1].strip() for cells in table[2:]] == ["0"] * 11 + ["1"] * 11
     assert text.endswith("<!-- end -->\nbehind\n")
     assert "old" not in text
     assert (tmp_path / "run" / "table.md").read_text().strip() in text
@@ -95,7 +105,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     fewer = (
         "compare.temperatures=[0.0]",
         "compare.methods=[hf_assisted]",
-        "compare.groups=[tests]",
+        "compare.groups=[edit]",
         "compare.nodes=[6]",
     )
     more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
@@ -139,7 +149,11 @@ def test_figures_are_the_definitions() -> None:
     theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
     costs = [0.1, *(0.05 * n for n in range(1, 65))]
     rows = summarize_comparison([*ours, *theirs], {0.0: costs})
-    _, row = best_sizes(rows)
+    _, row = rows
+    assert [(r["arm"], r["nodes"], r["speedup"]) for r in best_sizes([*ours, *theirs])] == [
+        ("hf_y", "-", {"ratio": 1.0, "low": 1.0, "high": 1.0}),
+        ("x", "8", row["speedup"]),
+    ]
     assert row["tau"] == 2.0
     assert row["tokens_per_second"] == 20 / 1.5
     assert row["speedup"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
@@ -151,10 +165,40 @@ def test_figures_are_the_definitions() -> None:
     assert found is not None
     assert found["ratio"] == 2.0
     assert against(ours, []) is None
-    assert "wins 2.00x" in verdict([*ours, *theirs], rows)
-    assert "loses 0.50x" in verdict(
-        [*ours, *[run("hf_y", 0.5, nodes="-"), run("hf_y", 0.25, plain=1.0, prompt=1, nodes="-")]], rows
-    )
+    assert "wins 2.00x" in verdict(best_sizes([*ours, *theirs]))
+    faster = [run("hf_y", 0.5, nodes="-"), run("hf_y", 0.25, plain=1.0, prompt=1, nodes="-")]
+    assert "loses 0.50x" in verdict(best_sizes([*ours, *faster]))
+
+
+def test_the_best_size_is_chosen_on_other_prompts() -> None:
+    even = [run("x", seconds, prompt=0, nodes=nodes) for nodes, seconds in (("8", 1.0), ("16", 0.5))]
+    odd = [run("x", seconds, prompt=1, nodes=nodes) for nodes, seconds in (("8", 0.5), ("16", 1.0))]
+    (row,) = best_sizes([*even, *odd])  # each half is told at what was best on the other: here, what is worse on it
+    assert row["nodes"] == "8, 16"
+    assert row["speedup"]["ratio"] == 2.0
+    (alone,) = best_sizes(even)
+    assert (alone["nodes"], alone["speedup"]["ratio"]) == ("16", 4.0)
+
+
+def test_the_regime_is_that_of_plain_text() -> None:
+    text = {"entropy": 5.0, "top1": 8.0, "distinct_4grams": 0.5}
+    runs = [
+        run("plain", 1.0, text=text, right=True),
+        run("plain", 1.0, text=text, prompt=1, right=False),
+        run("x", 1.0),
+    ]
+    (row,) = regimes(runs)
+    assert (row["entropy"], row["top1"], row["distinct_4grams"], row["right"], row["of"]) == (0.5, 0.8, 0.5, 1, 2)
+    assert "| 0 | a     | 20     | 0.50 " in regime_table([row])
+
+
+@pytest.mark.slow
+def test_transformers_static_cache_is_compiled_once(overrides: list[str], tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    run_compare(compose_config("compare", *overrides, "compare.methods=[hf_static]"), tmp_path / "run")
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_memory_is_what_is_held_beside_the_target() -> None:

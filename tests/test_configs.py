@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from selfspec.api import load
+from selfspec.checkpoint import weights_hash
+from selfspec.core.options import end_tokens
 from selfspec.loading import load_target
 from selfspec.runs import run_pretrain, run_training
 
@@ -38,21 +40,35 @@ def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer
         model = [f"pretrain.model.{s}" for s in (*shape, "num_key_value_heads=2", "vocab_size=320")]
         if compose_config("target", f"+experiment={name}").pretrain.tokenizer is not None:
             model.append(f"pretrain.tokenizer={tiny_folder}")
-        config = compose_config(
-            "target", f"+experiment={name}", f"data.root={source_root}", "pretrain.length=64", *QUICK, *model
-        )
+        small = [f"pretrain.instruct.{s}" for s in ("count=40", "length=96", "steps=2", "batch_size=2")]
+        asked = [f"+experiment={name}", f"data.root={source_root}", "pretrain.length=64", *QUICK, *model, *small]
+        config = compose_config("target", *asked)
         figures = run_pretrain(config, tmp_path / "run")
         assert figures["bits_per_byte"] > 0
-        assert load_target(str(tmp_path / "run" / "target"))[0].n_layers == 2
+        assert figures["answer_nats_per_token"] > 0
+        target, found = load_target(str(tmp_path / "run" / "target"))
+        assert target.n_layers == 2
+        assert found is not None
+        assert found.chat_template
+        assert end_tokens(target) == {found.bos_token_id, found.eos_token_id}
+        first = load_target(str(tmp_path / "run" / "source" / "target"))[0]  # the first stage, to go on from
+        again = compose_config("target", *asked, f"pretrain.init={tmp_path / 'run' / 'source' / 'target'}")
+        run_pretrain(again, tmp_path / "again")
+        assert weights_hash(load_target(str(tmp_path / "again" / "target"))[0].model) == weights_hash(target.model)
+        assert weights_hash(first.model) != weights_hash(target.model)
         return
     family = next(f for start, f in FAMILIES.items() if name.startswith(start))
     target = save_tiny(tmp_path / "target", tokenizer, family)
     overrides = [f"+experiment={name}", f"target.name={target}", *QUICK, *QUICK_TRAIN]
-    if "data: jsonl" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text():
+    text = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text()
+    if "data: jsonl" in text:
+        overrides.append("train.distill.new_tokens=120")
         lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 90}]}]
         (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines * 20))
         overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
     else:
+        if "data: instructions" in text:
+            overrides += ["data.count=20", "data.held_out=8", "train.distill.new_tokens=120"]
         overrides.append(f"data.root={source_root}")
     run_training(compose_config("train", *overrides), tmp_path / "run")
     assert len(load(str(tmp_path / "run")).generate(["def f():"], 5).token_ids[0]) == 5
@@ -111,6 +127,7 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
         "-m",
         "drafter=runs/mine",
         f"data.root={source_root}",
+        "decode.questions=source",
         "decode.prompts=2",
         "decode.prompt_tokens=8",
         "decode.max_new_tokens=8",
@@ -122,8 +139,8 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     assert swept.returncode == 0, swept.stderr
     (table,) = tmp_path.glob("runs/decode/*/table.md")
     rows = table.read_text().splitlines()
-    assert len(rows) == 2 + 4
-    assert all(" 2/2 " in row for row in rows[2:])
+    assert len(rows) == (2 + 4) + 1 + (2 + 4)  # by point, and by point and group
+    assert all(" 2/2 " in row for row in rows[2:6])
     plots = {"acceptance_by_depth", "time_split", "speedup"}
     assert {p.stem for p in table.parent.glob("*.png")} == plots
     assert len(list(table.parent.glob("*/records.jsonl"))) == 4
@@ -135,4 +152,4 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     report = run_script(str(ROOT / "eval" / "report.py"), f"sweep={table.parent}", cwd=tmp_path)
     assert report.returncode == 0, report.stderr
     assert "1 of 4 runs skipped" in report.stdout
-    assert table.read_text().splitlines()[2:] == before.splitlines()[3:]
+    assert table.read_text().splitlines()[2:5] == before.splitlines()[3:6]

@@ -6,17 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import write_lines
 
 from selfspec.data.corpus import EVALUATION, VALIDATION, JsonLines, PythonSource, TextFolder
-from selfspec.data.prompts import cut_prompts, read_prompts
+from selfspec.data.prompts import cut_prompts
 from selfspec.data.windows import tokenize
-
-SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
-
-
-def write_lines(path: Path, records: list[Any]) -> str:
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
-    return str(path)
 
 
 def test_held_out_modules_are_never_trained_on() -> None:
@@ -149,22 +143,3 @@ def test_prompts_have_their_length_and_start_a_line(tokenizer: Any) -> None:
     for prompt in prompts:
         text = tokenizer.decode(prompt[:-2])
         assert any(d.text.startswith(text) or "\n" + text in d.text for d in documents)
-
-
-def test_prompt_files(tokenizer: Any, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "p.jsonl", ["plain", {"prompt": "a"}, {"text": "b"}, {"turns": ["c", "d"]}])
-    with pytest.raises(ValueError, match="line 1: not JSON"):
-        read_prompts(path, tokenizer)
-    path = write_lines(tmp_path / "p.jsonl", ['"plain"', {"prompt": "a"}, {"text": "b"}, {"turns": ["c", "d"]}])
-    assert [tokenizer.decode(p) for p in read_prompts(path, tokenizer)] == ["plain", "a", "b", "c"]
-    with pytest.raises(ValueError, match="line 2: no prompt"):
-        read_prompts(write_lines(tmp_path / "q.jsonl", ['"x"', {"other": 1}]), tokenizer)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        read_prompts(str(tmp_path / "nowhere"), tokenizer)
-
-
-@pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="Spec-Bench's questions are not beside this checkout")
-def test_spec_bench_questions_are_prompts(tokenizer: Any) -> None:
-    prompts = read_prompts(str(SPEC_BENCH), tokenizer)
-    assert len(prompts) == sum(1 for line in SPEC_BENCH.read_text().splitlines() if line.strip())
-    assert min(map(len, prompts)) > 2

@@ -11,12 +11,18 @@ from selfspec.api import Spec
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, Record, bookkeeping, run_arms
+from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, run_arms
 from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import read_points, write_point
+from selfspec.evaluation.records import Record
 from selfspec.evaluation.tables import table
 from selfspec.runs import run_report
+
+
+def asked(*prompts: list[int]) -> list[Prompt]:
+    return [Prompt(ids, seed) for seed, ids in enumerate(prompts)]
 
 
 def record(seconds: float, tokens: int = 10) -> Record:
@@ -38,7 +44,7 @@ def test_distinct_4grams_shows_a_loop() -> None:
 
 def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    prompts = [[5, 9, 2], [8, 1, 30, 4], [60, 59, 3], [7, 7, 7, 7, 7]]
+    prompts = asked([5, 9, 2], [8, 1, 30, 4], [60, 59, 3], [7, 7, 7, 7, 7])
     for temperature, batch in [(0.0, 1), (0.8, 2)]:
         config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
         records = run_arms(spec, prompts, config, 6)
@@ -72,7 +78,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
 
 def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    prompts = [[5, 9, 2], [8, 1, 30, 4, 9, 9]]
+    prompts = asked([5, 9, 2], [8, 1, 30, 4, 9, 9])
     records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=9, batch_size=2, repeats=1), 6)
     assert len({str(r.token_ids) for r in records}) == 1
 
@@ -80,7 +86,7 @@ def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
 def test_a_subset_of_arms(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     config = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive"])
-    point = {"label": "a", **summarize(run_arms(spec, [[1, 2]], config, 4))}
+    point = {"label": "a", **summarize(run_arms(spec, asked([1, 2]), config, 4))}
     assert "speculative" not in point
     assert "| a " in table([point])
     with pytest.raises(ValueError, match=r"\['vllm'\]"):
@@ -91,7 +97,7 @@ def test_a_subset_of_arms(heads_folder: Path) -> None:
 
 def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_path: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    records = run_arms(spec, [[5, 9, 2]], DecodeConfig(max_new_tokens=4, repeats=1), 4)
+    records = run_arms(spec, asked([5, 9, 2]), DecodeConfig(max_new_tokens=4, repeats=1), 4)
     config = {"drafter": "x", "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
     for name in ("0", "1", "2", "10"):
         (tmp_path / name).mkdir()
@@ -109,7 +115,7 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
     assert [why.split(" ")[2] for _, why in broken] == ["not", "no", "missing:"]
     report = compose_config("report", f"sweep={tmp_path}")
     run_report(report)
-    assert len((tmp_path / "table.md").read_text().splitlines()) == 2 + 2
+    assert len((tmp_path / "table.md").read_text().splitlines()) == (2 + 2) + 1 + (2 + 2)  # points, and by group
     with pytest.raises(FileNotFoundError, match="no such folder"):
         run_report(compose_config("report", f"sweep={tmp_path}/nothing"))
     (tmp_path / "empty").mkdir()
@@ -119,7 +125,7 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
 
 def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    records = run_arms(spec, [[5, 9, 2], [7, 7]], DecodeConfig(max_new_tokens=20, repeats=1), "auto")
+    records = run_arms(spec, asked([5, 9, 2], [7, 7]), DecodeConfig(max_new_tokens=20, repeats=1), "auto")
     figures = summarize(records)["speculative"]
     assert figures["forecast"]["passes"] == figures["passes"]
     assert figures["forecast"]["speedup"] == figures["forecast"]["tokens"] / figures["forecast"]["steps"] > 0
@@ -134,6 +140,24 @@ def test_bookkeeping_is_what_no_module_takes(name: str) -> None:
     target = Target(tiny_model(dtype=torch.float32))
     drafter = made({"medusa": Medusa, "sequential": SequentialHeads}[name], target).eval()
     config = DecodeConfig(max_new_tokens=12)
-    prompts = [[5, 9, 2, 7] * 8, [8, 1, 30, 4]]
+    prompts = asked([5, 9, 2, 7] * 8, [8, 1, 30, 4])
     assert 0 < bookkeeping(Spec(target, drafter), prompts, config, 6) < 0.9
     assert not any(m._forward_hooks for m in target.model.modules())
+
+
+def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def point(label: str, low: float, high: float) -> dict[str, object]:
+        ratio = {"ratio": (low + high) / 2, "low": low, "high": high}
+        return {"label": label, "config": {}, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
+
+    for run, points in (
+        ("a", [point("x", 1.0, 1.2), point("y", 1.0, 1.1), point("only", 1.0, 1.1)]),
+        ("b", [point("x", 1.1, 1.3), point("y", 1.2, 1.4)]),
+    ):
+        for i, own in enumerate(points):
+            (tmp_path / run / str(i)).mkdir(parents=True)
+            write_point(tmp_path / run / str(i), own, [])
+    run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
+    assert "1 of 2 ratios lie within each other's intervals (50%)" in lines[-1]

@@ -248,7 +248,7 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     target, _ = load_target(tiny_folder)
     stream = Stream(torch.arange(300) % 50, torch.arange(300) % 50 % 7 > 0, 0)
     config = DistillConfig(rows=80, prompt_tokens=8, new_tokens=16)
-    whole = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
+    whole = distill(target, stream, [], config, 3, tmp_path / "a", quiet=True)
     assert len(whole.tokens) == len(whole.mask) == 80 * 24
     rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
     eos = end_tokens(target)
@@ -262,14 +262,14 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     files = sorted((tmp_path / "a").rglob("*.safetensors"))
     assert len(files) == 2
     files[1].unlink()
-    again = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
+    again = distill(target, stream, [], config, 3, tmp_path / "a", quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
-    assert torch.equal(distill(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
-    other = distill(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
+    assert torch.equal(distill(target, stream, [], config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    other = distill(target, stream, [], config, 4, tmp_path / "a", quiet=True)  # not what lies there
     assert not torch.equal(other.tokens, whole.tokens)
     with pytest.raises(ValueError, match="too few for prompts"):
-        distill(target, Stream(stream.tokens[:8], stream.mask[:8], 0), config, 3, tmp_path / "b")
+        distill(target, Stream(stream.tokens[:8], stream.mask[:8], 0), [], config, 3, tmp_path / "b")
 
 
 def test_training_on_own_text_resumes_bit_equal(

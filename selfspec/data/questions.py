@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import instructions
-from selfspec.data.prompts import GROUPS, cut_prompts, prompts_of_group
+from selfspec.data.prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.tasks import TASKS, pool
 
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
@@ -23,11 +23,12 @@ _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 @dataclass
 class Asking:
-    """What a measurement asks. questions: an evaluation set; groups: of it (None: all); prompts: questions at most,
+    """What a measurement asks. questions: an evaluation set (None: "instructions" where the data are Python source and
+    the target has a chat template, else "source"); groups: of it (None: all); prompts: questions at most,
     evenly over the groups; prompt_tokens: of those cut from source; chat: through the target's chat template (false:
     the first turn as plain text); max_new_tokens: of each answer."""
 
-    questions: str = "source"
+    questions: str | None = None
     groups: list[str] | None = None
     prompts: int = 24
     prompt_tokens: int = 128
@@ -76,7 +77,7 @@ def read_questions(
     not have, for a line that asks nothing, and where a chat template is needed and missing; FileNotFoundError for a
     file that does not exist.
     """
-    name, groups, count = asking.questions, asking.groups, asking.prompts
+    name, groups, count = asking.questions or "source", asking.groups, asking.prompts
     if name not in SETS:
         found = _read(Path(name))
     elif unknown := set(groups or ()) - set(SETS[name]):
@@ -137,7 +138,7 @@ def _instructions(groups: Sequence[str], count: int, documents: list[Document]) 
 def _source(
     groups: Sequence[str], count: int, tokenizer: Tokenizer, documents: list[Document], tokens: int
 ) -> list[Question]:
-    found = {} if groups else {"source": _texts("source", cut_prompts(documents, tokenizer, count, tokens))}
+    found = {} if groups else {"source": _texts("source", sample_prompts(documents, tokenizer, count, tokens))}
     for i, group in enumerate(groups):
         share = count // len(groups) + (i < count % len(groups))
         rows = prompts_of_group(group, documents, tokenizer, share, tokens) if share else []

@@ -34,7 +34,7 @@ def tokenize(documents: list[Document], tokenizer: Tokenizer) -> Stream:
     if separator is None:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
     spans = [span for document in documents for span in document.spans]
-    encoded = iter(tokenizer([text for text, _ in spans], add_special_tokens=False)["input_ids"])
+    encoded = iter(tokenizer([text for text, _ in spans], add_special_tokens=False)["input_ids"] if spans else [])
     tokens: list[int] = []
     mask: list[bool] = []
     for document in documents:
@@ -46,7 +46,7 @@ def tokenize(documents: list[Document], tokenizer: Tokenizer) -> Stream:
             tokens.extend(ids)
             mask.extend([counts] * len(ids))
     n_bytes = sum(len(text.encode()) for text, _ in spans)
-    return Stream(torch.tensor(tokens), torch.tensor(mask), n_bytes)
+    return Stream(torch.tensor(tokens, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), n_bytes)
 
 
 class Windows:

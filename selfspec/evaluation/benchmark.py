@@ -39,7 +39,6 @@ class DecodeConfig(Asking):
     `selfspec.evaluation.definitions`; answers: a file that gets the answers in Spec-Bench's form; lossy: a rule that
     changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
-    questions: str = "instructions"
     prompts: int = 25
     temperature: float = 0.0
     top_k: int | None = None

@@ -86,7 +86,8 @@ def _row(point: Figures) -> list[str]:
         return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
 
     if spec is None:
-        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 4)]
+        cells = _text_cells(arms) if "autoregressive" in arms else ["-"] * 4
+        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 8), *cells]
     same = point["identical"].get("autoregressive")
     return [
         _label(point),
@@ -107,12 +108,10 @@ def _row(point: Figures) -> list[str]:
 
 def _text_cells(arms: Figures) -> list[str]:
     """What kind of text it is, and how many answers are right."""
-    own = arms["speculative"]
-    plain = arms.get("autoregressive") or own
+    plain = arms.get("autoregressive") or arms["speculative"]
+    own = arms.get("speculative") or plain
     cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1")]
-    right = "-"
-    if own.get("of"):
-        right = f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}"
+    right = f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}" if own.get("of") else "-"
     return [*cells, f"{own['distinct_4grams']:.2f}", right]
 
 

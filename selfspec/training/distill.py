@@ -68,10 +68,11 @@ def distill(
     interrupted call goes on where it stopped. Raises ValueError where the data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
-    if not asked and len(stream.tokens) <= config.prompt_tokens:
+    if len(stream.tokens) <= config.prompt_tokens and not _fitting(asked, length):
+        longest = f", and none of {len(asked)} questions leaves room for an answer in {length} tokens" if asked else ""
         raise ValueError(
             f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
-            f"train.distill.prompt_tokens={config.prompt_tokens}"
+            f"train.distill.prompt_tokens={config.prompt_tokens}{longest}; raise train.distill.new_tokens or give more"
         )
     if target.max_positions is not None and length > target.max_positions:
         raise ValueError(
@@ -121,11 +122,11 @@ def _write(
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens
-    prompts = _prompts(stream, asked, config, rows, length, g)
+    prompts, chosen = _prompts(stream, asked, config, rows, length, g)
     eos = end_tokens(target)
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
     mask = torch.zeros(rows, length, dtype=torch.bool)
-    used = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    used = torch.full((rows,), length)
     sampled = int(rows * config.sampled + 0.5)
     for temperature, part in ((1.0, range(sampled)), (0.0, range(sampled, rows))):
         if not part:
@@ -133,27 +134,33 @@ def _write(
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
         given = [prompts[row].tokens.tolist() for row in part]
         for row, new in zip(part, autoregressive(target, given, options).token_ids, strict=True):
-            start = int(used[row])
+            start = len(prompts[row].tokens)
             end = min(start + len(new), length)
             tokens[row, :start], mask[row, :start] = prompts[row].tokens.int(), prompts[row].mask
             tokens[row, start:end], mask[row, start:end] = torch.tensor(new[: end - start], dtype=torch.int32), True
-            used[row] = end
+            used[row] = end if chosen[row] else length
     return {"tokens": tokens, "mask": mask, "used": used}
+
+
+def _fitting(asked: list[Stream], length: int) -> list[Stream]:
+    return [question for question in asked if len(question.tokens) + 1 < length]
 
 
 def _prompts(
     stream: Stream, asked: list[Stream], config: DistillConfig, rows: int, length: int, g: torch.Generator
-) -> list[Stream]:
-    """Stretches of the stream, of which so many are replaced by questions as there are rows of text in the stream for
-    one question. Questions that leave no room for an answer are left out."""
-    fitting = [question for question in asked if len(question.tokens) + 1 < length]
+) -> tuple[list[Stream], Tensor]:
+    """Stretches of the stream, of which so many are replaced by questions as the data hold of both, the stream counted
+    in rows of `length` tokens. Questions that leave no room for an answer are left out. Also which
+    rows are questions."""
+    fitting = _fitting(asked, length)
     stretches = max(0, len(stream.tokens) - config.prompt_tokens)
     share = len(fitting) / (len(fitting) + stretches / length) if fitting or stretches else 0.0
     starts = torch.randint(max(1, stretches), (rows,), generator=g)
     chosen = torch.rand(rows, generator=g) < share if fitting else torch.zeros(rows, dtype=torch.bool)
     numbers = torch.randint(max(1, len(fitting)), (rows,), generator=g)
     at = starts[:, None] + torch.arange(config.prompt_tokens)
-    return [
-        fitting[int(number)] if is_question else Stream(stream.tokens[where], stream.mask[where], 0)
-        for number, is_question, where in zip(numbers, chosen, at, strict=True)
+    prompts = [
+        fitting[int(number)] if question else Stream(stream.tokens[where], stream.mask[where], 0)
+        for number, question, where in zip(numbers, chosen, at, strict=True)
     ]
+    return prompts, chosen

@@ -197,6 +197,7 @@ def instruct(
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     if not tokenizer.chat_template:
         tokenizer = chat_tokenizer(tokenizer)
+        torch.manual_seed(loop.seed)  # of the new rows
         model.resize_token_embeddings(len(tokenizer))
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     model.config.eos_token_id = ends

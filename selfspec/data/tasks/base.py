@@ -17,6 +17,7 @@ from selfspec.data.corpus import Document
 
 SPLITS = ("train", "validation", "evaluation")
 RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "true", "false", "none"}
+_WORDS, _FUNCTIONS = 20, 5  # fewer of them make no instructions
 _FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 
 
@@ -63,7 +64,7 @@ def pool(documents: Sequence[Document], split: str) -> Pool:
         counts.update(re.findall(r"\b[a-z]{3,9}\b", document.text))
     words = [w for w, n in counts.items() if n > 2 and w not in RESERVED and _split_of(w) == split]
     functions = [f for document in documents for f in _functions(document.text)]
-    if len(words) < 50 or len(functions) < 20:
+    if len(words) < _WORDS or len(functions) < _FUNCTIONS:
         raise ValueError(
             f"no usable example: {len(words)} words and {len(functions)} short functions in the {split} files are too "
             "few to make instructions of; give more source (data.root)"

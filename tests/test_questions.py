@@ -1,0 +1,322 @@
+"""Instructions and evaluation sets: every generator's checker, the chat template, files as others publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SPEC_BENCH, write_lines
+
+import selfspec
+from selfspec.data.corpus import PythonSource
+from selfspec.data.instructions import Instructions, conversations, instructions
+from selfspec.data.questions import Asking, Question, read_questions
+from selfspec.data.tasks import TASKS, Pool, pool
+from selfspec.data.tasks.base import SPLITS
+from selfspec.data.windows import Stream, packed, tokenize
+from selfspec.evaluation.answers import write_answers
+from selfspec.evaluation.asking import Prompt, prompts_of
+from selfspec.evaluation.benchmark import DecodeConfig, run_arms
+from selfspec.evaluation.definitions import DEFINITIONS
+from selfspec.evaluation.metrics import summarize
+from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
+
+KINDS = [make.__name__ for makes in TASKS.values() for make in makes]
+
+
+@pytest.fixture(scope="session")
+def held_out() -> Pool:
+    return pool(PythonSource().evaluation(), "evaluation")
+
+
+@pytest.fixture(scope="session")
+def chatty(source_root: Path) -> Any:
+    texts = [p.read_text() for p in sorted(source_root.glob("*.py"))]
+    return chat_tokenizer(train_tokenizer(texts, 400))
+
+
+@pytest.mark.parametrize("group", TASKS)
+def test_a_checker_takes_its_own_answer_and_no_other(group: str, held_out: Pool) -> None:
+    made = instructions(held_out, [group], 1000 * len(TASKS[group]), seed=7)
+    assert {i.kind for i in made} == {make.__name__ for make in TASKS[group]}
+    for instruction in made:
+        for turn in instruction.turns:
+            assert turn.check(turn.answer), (instruction.kind, turn.answer)
+    for one, other in zip(made, made[len(TASKS[group]) :], strict=False):  # the same kind, other words
+        mine, others = one.turns[0].answer, other.turns[0].answer
+        ends = mine.splitlines()[-1] == others.splitlines()[-1]  # where steps lead to it, only the end is checked
+        if one.kind != "records" and mine != others and not (group == "reason" and ends):
+            assert not one.turns[0].check(others), one.kind
+        for wrong in ("", "```", one.turns[0].answer[: len(one.turns[0].answer) // 2]):
+            assert not one.turns[0].check(wrong), (one.kind, wrong)
+
+
+def test_there_are_ten_kinds_in_five_groups() -> None:
+    assert len(TASKS) == 5
+    assert len(set(KINDS)) == len(KINDS) >= 10
+
+
+def test_no_word_and_no_file_is_in_two_splits(source_root: Path) -> None:
+    source = PythonSource()
+    held = [source.validation(), source.evaluation()]
+    pools = [pool(documents, split) for documents, split in zip(held, SPLITS[1:], strict=True)]
+    assert not set(pools[0].words) & set(pools[1].words)
+    same_text = [pool(source.evaluation(), split).words for split in SPLITS]  # one text, three splits: words decide
+    assert sum(map(len, same_text)) == len({word for words in same_text for word in words})
+
+
+def test_the_first_of_more_are_the_same(held_out: Pool) -> None:
+    few, many = (instructions(held_out, list(TASKS), n, 3) for n in (20, 40))
+    assert [i.turns[0].question for i in few] == [i.turns[0].question for i in many[:20]]
+    assert any(len(i.turns) > 1 for i in instructions(held_out, ["extract"], 20, 3))
+    with pytest.raises(ValueError, match="poems"):
+        instructions(held_out, ["poems"], 1, 0)
+    with pytest.raises(ValueError, match="too few to make instructions of"):
+        pool([], "train")
+
+
+def test_spans_are_the_generation_tags_of_the_template(held_out: Pool, chatty: Any) -> None:
+    documents = conversations(instructions(held_out, list(TASKS), 40, 0), chatty, 0)
+    assert any(d.text.count("<|user|>") > 1 for d in documents)
+    assert any("<|system|>" in d.text for d in documents)
+    for document in documents:
+        stream = tokenize([document], chatty)
+        assert stream.tokens[0] == chatty.bos_token_id
+        assert chatty.bos_token_id not in stream.tokens[1:].tolist()  # the template's own is not doubled
+        turns = document.text.removeprefix(chatty.bos_token).split("<|end|>")[:-1]
+        said = [turn.removeprefix("<|").split("|>", 1) for turn in turns]
+        messages = [{"role": role, "content": content} for role, content in said]
+        given = chatty.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert given["input_ids"] == stream.tokens.tolist()
+        assert given["assistant_masks"] == stream.mask.int().tolist()
+    assert chatty.decode(chatty("x = 12345\n")["input_ids"]) == "x = 12345\n"
+    assert len(chatty("12345")["input_ids"]) == 5
+
+
+def test_openings_end_where_an_answer_begins(held_out: Pool, chatty: Any) -> None:
+    document = next(d for d in conversations(instructions(held_out, ["extract"], 20, 0), chatty, 0) if len(d.spans) > 2)
+    for opening in document.openings():
+        assert opening.text.endswith("<|assistant|>")
+        assert document.text.startswith(opening.text)
+    assert len(document.openings()) == sum(counts for _, counts in document.spans)
+
+
+def test_packed_rows_hold_every_document_whole() -> None:
+    import torch
+
+    streams = [Stream(torch.full((n,), n), torch.ones(n, dtype=torch.bool), 1) for n in (5, 9, 3, 7, 2, 2, 8, 1, 20)]
+    whole = packed(streams, 10, pad=0)
+    rows, masks = whole.tokens.view(-1, 10), whole.mask.view(-1, 10)
+    assert torch.equal(rows > 0, masks)
+    for n in (5, 9, 3, 7, 8, 1):
+        assert sum((row == n).sum().item() == n for row in rows) == 1
+    assert (rows == 20).sum() == 10  # cut
+    assert len(rows) == 5
+    assert packed(streams, 10, 0).tokens.tolist() == whole.tokens.tolist()
+
+
+# -- sets
+
+
+def ask(name: str, tokenizer: Any, groups: list[str] | None = None, prompts: int = 6, **changes: Any) -> list[Question]:
+    return read_questions(Asking(name, groups, prompts, 24, **changes), tokenizer, PythonSource().evaluation)
+
+
+def test_sets_have_groups_in_turn(tokenizer: Any) -> None:
+    assert [q.group for q in ask("instructions", tokenizer, prompts=7)] == [*TASKS, "edit", "convert"]
+    assert [q.group for q in ask("source", tokenizer, ["tests", "edits"], 3)] == ["tests", "edits", "tests"]
+    assert {q.group for q in ask("source", tokenizer)} == {"source"}
+    for name in ("instructions", "source"):
+        with pytest.raises(ValueError, match=r"no group \['poems'\]; it has"):
+            ask(name, tokenizer, ["poems"])
+    bare = train_tokenizer(["text"], 300)
+    with pytest.raises(ValueError, match="has no chat template; give questions=source, or chat=false"):
+        ask("instructions", bare)
+    assert bare.decode(list(ask("instructions", bare, prompts=1, chat=False)[0].ids)).startswith(
+        ("Rename", "Please", "In")
+    )
+
+
+RECORDS = [
+    ({"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": ["c"]}, "81", "writing", ("a", "b")),
+    ({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "x"}, "HumanEval/0", "q", ("def f():\n",)),
+    ({"question": "How many?", "answer": "#### 3"}, "q-3", "q", ("How many?",)),
+    ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}, "q-4", "q", ("u",)),
+    ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]}, "q-5", "q", ("h",)),
+    ({"question_id": "x1", "category": "coding", "sub_category": "", "turns": ["t"]}, "x1", "coding", ("t",)),
+    ("plain", "q-7", "q", ("plain",)),
+]  # fmt: skip
+
+
+def test_files_as_others_publish_them(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "q.jsonl", [json.dumps(record) for record, *_ in RECORDS])
+    found = {q.id: q for q in ask(path, tokenizer, prompts=20)}
+    for _, own, group, turns in RECORDS:
+        assert (found[own].group, found[own].turns) == (group, turns)
+    assert found["q-4"].system == "s"
+    folder = {q.id for q in ask(str(tmp_path), tokenizer, prompts=20)}
+    assert folder == set(found)
+    assert [q.id for q in ask(path, tokenizer, ["writing"])] == ["81"]
+    with pytest.raises(ValueError, match=r"no group \['cooking'\]; it has writing, q, coding"):
+        ask(path, tokenizer, ["cooking"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("3", "line 1: expected an object or a string, found int"),
+        ('{"other": 1}', r"line 1: asks nothing; .* found \['other'\]"),
+        ('{"turns": ["a", " "]}', "line 1: a turn without text: ' '"),
+        ('{"turns": [3]}', "line 1: a turn without text: 3"),
+        ('{"prompt": "\\ud800"}', "line 1: a turn without text"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "line 1: a message needs a `role`"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "line 1: asks nothing"),
+        ("", "asks nothing"),
+    ],
+)
+def test_a_line_that_asks_nothing_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
+    with pytest.raises(FileNotFoundError, match="neither instructions nor source nor a JSON-lines file"):
+        ask(str(tmp_path / "nothing.jsonl"), tokenizer)
+
+
+@pytest.mark.skipif(not SPEC_BENCH.is_file(), reason="Spec-Bench's questions are not beside this checkout")
+def test_spec_bench_is_read_whole(tokenizer: Any) -> None:
+    found = ask(str(SPEC_BENCH), tokenizer, prompts=480)
+    assert len({q.id for q in found}) <= 480
+    assert len({q.group for q in found}) == 13
+    assert {len(q.turns) for q in found} == {1, 2}
+
+
+# -- prompts and answers
+
+
+@pytest.fixture(scope="module")
+def spec(heads_folder: Path) -> selfspec.api.Spec:
+    return selfspec.load(str(heads_folder), dtype="float32")
+
+
+def test_later_turns_stand_behind_the_targets_own_answers(spec: Any) -> None:
+    question = Question("q", "g", ("one", "two"), system="s")
+    (first, second), skipped = prompts_of(spec, [question], {"max_new_tokens": 5}, 3)
+    assert not skipped
+    answer = spec.autoregressive([first.ids], max_new_tokens=5, seed=3).texts[0]
+    expected = spec.tokenizer.apply_chat_template(
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "two"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert second.ids == spec.tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert (first.seed, second.seed, second.turn) == (3, 4, 1)
+    long = Question("long", "g", ("word " * 400,))
+    kept, skipped = prompts_of(spec, [long, question], {"max_new_tokens": 5}, 0)
+    assert len(kept) == 2
+    assert skipped == [f"long, turn 1 ({len(long.opening(0, [], spec.tokenizer))} tokens)"]
+    with pytest.raises(ValueError, match="all questions fill the target's 256 positions"):
+        prompts_of(spec, [long], {"max_new_tokens": 5}, 0)
+
+
+def read_as_spec_bench(path: Path, base: Path) -> tuple[float, float, float]:
+    """What its evaluation/speed.py makes of two files: mean accepted tokens, tokens per second, and the speedup, with
+    the baseline's tokens counted by its own field."""
+    figures = []
+    for place in (path, base):
+        rows = [json.loads(line) for line in place.read_text().splitlines()]
+        rates, lengths = [], []
+        for row in rows:
+            choice = row["choices"][0]
+            rates.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
+            lengths += choice["accept_lengths"]
+        figures.append((sum(lengths) / len(lengths), sum(rates) / len(rates)))
+    return figures[0][0], figures[0][1], figures[0][1] / figures[1][1]
+
+
+def test_spec_bench_reads_our_answers(spec: Any, tmp_path: Path) -> None:
+    lines = [
+        {"question_id": 7, "category": "writing", "turns": ["a b", "c"]},
+        {"question_id": 9, "category": "qa", "turns": ["d"]},
+    ]
+    path = write_lines(tmp_path / "q.jsonl", [json.dumps(line) for line in lines])
+    questions = ask(path, spec.tokenizer)
+    config = DecodeConfig(max_new_tokens=9, repeats=1, arms=["autoregressive", "speculative"])
+    prompts, _ = prompts_of(spec, questions, config.arguments(), config.seed)
+    records = run_arms(spec, prompts, config, 6)
+    ours, base = write_answers(tmp_path / "a.jsonl", questions, records, spec, "x")[::-1]
+    assert base == tmp_path / "a-autoregressive.jsonl"
+    tau, rate, speedup = read_as_spec_bench(ours, base)
+    point = summarize(records)
+    assert tau == pytest.approx(point["speculative"]["acceptance_length"])
+    assert tau == pytest.approx(
+        DEFINITIONS["spec_bench"]([r for r in records if r.arm == "speculative"])["mean_accepted_tokens"]
+    )
+    assert rate > 0 < speedup
+    rows = [[json.loads(line) for line in place.read_text().splitlines()] for place in (ours, base)]
+    assert [row["question_id"] for row in rows[0]] == [7, 9]
+    assert [len(row["choices"][0]["turns"]) for row in rows[0]] == [2, 1]
+    for one, other in zip(*rows, strict=True):  # equal.py: the turns line by line
+        assert str(one["choices"][0]["turns"]) == str(other["choices"][0]["turns"])
+    for row in rows[0]:
+        choice = row["choices"][0]
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+        assert len(choice["wall_time"]) == len(choice["turns"])
+    with pytest.raises(ValueError, match="exists; choose another file"):
+        DecodeConfig(answers=str(ours))
+    batched = run_arms(spec, prompts, DecodeConfig(max_new_tokens=4, repeats=1, batch_size=2, arms=["speculative"]), 4)
+    with pytest.raises(ValueError, match="batch_size=1"):
+        write_answers(tmp_path / "b.jsonl", questions, batched, spec, "x")
+
+
+def test_definitions_of_others(spec: Any) -> None:
+    records = run_arms(spec, [Prompt([5, 9, 2]), Prompt([8, 1, 30])], DecodeConfig(max_new_tokens=20, repeats=1), 6)
+    own = [r for r in records if r.arm == "speculative"]
+    stats = [r.stats for r in own if r.stats is not None]
+    passes, tokens = sum(s.passes for s in stats), sum(s.tokens for s in stats)
+    found = {name: define(own) for name, define in DEFINITIONS.items()}
+    assert found["spec_bench"]["mean_accepted_tokens"] == pytest.approx(tokens / passes)
+    assert found["vllm"]["mean_acceptance_length"] == pytest.approx(1 + sum(found["vllm"]["per_position"]))
+    assert found["specforge"]["simulated_length"] == pytest.approx(found["vllm"]["mean_acceptance_length"])
+    assert found["modelopt"]["mean_over_requests"] == pytest.approx(sum(s.tokens / s.passes for s in stats) / 2)
+
+
+def test_right_answers_and_regime_are_counted_by_group(spec: Any) -> None:
+    expected = spec.autoregressive([[5, 9, 2]], max_new_tokens=8).texts[0]
+    prompts = [Prompt([5, 9, 2], 0, "a", check=lambda t: t == expected), Prompt([8, 1], 1, "b", check=lambda t: False)]
+    records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=8, repeats=1), 6)
+    point = summarize(records)
+    for arm in ("autoregressive", "speculative"):
+        assert (point["arms"][arm]["right"], point["arms"][arm]["of"]) == (1, 2)
+    assert [point["groups"][g]["arms"]["speculative"]["right"] for g in "ab"] == [1, 0]
+    plain = point["arms"]["autoregressive"]
+    assert 0 < plain["entropy"] < 6
+    assert 0 < plain["top1"] <= 1
+    assert point["drift"] > 0
+
+
+def test_prompts_are_asked_until_the_interval_is_narrow(spec: Any) -> None:
+    prompts = [Prompt([5, 9, i], i) for i in range(12)]
+    wide = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1000.0)
+    assert len(run_arms(spec, prompts, wide, 4)) == 2 * 8  # at least eight
+    never = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1e-9)
+    assert len(run_arms(spec, prompts, never, 4)) == 2 * 12
+    with pytest.raises(ValueError, match="until_width=0 must be above 0"):
+        DecodeConfig(until_width=0)
+    with pytest.raises(ValueError, match="needs the arms autoregressive and speculative"):
+        DecodeConfig(until_width=0.1, arms=["speculative"])
+
+
+def test_the_data_source_mixes_conversations_and_source(source_root: Path, chatty: Any) -> None:
+    data = Instructions(chatty, str(source_root), count=12, held_out=8)
+    train, validation = data.train(), data.validation()
+    assert sum(d.conversation for d in train) > 8 < len(train)
+    assert any(not d.conversation for d in validation)
+    assert not any(d.conversation for d in data.evaluation())
