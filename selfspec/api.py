@@ -26,7 +26,7 @@ from selfspec.hf import SpeculativeOutput, decode
 from selfspec.loading import load_pair
 
 NODES = 16  # nodes per tree unless asked for otherwise
-Prompts = Sequence[str] | Sequence[Sequence[int]]
+Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class Spec:
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
 
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
-        """Continue a batch of prompts (texts, or lists of token ids) by speculative decoding. Further arguments are
-        those of `Arguments`: generate(["def f("], max_new_tokens=64, temperature=1.0, seed=7).
+        """Continue a batch of prompts: texts, lists of token ids, or conversations (lists of messages with `role` and
+        `content`), which are answered. Further arguments are those of `Arguments`: generate(["def f("],
+        max_new_tokens=64, temperature=1.0, seed=7).
 
         The tokens are those of `autoregressive` with the same arguments and seed. A row ends at an EOS token (which is
         returned), after max_new_tokens, or, with a warning, at the target's last position. Raises ValueError for
@@ -197,7 +198,9 @@ class Spec:
                 f'prompts is one {"string" if isinstance(prompts, str) else "bytes"}; give a list: ["..."]'
             )
         if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
-            raise ValueError(f"prompts is a {type(prompts).__name__}; give a list of texts or of lists of token ids")
+            raise ValueError(
+                f"prompts is a {type(prompts).__name__}; give a list of texts, lists of token ids or conversations"
+            )
         if getattr(prompts, "ndim", 2) != 2:
             raise ValueError(f"prompts has {prompts.ndim} dimensions; give one row of token ids per prompt: [[...]]")  # type: ignore[union-attr]
         encoded = []
@@ -214,9 +217,21 @@ class Spec:
                 if any(0xD800 <= ord(character) < 0xE000 for character in prompt):
                     raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
                 encoded.append(list(self.tokenizer(prompt)["input_ids"]))
+            elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+                encoded.append(self._conversation(i, prompt))
             else:
                 encoded.append([integer(f"prompt {i}: token id", token) for token in prompt])
         return encoded
+
+    def _conversation(self, i: int, messages: Sequence[Any]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError(f"prompt {i} is a conversation, but target {self.target.name!r} has no chat template")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(f"prompt {i}: a message needs `role` and `content`, found {message!r:.80}")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         if self.tokenizer is None:

@@ -320,3 +320,15 @@ def test_the_data_source_mixes_conversations_and_source(source_root: Path, chatt
     assert sum(d.conversation for d in train) > 8 < len(train)
     assert any(not d.conversation for d in validation)
     assert not any(d.conversation for d in data.evaluation())
+
+
+def test_a_conversation_is_a_prompt(spec: Any) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
+    ids = Question("q", "g", ("one",), system="s").opening(0, [], spec.tokenizer)
+    assert spec.encode([messages, "text"])[0] == ids
+    assert spec.generate([messages], 5).token_ids == spec.generate([ids], 5).token_ids
+    with pytest.raises(ValueError, match="prompt 1: a message needs `role` and `content`, found"):
+        spec.encode([messages, [{"role": "user"}]])
+    bare = selfspec.api.Spec(spec.target, spec.drafter)
+    with pytest.raises(ValueError, match="prompt 0 is a conversation, but target .* has no chat template"):
+        bare.encode([messages])
