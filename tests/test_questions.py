@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SPEC_BENCH, write_lines
+from conftest import SPEC_BENCH, compose_config, write_lines
 
 import selfspec
 from selfspec.data.corpus import PythonSource
@@ -21,6 +21,7 @@ from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
 from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.metrics import summarize
+from selfspec.runs import run_show
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
 
 KINDS = [make.__name__ for makes in TASKS.values() for make in makes]
@@ -330,5 +331,21 @@ def test_a_conversation_is_a_prompt(spec: Any) -> None:
     with pytest.raises(ValueError, match="prompt 1: a message needs `role` and `content`, found"):
         spec.encode([messages, [{"role": "user"}]])
     bare = selfspec.api.Spec(spec.target, spec.drafter)
-    with pytest.raises(ValueError, match="prompt 0 is a conversation, but target .* has no chat template"):
+    with pytest.raises(ValueError, match=r"prompt 0 is a conversation, but target .* has no chat template"):
         bare.encode([messages])
+
+
+def test_answers_side_by_side(heads_folder: Path, source_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (f"drafter={heads_folder}", f"data.root={source_root}", "dtype=float32", "decode.max_new_tokens=9")
+    run_show(compose_config("show", *settings, "decode.prompts=3"))
+    out = capsys.readouterr().out
+    assert out.count("the same tokens") == 3
+    assert out.count("WRONG") == 6  # random weights answer nothing
+    assert [f"(group {group})" in out for group in TASKS] == [True, True, True, False, False]
+    left, right = (
+        next(line for line in out.splitlines() if " | " in line and "plain" not in line and "WRONG" not in line)
+        .replace("\033[32m", "")
+        .replace("\033[0m", "")
+        .split(" | ", 1)
+    )
+    assert left.strip() == right.strip()
