@@ -1,4 +1,4 @@
-"""Answer questions plainly and speculatively, side by side: python eval/show.py drafter=tiny-medusa decode.prompts=5"""
+"""Answer questions plainly and speculatively, side by side: python eval/show.py drafter=tiny-medusa show.prompts=5"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from selfspec.core.options import Options, as_seed, check, end_tokens, integer, 
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.data.chat import message, opening
 from selfspec.drafters.base import Drafter
 from selfspec.hf import SpeculativeOutput, decode
 from selfspec.loading import load_pair
@@ -223,15 +224,13 @@ class Spec:
                 encoded.append([integer(f"prompt {i}: token id", token) for token in prompt])
         return encoded
 
-    def _conversation(self, i: int, messages: Sequence[Any]) -> list[int]:
+    def _conversation(self, i: int, turns: Sequence[Any]) -> list[int]:
         """Token ids of a conversation up to where the answer begins."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError(f"prompt {i} is a conversation, but target {self.target.name!r} has no chat template")
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise ValueError(f"prompt {i}: a message needs `role` and `content`, found {message!r:.80}")
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompt {i} is a conversation, but target {self.target.name!r} has no tokenizer; give ids"
+            )
+        return opening([message(turn, f"prompt {i}") for turn in turns], self.tokenizer, f"prompt {i}")
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         if self.tokenizer is None:

@@ -22,6 +22,7 @@ from selfspec.core.generate import MAX_NODES
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
+from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.log import WandbConfig, one_line
 from selfspec.training.drafter import DrafterTraining
@@ -91,6 +92,12 @@ class EvalRun(Measurement):
 
 
 @dataclass
+class ShowRun(Measurement):
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    show: ShowConfig = field(default_factory=ShowConfig)
+
+
+@dataclass
 class CompareRun:
     """A comparison has one target and many drafters."""
 
@@ -136,6 +143,7 @@ def register(drafters: bool = False) -> None:
     store.store(name="audit_schema", node=AuditRun)
     store.store(name="compare_schema", node=CompareRun)
     store.store(name="report_schema", node=ReportRun)
+    store.store(name="show_schema", node=ShowRun)
     store.store(name="verifiers_schema", node=VerifiersRun)
 
 

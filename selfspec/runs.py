@@ -18,20 +18,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.api import Spec, load
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import drafter_class
-from selfspec.config import AuditRun, CompareRun, EvalRun, PretrainRun, TrainRun, VerifiersRun
+from selfspec.config import AuditRun, CompareRun, EvalRun, PretrainRun, ShowRun, TrainRun, VerifiersRun
 from selfspec.core.target import Target
-from selfspec.data.corpus import PythonSource
-from selfspec.data.instructions import Instructions
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
-from selfspec.drafters.base import DrafterConfig
-from selfspec.evaluation.answers import write_answers
+from selfspec.drafters.base import DrafterConfig, Trained
+from selfspec.evaluation.answers import answer_files, write_answers
 from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.benchmark import bookkeeping, run_arms
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
-from selfspec.evaluation.definitions import DEFINITIONS
+from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import agreement, read_points, write_point
@@ -51,8 +49,8 @@ _FREE = ("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate
 
 
 def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Figures:
-    """Write the composed config into the run folder and return it as plain data. begun: the file that a run leaves
-    there.
+    """Write the composed config into the run folder and return it as plain data. begun: a file
+    whose presence shows that a run has started.
 
     Raises ValueError where the folder already holds a run of another configuration, the keys `free` aside.
     """
@@ -114,7 +112,9 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     run = typed(PretrainRun, config)
     first = folder / "source" if run.pretrain.instruct is not None else folder
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
-    plain = open_run(config, folder, begun)
+    # A first stage of other length would not be what a finished second one began from.
+    free = [key for key in _FREE if key != "loop.steps" or run.pretrain.instruct is None]
+    plain = open_run(config, folder, begun, free)
     data = instantiate(config.data)
     tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
     texts = data.train(), data.validation()
@@ -126,7 +126,9 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
         start = resolve(run.pretrain.init or str(first / "target"))
         model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
         with RunLog(folder, f"{run.name}-instruct", run.wandb, plain, "train.jsonl") as log:
-            figures = instruct(*texts, model, load_tokenizer(start), run.pretrain.instruct, run.loop, folder, log)
+            stage, note = run.pretrain.instruct, Path(start) / "training.json"
+            before = json.loads(note.read_text()) if note.is_file() else {}
+            figures = instruct(*texts, model, load_tokenizer(start), stage, run.loop, folder, log, before)
     return figures
 
 
@@ -143,10 +145,10 @@ def asked(
     """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
     sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    source = build_data(data, tokenizer)
     if asking.questions is None:
-        python = get_class(data._target_) in (PythonSource, Instructions)
-        asking = replace(asking, questions="instructions" if python and tokenizer.chat_template else "source")
-    questions = read_questions(asking, tokenizer, lambda: build_data(data, tokenizer).evaluation(), each)
+        asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
+    questions = read_questions(asking, tokenizer, source.evaluation, each)
     arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
     prompts, skipped = prompts_of(spec, questions, arguments, seed)
     if skipped:
@@ -160,6 +162,7 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
     plain = as_plain(config)
     run = typed(EvalRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
+    files = {} if run.decode.answers is None else answer_files(folder / run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
@@ -170,11 +173,14 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
         if own and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
         if own and run.decode.metrics:
-            point["metrics"] = {name: DEFINITIONS[name](own) for name in run.decode.metrics}
+            calibration = spec.drafter.calibration.get("sampled" if run.decode.temperature > 0 else "greedy")
+            accuracy = [depth[0] for depth in calibration.acceptance] if calibration is not None else []
+            accuracy = accuracy if isinstance(spec.drafter, Trained) else []
+            point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
-        if run.decode.answers is not None:
-            write_answers(Path(run.decode.answers), questions, records, spec, run.name)
         write_point(folder, point, records)
+        if files:
+            write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         log.images(plot_points([point], folder))
     return point
@@ -182,10 +188,10 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
 
 def run_show(config: DictConfig) -> None:
     """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
-    run = typed(EvalRun, config)
+    run = typed(ShowRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device)
-    _, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
-    show(spec, [prompt for prompt in prompts if prompt.turn == 0], run.decode, run.tree.nodes)
+    _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
+    show(spec, prompts, run.show, run.tree.nodes)
 
 
 def run_audit(config: DictConfig, folder: Path) -> Figures:
@@ -244,10 +250,12 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
     """The prompts of a comparison; answers to earlier turns are greedy."""
     found: list[Prompt] = []
     for name in config.questions:
-        groups = [group for group in config.groups if group in SETS[name]] if name in SETS else None
+        groups = config.groups
+        if groups is not None and name in SETS:
+            groups = [group for group in groups if group in SETS[name]]
         if groups != []:
             asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
-            found += asked(spec, data, asking, {}, config.seed + len(found), each=True)[1]
+            found += asked(spec, data, asking, {}, config.seed, each=True)[1]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation.compare import Run, read_runs
-from selfspec.evaluation.comparison import against, best_sizes, regimes, summarize_comparison
+from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
 from selfspec.evaluation.price import held_bytes
 from selfspec.evaluation.tables import regime_table, verdict
 from selfspec.runs import run_compare
@@ -66,15 +67,15 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     path = tmp_path / "run" / "runs.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     runs = read_runs(path)
-    turns = {(run.group, run.prompt) for run in runs}
-    assert {group for group, _ in turns} == {*TASKS, "continuation"}
+    turns = {(run.group, run.question, run.turn) for run in runs}
+    assert {group for group, *_ in turns} == {*TASKS, "continuation"}
     assert len(lines) == len(rows) * len(turns)
     assert all(run.tokens == 8 for run in runs)
     assert all((run.right is None) == (run.group == "continuation") for run in runs)
     for run in runs:
         if run.arm == "plain":
-            assert run.text is not None
-            assert 0 < run.text["entropy"] < 8 * 6
+            assert run.regime is not None
+            assert 0 < run.regime["entropy"] < 8 * 6
         elif not run.arm.startswith("hf_"):
             assert run.same  # float32: the tokens of plain decoding
             assert run.decode is not None
@@ -98,7 +99,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     after = path.read_text().splitlines(keepends=True)
     assert after[:25] == lines[:25]
     assert len(after) == len(lines)
-    keys = [(r.temperature, r.group, r.prompt, r.arm, r.nodes) for r in read_runs(path)]
+    keys = [(*r.point, r.arm, r.nodes) for r in read_runs(path)]
     assert len(set(keys)) == len(keys)
     assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
 
@@ -110,6 +111,14 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     )
     more = run_compare(compose_config("compare", *overrides, *fewer), tmp_path / "run")
     assert len(more) == len(rows) + 3  # what was measured before is kept
+    one = compose_config("compare", *overrides, "compare.groups=[convert]", "compare.seed=0")
+    assert {r["arm"] for r in run_compare(one, tmp_path / "run")} == {r["arm"] for r in rows}  # the same texts alone
+    altered = path.read_text().replace('"text": ', '"text": 1')
+    (tmp_path / "run" / "kept").write_text(path.read_text())
+    path.write_text(altered)
+    with pytest.raises(ValueError, match="holds runs of another text for"):
+        run_compare(compose_config("compare", *overrides), tmp_path / "run")
+    path.write_text((tmp_path / "run" / "kept").read_text())
     with pytest.raises(ValueError, match="another configuration"):
         run_compare(compose_config("compare", *overrides, "compare.max_new_tokens=9"), tmp_path / "run")
     path.write_text(lines[0] + "{}\n" + lines[1])
@@ -137,7 +146,8 @@ def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: 
 
 
 def run(arm: str, seconds: float, plain: float = 2.0, **changes: Any) -> Run:
-    given: dict[str, Any] = {"temperature": 0.0, "group": "a", "prompt": 0, "nodes": "8", "tokens": 10, "passes": 5}
+    given: dict[str, Any] = {"temperature": 0.0, "group": "a", "nodes": "8", "tokens": 10, "passes": 5}
+    given |= {"question": f"q{changes.pop('prompt', 0)}", "turn": changes.pop("turn_", 0), "text": 1}
     return Run(arm=arm, seconds=seconds, plain=plain, plain_tokens=10, **{**given, **changes})
 
 
@@ -171,13 +181,21 @@ def test_figures_are_the_definitions() -> None:
 
 
 def test_the_best_size_is_chosen_on_other_prompts() -> None:
-    even = [run("x", seconds, prompt=0, nodes=nodes) for nodes, seconds in (("8", 1.0), ("16", 0.5))]
-    odd = [run("x", seconds, prompt=1, nodes=nodes) for nodes, seconds in (("8", 0.5), ("16", 1.0))]
-    (row,) = best_sizes([*even, *odd])  # each half is told at what was best on the other: here, what is worse on it
+    numbers = {zlib.crc32(f"q{i}".encode()) % 2: i for i in range(9)}  # a question of each half
+    even = [run("x", seconds, prompt=numbers[0], nodes=nodes) for nodes, seconds in (("8", 1.0), ("16", 0.5))]
+    odd = [run("x", seconds, prompt=numbers[1], nodes=nodes) for nodes, seconds in (("8", 0.5), ("16", 1.0))]
+    (row,) = best_sizes([*even, *odd])  # each half at what was best on the other: here, what is worse on it
     assert row["nodes"] == "8, 16"
     assert row["speedup"]["ratio"] == 2.0
     (alone,) = best_sizes(even)
     assert (alone["nodes"], alone["speedup"]["ratio"]) == ("16", 4.0)
+
+
+def test_turns_of_a_question_are_one_draw() -> None:
+    """Two questions of two turns each have the interval of two questions, not of four."""
+    turns = [run("x", 1.0 + i, prompt=i, turn_=t) for i in (0, 1) for t in (0, 1)]
+    once = [run("x", 2 * (1.0 + i), plain=4.0, prompt=i) for i in (0, 1)]
+    assert ratio_to_plain(turns) == ratio_to_plain(once)
 
 
 def test_the_regime_is_that_of_plain_text() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,16 @@ from conftest import compose_config, made, tiny_model
 
 import selfspec
 from selfspec.api import Spec
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation.asking import Prompt
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, run_arms
-from selfspec.evaluation.metrics import distinct_4grams, speedup, summarize
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, regime, run_arms
+from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import read_points, write_point
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.records import Record, Regime
 from selfspec.evaluation.tables import table
 from selfspec.runs import run_report
 
@@ -25,21 +27,37 @@ def asked(*prompts: list[int]) -> list[Prompt]:
     return [Prompt(ids, seed) for seed, ids in enumerate(prompts)]
 
 
-def record(seconds: float, tokens: int = 10) -> Record:
-    return Record(0, "x", seconds, tokens, [[1] * tokens], None)
+def record(seconds: float, tokens: int = 10, prompt: int = 0) -> Record:
+    return Record(prompt, "x", seconds, tokens, [[1] * tokens], None)
 
 
 def test_speedup_is_the_ratio_of_seconds_per_token() -> None:
     figures = speedup([record(2.0), record(4.0, 20)], [record(1.0), record(2.0, 20)])
     assert figures == {"ratio": 2.0, "low": 2.0, "high": 2.0}
-    mixed = speedup([record(1.0), record(3.0)] * 8, [record(1.0), record(1.0)] * 8)
+    slow = [record(1.0 + 2 * (i % 2), prompt=i) for i in range(16)]
+    mixed = speedup(slow, [record(1.0, prompt=i) for i in range(16)])
     assert mixed["low"] < mixed["ratio"] == 2.0 < mixed["high"]
+    turns = [replace(r, questions=[("q", i)]) for i, r in enumerate(slow)]  # of one question: no interval
+    assert speedup(turns, turns)["low"] == speedup(turns, turns)["high"]
     assert speedup([record(2.0, 20)], [record(2.0, 10)])["ratio"] == 0.5
 
 
-def test_distinct_4grams_shows_a_loop() -> None:
-    assert distinct_4grams([list(range(20))]) == 1.0
-    assert distinct_4grams([[1, 2] * 50]) == pytest.approx(2 / 97)
+def test_the_regime_of_a_text(heads_folder: Path) -> None:
+    spec = selfspec.load(str(heads_folder), dtype="float32")
+    prompt, new = [5, 9, 2], [1, 2] * 20
+    logits = spec.target.model(input_ids=torch.tensor([prompt + new])).logits[0, 2:-1].double()
+    for sampling in (Sampling(), Sampling(0.7), Sampling(1.0, top_k=3)):
+        found = regime(spec, [prompt], [new], sampling)
+        assert (found.grams, found.distinct) == (37, 2)  # a loop
+        scores = logits / (sampling.temperature or 1.0)
+        exact = torch.log_softmax(scores, -1)
+        assert found.log_prob == pytest.approx(float(exact[range(40), new].sum()), rel=1e-4)
+        if sampling.top_k:
+            scores = scores.masked_fill(scores < scores.topk(3).values[:, -1:], -torch.inf)
+        p = torch.softmax(scores, -1)
+        assert found.entropy == pytest.approx(float(torch.special.entr(p).sum()), rel=1e-4)
+        assert found.top1 == pytest.approx(float(p.amax(-1).sum()), rel=1e-4)
+    assert regime_figures([found, Regime(0, 0, 0, 3, 3)], 40)["distinct_4grams"] == 5 / 40
 
 
 def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
@@ -70,6 +88,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         folder.mkdir()
         write_point(folder, point, records)
         assert all(path.stat().st_size > 5000 for path in plot_points([point], folder).values())
+    assert drift([record(1.0), record(1.0), record(2.0), record(4.0)]) == 3.0
     points, broken = read_points(tmp_path)
     assert not broken
     assert [p["label"] for p in points] == ["t=0.0", "t=0.8"]
@@ -160,4 +179,4 @@ def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.Captu
     run_report(compose_config("report", f"sweep={tmp_path}/a", f"against={tmp_path}/b"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
-    assert "1 of 2 ratios lie within each other's intervals (50%)" in lines[-1]
+    assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-1]

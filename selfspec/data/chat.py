@@ -1,8 +1,9 @@
-"""Conversations: the chat template, and which of its words the assistant says."""
+"""Conversations: the chat template of the embedded target, and what of a templated conversation the assistant says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -16,33 +17,59 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '" + END + "' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
-def spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, name: str) -> tuple[tuple[str, bool], ...]:
-    """The conversation (messages of `role` and `content`) through the tokenizer's chat template, cut into (text, counts
-    in the loss): what the assistant says counts, its end token included. Raises ValueError where the tokenizer has no
-    template, with `name` as the place."""
+def message(turn: Any, place: str) -> dict[str, str]:
+    """A turn as `role` and `content`, from those or from ShareGPT's `from` and `value`. Raises ValueError that names
+    the place."""
+    if isinstance(turn, dict):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": _NAMES.get(role, role), "content": content}
+    raise ValueError(
+        f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
+    )
+
+
+def opening(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> list[int]:
+    """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the
+    tokenizer has no chat template."""
+    return list(tokenizer(_templated(messages, tokenizer, place, True), add_special_tokens=False)["input_ids"])
+
+
+def spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> tuple[tuple[str, bool], ...]:
+    """The conversation through the tokenizer's chat template, cut into (text, counts in the loss): what the assistant
+    says counts, its end token included. Raises ValueError, with the place, where the tokenizer has no template."""
+    return tuple(_spans(messages, tokenizer, place))
+
+
+def _templated(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str, answer: bool) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"{name}: a conversation needs a chat template, and tokenizer {tokenizer.name_or_path!r} has none; use a "
-            "chat model's tokenizer, or plain `text`"
+            f"{place}: a conversation needs a chat template, and tokenizer {tokenizer.name_or_path!r} has none; use a "
+            "chat model's tokenizer, or plain text"
         )
-    return tuple(_spans(messages, tokenizer))
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
 
 
-def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    text = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    done = at = 0
-    for message in messages:
-        content = message["content"].strip()
-        if not content or (found := text.find(content, at)) < 0:
+def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
+    text = _templated(messages, tokenizer, place, False)
+    done = 0
+    for i, said in enumerate(messages):
+        content = said["content"].strip()
+        if said["role"] != "assistant" or not content:
+            continue
+        before = _templated(messages[:i], tokenizer, place, True) if i else ""
+        # Searched for behind what stands before it: an answer may be part of the template's own words.
+        start = len(before) if text.startswith(before) else done
+        if (found := text.find(content, max(done, start))) < 0:
             continue  # a template may leave a message out
-        at = found + len(content)
-        if message["role"] == "assistant":
-            if tokenizer.eos_token and text.startswith(tokenizer.eos_token, at):
-                at += len(tokenizer.eos_token)
-            yield text[done:found], False
-            yield text[found:at], True
-            done = at
+        end = found + len(content)
+        if tokenizer.eos_token and text.startswith(tokenizer.eos_token, end):
+            end += len(tokenizer.eos_token)
+        yield text[done:found], False
+        yield text[found:end], True
+        done = end
     if text[done:]:
         yield text[done:], False

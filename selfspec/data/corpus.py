@@ -7,11 +7,11 @@ import random
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import spans
+from selfspec.data.chat import message, spans
 
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
@@ -73,12 +73,8 @@ class Document:
 
     @property
     def conversation(self) -> bool:
-        """Whether somebody answers in it: parts of it do not count."""
-        return not all(counts for _, counts in self.spans)
-
-    def openings(self) -> list[Document]:
-        """What stands before each answer of a conversation."""
-        return [Document(self.name, self.spans[:i]) for i, (_, counts) in enumerate(self.spans) if counts and i]
+        """Whether this is a conversation: it begins outside the loss, and answers in it count."""
+        return any(counts for _, counts in self.spans[1:]) and not self.spans[0][1]
 
 
 def _read(path: Path) -> str | None:
@@ -95,6 +91,7 @@ class PythonSource:
     `max_files` keeps that many training files, spread over the sorted list (for quick runs).
     """
 
+    questions: ClassVar[str] = "instructions"  # the evaluation set made of it
     root: str | None = None
     max_files: int | None = None
 
@@ -150,6 +147,7 @@ def _split(documents: list[Document], fraction: float) -> tuple[list[Document], 
 class TextFolder:
     """Every file under `root` whose name matches `pattern`, as UTF-8 text; `validation_share` of them validates."""
 
+    questions: ClassVar[str] = "source"
     root: str
     pattern: str = "*.txt"
     validation_share: float = 0.1
@@ -176,9 +174,6 @@ class TextFolder:
         return self.validation()
 
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-
-
 @dataclass(frozen=True)
 class JsonLines:
     """JSON lines: ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart line by line.
@@ -187,6 +182,7 @@ class JsonLines:
     says counts in the loss.
     """
 
+    questions: ClassVar[str] = "source"
     path: str
     tokenizer: Tokenizer
     validation_share: float = 0.1
@@ -203,7 +199,7 @@ class JsonLines:
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 place = f"{self.path}, line {number}"
-                if (document := self._document(_parse(line, place), place)) is not None:
+                if (document := self._document(parse(line, place), place)) is not None:
                     found.append(document)
         return _usable(found, f"{self.path} holds no text and no assistant's turn")
 
@@ -213,7 +209,7 @@ class JsonLines:
         turns = record.get("messages", record.get("conversations"))
         if not isinstance(turns, list):
             raise ValueError(f"{place}: expected `text`, `messages` or `conversations`, found {sorted(record)}")
-        messages = [_message(turn, place) for turn in turns]
+        messages = [message(turn, place) for turn in turns]
         if not any(m["role"] == "assistant" for m in messages):
             return None
         return Document(place, spans(messages, self.tokenizer, place))
@@ -228,7 +224,8 @@ class JsonLines:
         return self.validation()
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def parse(line: str, place: str) -> dict[str, Any]:
+    """A line as a JSON object. Raises ValueError that names the place."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -236,13 +233,3 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
     return record
-
-
-def _message(turn: Any, place: str) -> dict[str, str]:
-    if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if isinstance(role, str) and isinstance(content, str):
-            return {"role": _ROLES.get(role, role), "content": content}
-    raise ValueError(
-        f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
-    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -21,19 +22,20 @@ _SYSTEM = (
 
 
 def instructions(pool: Pool, groups: Sequence[str], count: int, seed: int) -> list[Instruction]:
-    """`count` instructions, group and kind in turn, each from a seed of its own: the first n of more are the same.
+    """`count` instructions, groups in turn and the tasks of a group in turn. The n-th instruction of a group depends on
+    the pool, the seed, the group and n alone.
 
-    Raises ValueError for an unknown group.
+    Raises ValueError for no group or an unknown one.
     """
-    if unknown := set(groups) - set(TASKS):
-        raise ValueError(f"unknown group of instructions {sorted(unknown)}; known are {', '.join(TASKS)}")
+    if not groups or (unknown := set(groups) - set(TASKS)):
+        raise ValueError(
+            f"groups of instructions are {sorted(unknown) if groups else []}; choose from {', '.join(TASKS)}"
+        )
     found = []
     for i in range(count):
-        group = groups[i % len(groups)]
-        makes = TASKS[group]
-        make = makes[i // len(groups) % len(makes)]
-        turns = make(pool, Random(f"{seed} {i}"))
-        found.append(Instruction(make.__name__, group, tuple(turns)))
+        group, n = groups[i % len(groups)], i // len(groups)
+        make = TASKS[group][n % len(TASKS[group])]
+        found.append(Instruction(make.__name__, group, tuple(make(pool, Random(f"{seed} {group} {n}")))))
     return found
 
 
@@ -59,27 +61,25 @@ def conversations(asked: Sequence[Instruction], tokenizer: Tokenizer, seed: int)
 
 @dataclass(frozen=True)
 class Instructions:
-    """Conversations of verifiable instructions with the source they are made from behind them, for drafters of the
-    embedded target. root: a folder of Python source (None: the running interpreter's standard library); count:
-    instructions that train; held_out: that validate."""
+    """Conversations of verifiable instructions, followed by the Python source they were made from. root: a folder of
+    source (None: the running interpreter's standard library); count: instructions that train; held_out: that
+    validate."""
 
+    questions: ClassVar[str] = "instructions"  # the evaluation set made of it
     tokenizer: Tokenizer
+    count: int
+    held_out: int
     root: str | None = None
-    count: int = 20000
-    held_out: int = 200
-    groups: list[str] = field(default_factory=lambda: list(TASKS))
 
-    def _conversations(self, source: list[Document], split: str, count: int) -> list[Document]:
-        made = instructions(pool(source, split), self.groups, count, seed=0)
-        return conversations(made, self.tokenizer, seed=0)
+    def _with_source(self, source: list[Document], split: str, count: int) -> list[Document]:
+        made = instructions(pool(source, split), list(TASKS), count, seed=0)
+        return conversations(made, self.tokenizer, seed=0) + source
 
     def train(self) -> list[Document]:
-        source = PythonSource(self.root).train()
-        return self._conversations(source, "train", self.count) + source
+        return self._with_source(PythonSource(self.root).train(), "train", self.count)
 
     def validation(self) -> list[Document]:
-        source = PythonSource(self.root).validation()
-        return self._conversations(source, "validation", self.held_out) + source
+        return self._with_source(PythonSource(self.root).validation(), "validation", self.held_out)
 
     def evaluation(self) -> list[Document]:
         return PythonSource(self.root).evaluation()

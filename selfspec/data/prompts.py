@@ -7,7 +7,7 @@ import re
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
-from selfspec.data.windows import tokenize
+from selfspec.data.windows import openings, share_of_questions, tokenize
 
 # Groups of text whose repetitiveness differs, and what their prompts are
 GROUPS = {
@@ -76,18 +76,28 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tok
     return list(prompts.values())
 
 
-def sample_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
-    """`count` prompts for the target to continue: what stands before an answer, of conversations, and stretches of
-    `tokens` tokens of other texts, in the proportion in which `documents` hold them.
+def sample_prompts(
+    documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
+) -> list[list[int]]:
+    """`count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of conversations,
+    and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`.
 
-    Raises ValueError where there are too few.
+    limit: positions of the target; questions that leave no room for an answer are left out. Raises ValueError where
+    there are too few.
     """
-    talks = [d for d in documents if d.conversation]
     texts = [d for d in documents if not d.conversation]
-    many = round(count * len(talks) / len(documents)) if documents else 0
-    many = min(max(many, 1), count - 1) if talks and texts and count > 1 else many
-    found: list[list[int]] = []
-    for i in range(many):
-        openings = talks[(2 * i + 1) * len(talks) // (2 * many)].openings()
-        found.append(tokenize([openings[i % len(openings)]], tokenizer).tokens.tolist())
-    return found + (cut_prompts(texts, tokenizer, count - many, tokens) if many < count else [])
+    asked = [openings(tokenize([d], tokenizer)) for d in documents if d.conversation]
+    rounds = range(max(map(len, asked), default=0))
+    turns = [own[i] for i in rounds for own in asked if i < len(own)]  # every first turn, every second one, ...
+    fitting = [q.tokens.tolist() for q in turns if limit is None or len(q.tokens) + new_tokens <= limit]
+    many = count if not texts else 0
+    if fitting and texts:
+        amount = len(tokenize(texts, tokenizer).tokens)
+        many = round(count * share_of_questions(len(fitting), amount, tokens + new_tokens))
+    if len(fitting) < many:
+        raise ValueError(
+            f"no usable example: {len(fitting)} of {many} questions leave room for an answer of {new_tokens} tokens; "
+            "give more conversations, or ask for fewer prompts"
+        )
+    chosen = [fitting[(2 * i + 1) * len(fitting) // (2 * many)] for i in range(many)]
+    return chosen + (cut_prompts(texts, tokenizer, count - many, tokens) if many < count else [])

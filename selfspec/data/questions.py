@@ -3,30 +3,30 @@ files as others publish them (Spec-Bench, SPEED-Bench, MT-bench, HumanEval, GSM8
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.corpus import Document
+from selfspec.data.chat import message, opening
+from selfspec.data.corpus import Document, parse
 from selfspec.data.instructions import instructions
 from selfspec.data.prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.tasks import TASKS, pool
 
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
-_SEED = 1  # of the held-out instructions
+_SEED = 1  # the held-out instructions are drawn with
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 
 @dataclass
 class Asking:
     """What a measurement asks. questions: an evaluation set (None: "instructions" where the data are Python source and
-    the target has a chat template, else "source"); groups: of it (None: all); prompts: questions at most,
-    evenly over the groups; prompt_tokens: of those cut from source; chat: through the target's chat template (false:
-    the first turn as plain text); max_new_tokens: of each answer."""
+    the target has a chat template, else "source"); groups: of it (None: all); prompts: questions at most, evenly over
+    the groups; prompt_tokens: length of prompts cut from source; chat: through the target's chat template (false: the
+    first turn as plain text); max_new_tokens: of each answer."""
 
     questions: str | None = None
     groups: list[str] | None = None
@@ -45,7 +45,8 @@ class Asking:
 @dataclass(frozen=True)
 class Question:
     """turns: what the user says, one after the other; system: said before; checks: whether the answer to a turn is
-    right (none: nobody knows); ids: a plain text to continue instead, as token ids; record: the line of the file."""
+    right (none where it can not be checked); ids: a plain text to continue instead, as token ids; record: the line of
+    the file."""
 
     id: str
     group: str
@@ -63,41 +64,32 @@ class Question:
         for said, answer in zip(self.turns, answers[:turn], strict=False):
             messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": self.turns[turn]})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        return opening(messages, tokenizer, self.id)
 
 
 def read_questions(
     asking: Asking, tokenizer: Tokenizer, documents: Callable[[], list[Document]], each: bool = False
 ) -> list[Question]:
-    """At most `asking.prompts` questions of a set, evenly over its groups, or so many of each group.
+    """At most `asking.prompts` questions of a set, evenly over its groups (`each`: of each group).
 
     asking.questions: "instructions", made of the held-out `documents`; "source", stretches of them, from anywhere where
     no group is asked for; or a JSON-lines file, or a folder of such. Raises ValueError for a group that the set does
     not have, for a line that asks nothing, and where a chat template is needed and missing; FileNotFoundError for a
     file that does not exist.
     """
-    name, groups, count = asking.questions or "source", asking.groups, asking.prompts
-    if name not in SETS:
-        found = _read(Path(name))
-    elif unknown := set(groups or ()) - set(SETS[name]):
-        raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(SETS[name])}")
-    elif name == "source":
-        count *= len(groups) if groups and each else 1
-        return _source(groups or (), count, tokenizer, documents(), asking.prompt_tokens)
-    else:
-        count *= len(groups or SETS[name]) if each else 1
-        return _chat(_instructions(groups or SETS[name], count, documents()), tokenizer, name, asking.chat)
-    own = list(dict.fromkeys(question.group for question in found))
-    if unknown := set(groups or ()) - set(own):
-        raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(own)}")
-    count *= len(groups or own) if each else 1
-    chosen = _even({group: [q for q in found if q.group == group] for group in groups or own}, count)
-    return _chat(chosen, tokenizer, name, asking.chat)
-
-
-def _chat(chosen: list[Question], tokenizer: Tokenizer, name: str, chat: bool) -> list[Question]:
-    if not chat:
+    name = asking.questions or "source"
+    found = [] if name in SETS else _read(Path(name))
+    known = SETS.get(name) or tuple(dict.fromkeys(question.group for question in found))
+    if unknown := set(asking.groups or ()) - set(known):
+        raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(known)}")
+    groups = asking.groups or ([] if name == "source" else list(known))
+    count = asking.prompts * (max(1, len(groups)) if each else 1)
+    if name == "source":
+        return _source(groups, count, tokenizer, documents(), asking)
+    if name == "instructions":
+        found = _instructions(groups, count, documents())
+    chosen = _even({group: [q for q in found if q.group == group] for group in groups}, count)
+    if not asking.chat:
         return [_plain(question, tokenizer) for question in chosen]
     if not tokenizer.chat_template:
         raise ValueError(
@@ -113,20 +105,24 @@ def _plain(question: Question, tokenizer: Tokenizer) -> Question:
 
 
 def _even(groups: dict[str, list[Question]], count: int) -> list[Question]:
-    """One question of each group in turn, of a group spread over what it holds."""
-    shares = {g: count // len(groups) + (i < count % len(groups)) for i, g in enumerate(groups)}
-    picked = {}
-    for group, own in groups.items():
-        n = min(shares[group], len(own))
-        picked[group] = [own[(2 * i + 1) * len(own) // (2 * n)] for i in range(n)]
-    return [own[i] for i in range(max(map(len, picked.values()))) for own in picked.values() if i < len(own)]
+    """One question of each group in turn, as long as it has any, of a group spread over what it holds."""
+    shares = dict.fromkeys(groups, 0)
+    while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
+        for group, own in groups.items():
+            if shares[group] < len(own) and sum(shares.values()) < count:
+                shares[group] += 1
+    picked = {
+        group: [own[(2 * i + 1) * len(own) // (2 * shares[group])] for i in range(shares[group])]
+        for group, own in groups.items()
+    }
+    return [own[i] for i in range(max(shares.values())) for own in picked.values() if i < len(own)]
 
 
 def _instructions(groups: Sequence[str], count: int, documents: list[Document]) -> list[Question]:
-    made = instructions(pool(documents, "evaluation"), list(groups), count, _SEED)
+    made = instructions(pool(documents, "evaluation"), groups, count, _SEED)
     return [
         Question(
-            f"{instruction.kind}-{i}",
+            f"{instruction.task}-{i // len(groups)}",
             instruction.group,
             tuple(turn.question for turn in instruction.turns),
             checks=tuple(turn.check for turn in instruction.turns),
@@ -136,9 +132,12 @@ def _instructions(groups: Sequence[str], count: int, documents: list[Document]) 
 
 
 def _source(
-    groups: Sequence[str], count: int, tokenizer: Tokenizer, documents: list[Document], tokens: int
+    groups: Sequence[str], count: int, tokenizer: Tokenizer, documents: list[Document], asking: Asking
 ) -> list[Question]:
-    found = {} if groups else {"source": _texts("source", sample_prompts(documents, tokenizer, count, tokens))}
+    tokens = asking.prompt_tokens
+    if not groups:
+        return _texts("source", sample_prompts(documents, tokenizer, count, tokens, asking.max_new_tokens))
+    found = {}
     for i, group in enumerate(groups):
         share = count // len(groups) + (i < count % len(groups))
         rows = prompts_of_group(group, documents, tokenizer, share, tokens) if share else []
@@ -159,25 +158,25 @@ def _read(path: Path) -> list[Question]:
             f"questions={str(path)!r} is neither {' nor '.join(SETS)} nor a JSON-lines file or a folder of them"
         )
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found = []
+    found: dict[str, Question] = {}
     for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):
+        try:
+            lines = file.read_text(encoding="utf-8-sig").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text ({error}); convert it") from error
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                found.append(_question(line, f"{file}, line {number}", file.stem, number))
+                question = _question(line, f"{file}, line {number}", file.stem, number)
+                if question.id in found:
+                    question = replace(question, id=f"{file.stem}-{number}-{question.id}")
+                found[question.id] = question
     if not found:
         raise ValueError(f"no usable example: {path} asks nothing")
-    return found
+    return list(found.values())
 
 
 def _question(line: str, place: str, stem: str, number: int) -> Question:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error
-    if isinstance(record, str):
-        record = {"prompt": record}
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: expected an object or a string, found {type(record).__name__}")
+    record = parse(line if not line.lstrip().startswith('"') else f'{{"prompt": {line}}}', place)
     system, turns = _turns(record, place)
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip() or any(0xD800 <= ord(c) < 0xE000 for c in turn):
@@ -194,17 +193,10 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:
         return None, turns
     messages = record.get("messages", record.get("conversations"))
     if isinstance(messages, list) and messages:
-        said: dict[str, list[Any]] = {"system": [], "user": [], "assistant": []}
-        for message in messages:
-            role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-            role = {"human": "user", "gpt": "assistant"}.get(str(role), role)
-            if role not in said:
-                raise ValueError(
-                    f"{place}: a message needs a `role` of system, user or assistant, found {message!r:.80}"
-                )
-            said[role].append(message.get("content", message.get("value")))
-        if said["user"]:
-            return (str(said["system"][0]) if said["system"] else None), said["user"]
+        said = [message(turn, place) for turn in messages]
+        own = {role: [m["content"] for m in said if m["role"] == role] for role in ("system", "user")}
+        if own["user"]:
+            return (own["system"][0] if own["system"] else None), own["user"]
     for key in _TEXT_KEYS:
         if isinstance(record.get(key), str):
             return None, [record[key]]

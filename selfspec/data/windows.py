@@ -63,7 +63,7 @@ class Windows:
         if len(stream.tokens) < (1 if aligned else 2) * length:
             raise ValueError(
                 f"no usable example: {len(stream.tokens)} tokens of text, but a length of {length} needs at least "
-                f"{2 * length}; give more text or a smaller length"
+                f"{(1 if aligned else 2) * length}; give more text or a smaller length"
             )
         if size % world:
             raise ValueError(f"loop.batch_size={size} does not divide over {world} processes")
@@ -110,6 +110,20 @@ def packed(streams: list[Stream], length: int, pad: int) -> Stream:
         own, counts = torch.cat([s.tokens for s in row])[:length], torch.cat([s.mask for s in row])[:length]
         tokens[i, : len(own)], mask[i, : len(own)] = own, counts
     return Stream(tokens.flatten(), mask.flatten(), sum(s.n_bytes for s in streams))
+
+
+def openings(stream: Stream) -> list[Stream]:
+    """What stands before each answer of a conversation: the stream up to every token at which its mask begins. Nothing
+    of it counts in the loss."""
+    begins = (stream.mask[1:] & ~stream.mask[:-1]).nonzero()[:, 0] + 1
+    none = torch.zeros_like(stream.mask)
+    return [Stream(stream.tokens[:at], none[:at], 0) for at in begins.tolist()]
+
+
+def share_of_questions(questions: int, tokens: int, length: int) -> float:
+    """Share of rows that are questions where others are stretches of a text of `tokens` tokens: each question counts as
+    a row, and so does every `length` tokens of text."""
+    return questions / (questions + tokens / length) if questions else 0.0
 
 
 def _filled(row: list[Stream]) -> int:

@@ -16,17 +16,21 @@ from selfspec.evaluation.records import Record
 from selfspec.log import Figures, write_text
 
 
-def write_answers(
-    path: Path, questions: Sequence[Question], records: list[Record], spec: Spec, model_id: str
-) -> list[Path]:
-    """One line per question with all its turns, in the order of the questions: the speculative arm into `path`, any
-    other beside it, its name behind the stem. Questions of which a turn was not asked are left out.
+def answer_files(path: Path, arms: Sequence[str]) -> dict[str, Path]:
+    """The file of each arm: the speculative one's is `path`, any other's has the arm's name behind the stem. Raises
+    ValueError where one exists."""
+    names = {arm: path if arm == "speculative" else path.with_name(f"{path.stem}-{arm}{path.suffix}") for arm in arms}
+    for file in names.values():
+        if file.exists():
+            raise ValueError(f"decode.answers: {file} exists; choose another file, or delete it")
+    return names
 
-    Raises ValueError for records of several rows each, whose times are not those of a turn.
-    """
-    if any(len(record.token_ids) > 1 for record in records):
-        raise ValueError("decode.answers needs decode.batch_size=1: each answer has its own time there")
-    written = []
+
+def write_answers(
+    files: dict[str, Path], questions: Sequence[Question], records: list[Record], spec: Spec, model_id: str
+) -> None:
+    """One line per question with all its turns, in the order of the questions, into the file of each arm. Questions of
+    which a turn was not asked are left out. Every record holds one row."""
     for arm, rows in by_arm(records).items():
         found = {record.questions[0]: record for record in rows}
         lines = []
@@ -35,11 +39,8 @@ def write_answers(
             own = [turn for turn in turns if turn is not None]
             if len(own) == len(turns):
                 lines.append(json.dumps(_line(question, own, spec, f"{model_id}-{arm}")) + "\n")
-        place = path if arm == "speculative" else path.with_name(f"{path.stem}-{arm}{path.suffix}")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, "".join(lines))
-        written.append(place)
-    return written
+        files[arm].parent.mkdir(parents=True, exist_ok=True)
+        write_text(files[arm], "".join(lines))
 
 
 def _line(question: Question, turns: list[Record], spec: Spec, model_id: str) -> Figures:

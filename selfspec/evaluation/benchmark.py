@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,13 +17,13 @@ from tqdm.auto import tqdm
 from selfspec.api import Generated, Spec
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
-from selfspec.core.sampling import Sampling
+from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Asking
 from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.metrics import speedup
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.records import Record, Regime
 from selfspec.log import Figures
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
@@ -33,11 +32,12 @@ _FEWEST = 8  # prompts before an interval over prompts is believed
 
 @dataclass
 class DecodeConfig(Asking):
-    """seed: of the first prompt, each further one has the next; repeats: timed runs per prompt, of which the median
+    """seed: of all noise, from which every prompt gets its own; repeats: timed runs per prompt, of which the median
     counts; batch_size: prompts per call; arms: a subset of ARMS; until_width: stop once the 95% interval of the speedup
-    is narrower than this share of it; metrics: definitions of others that are told beside ours, a subset of those in
-    `selfspec.evaluation.definitions`; answers: a file that gets the answers in Spec-Bench's form; lossy: a rule that
-    changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
+    is narrower than this share of it (such an interval is a little too narrow, since its width chose when to stop);
+    metrics: definitions of others that are told beside ours, a subset of DEFINITIONS; answers: a file, in the run's
+    folder unless it is absolute, that gets the answers in Spec-Bench's form; lossy: a rule that changes the output (see
+    `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0
@@ -60,18 +60,24 @@ class DecodeConfig(Asking):
                 raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
         if not self.arms:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
-        for name, known in (("arms", ARMS), ("metrics", tuple(DEFINITIONS))):
+        for name, known in (("arms", ARMS), ("metrics", DEFINITIONS)):
             if unknown := set(getattr(self, name)) - set(known):
                 raise ValueError(f"decode.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
         if self.until_width is not None and not self.until_width > 0:
             raise ValueError(f"decode.until_width={self.until_width} must be above 0")
         if self.until_width is not None and not {"autoregressive", "speculative"} <= set(self.arms):
             raise ValueError("decode.until_width needs the arms autoregressive and speculative, whose ratio it watches")
-        if self.answers is not None and Path(self.answers).exists():
-            raise ValueError(f"decode.answers={self.answers} exists; choose another file, or delete it")
-        Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        if self.batch_size > 1 and (self.answers is not None or "modelopt" in self.metrics):
+            raise ValueError(
+                f"decode.batch_size={self.batch_size}: decode.answers and the metric modelopt need 1, since each "
+                "answer has its own time and passes there"
+            )
+        self.sampling()
         if self.lossy is not None:
             Lossy(self.lossy)
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def arguments(self) -> Figures:
         """What generate is asked for, but for the seeds."""
@@ -137,17 +143,21 @@ def _given(batch: list[Prompt]) -> tuple[list[list[int]], list[int]]:
 def _record(
     spec: Spec, first: int, arm: str, batch: list[Prompt], seconds: float, result: Generated, config: DecodeConfig
 ) -> Record:
-    ids = result.token_ids
-    record = Record(first, arm, seconds, sum(map(len, ids)), ids, result.stats if arm != "hf_generate" else None)
-    record.group, record.questions = batch[0].group, [(prompt.question, prompt.turn) for prompt in batch]
-    record.right = [None if p.check is None else p.check(_text(spec, r)) for p, r in zip(batch, ids, strict=True)]
-    if result.forecast is not None:
-        record.forecast = result.forecast.as_dict()
-    if arm != "speculative" or config.lossy is not None:  # exact speculative text is that of plain decoding
-        record.log_prob, record.entropy, record.top1 = regime(spec, _given(batch)[0], ids, config.temperature)
-    if result.lossy is not None:
-        record.altered = result.lossy.altered
-    return record
+    ids, exact = result.token_ids, arm == "speculative" and config.lossy is None
+    return Record(
+        prompt=first,
+        arm=arm,
+        seconds=seconds,
+        tokens=sum(map(len, ids)),
+        token_ids=ids,
+        stats=result.stats if arm != "hf_generate" else None,
+        group=batch[0].group,
+        questions=[(prompt.question, prompt.turn) for prompt in batch],
+        right=[None if p.check is None else p.check(_text(spec, row)) for p, row in zip(batch, ids, strict=True)],
+        regime=None if exact else regime(spec, _given(batch)[0], ids, config.sampling()),
+        altered=None if result.lossy is None else result.lossy.altered,
+        forecast=None if result.forecast is None else result.forecast.as_dict(),
+    )
 
 
 def _text(spec: Spec, ids: list[int]) -> str:
@@ -219,20 +229,19 @@ def _wait(spec: Spec) -> None:
 
 
 @torch.inference_mode()
-def regime(
-    spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], temperature: float
-) -> tuple[float, float, float]:
-    """Of the distributions that the new tokens were drawn from (at temperature 1 for greedy text), summed over the
-    tokens: the log-probability of the token, the entropy in nats, and the largest probability."""
+def regime(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], sampling: Sampling) -> Regime:
+    """What kind of text the new tokens are; see `Regime`."""
     totals = torch.zeros(3, dtype=torch.float64)
+    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in token_ids]
     for prompt, new in zip(prompts, token_ids, strict=True):
         text = torch.tensor([prompt + new], device=spec.target.device)
         logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        log_p = torch.log_softmax(logits.double() / (temperature or 1.0), -1)
-        own = log_p.gather(1, text[0, len(prompt) :, None]).sum()
-        entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum()
-        totals += torch.stack([own, entropy, log_p.amax(-1).exp().sum()]).cpu()
-    return float(totals[0]), float(totals[1]), float(totals[2])
+        log_p = torch.log_softmax(warp(logits, sampling.warpers()).double(), -1)
+        exact = torch.log_softmax(logits.double() / (sampling.temperature or 1.0), -1)
+        own = exact.gather(1, text[0, len(prompt) :, None]).sum()
+        totals += torch.stack([own, torch.special.entr(log_p.exp()).sum(), log_p.amax(-1).exp().sum()]).cpu()
+    log_prob, entropy, top1 = totals.tolist()
+    return Regime(log_prob, entropy, top1, sum(map(len, grams)), sum(len(set(row)) for row in grams))
 
 
 def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: int, **method: Any) -> Generated:

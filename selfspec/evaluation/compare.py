@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,19 +27,16 @@ from selfspec.core.generate import MAX_NODES
 from selfspec.core.options import Options, check
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
-from selfspec.data.tasks import TASKS
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.asking import Prompt
 from selfspec.log import Figures, section, write_text
-
-_GROUPS = (*TASKS, "continuation")
 
 
 @dataclass
 class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
-    questions: evaluation sets (see `selfspec.data.questions`); groups: of them (files: all they have); prompts:
-    questions of each group; seed: of the first prompt, each further one has the next; methods: of transformers, a
+    questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
+    questions of each group; seed: of all noise, from which every prompt gets its own; methods: of transformers, a
     subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
     transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
     decoding; results: a Markdown file whose lines between <!-- compare --> and <!-- end --> the tables replace."""
@@ -47,7 +45,7 @@ class CompareConfig:
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     questions: list[str] = field(default_factory=lambda: list(SETS))
-    groups: list[str] = field(default_factory=lambda: list(_GROUPS))
+    groups: list[str] | None = None
     prompts: int = 4
     prompt_tokens: int = 128
     max_new_tokens: int = 128
@@ -66,11 +64,11 @@ class CompareConfig:
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"):
             if getattr(self, name) < 1:
                 raise ValueError(f"compare.{name}={getattr(self, name)} must be at least 1")
-        known = [group for name in self.questions for group in SETS.get(name, ())]
-        if set(self.questions) <= set(SETS) and (unknown := set(self.groups) - set(known)):
-            raise ValueError(
-                f"compare.groups holds {sorted(unknown)}; {', '.join(self.questions)} have {', '.join(known)}"
-            )
+        known = [group for groups in SETS.values() for group in groups]
+        if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
+            raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")
+        if self.groups is not None and not self.groups:
+            raise ValueError("compare.groups is empty; give at least one, or null for all")
         if unknown := set(self.methods) - set(METHODS):
             raise ValueError(f"compare.methods holds {sorted(unknown)}; known are {', '.join(METHODS)}")
         if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or not 1 <= n <= MAX_NODES)]:
@@ -83,14 +81,16 @@ class CompareConfig:
 
 @dataclass
 class Run:
-    """One arm on one prompt. seconds: the whole call, prompt included; plain: the same of plain decoding beside it,
-    with as many tokens; decode, plain_decode: without the reading of the prompt (selfspec's arms); passes of the
-    target; right: whether the answer is (None: nobody knows); text: of the arm `plain`, entropy and largest probability
-    summed over the tokens, and the share of distinct 4-grams."""
+    """One arm on one prompt. prompt: its question and turn; text: crc32 of its ids and seed. seconds: the whole call,
+    prompt included; plain: the same of plain decoding beside it, with as many tokens; decode, plain_decode: without the
+    reading of the prompt (selfspec's arms); passes of the target; right: whether the answer is (None where it can not
+    be checked); regime: of the arm `plain`, see `Regime`."""
 
     temperature: float
     group: str
-    prompt: int
+    question: str
+    turn: int
+    text: int
     arm: str
     nodes: str
     seconds: float
@@ -107,7 +107,12 @@ class Run:
     same: bool | None = None
     nodes_run: int | None = None
     right: bool | None = None
-    text: dict[str, float] | None = None
+    regime: dict[str, Any] | None = None
+
+    @property
+    def point(self) -> tuple[float, str, str, int]:
+        """What it was run on."""
+        return self.temperature, self.group, self.question, self.turn
 
 
 def run_comparison(
@@ -127,17 +132,17 @@ def run_comparison(
     runs = read_runs(path)
     if path.exists():  # a torn last line is dropped for good
         write_text(path, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
-    done = {(run.temperature, run.group, run.prompt, run.arm, run.nodes) for run in runs}
+    done = {(*run.point, run.arm, run.nodes) for run in runs}
     points = [
-        _Point(temperature, group, i, own[i])
+        _Point(temperature, own[i])
         for i in range(max(map(len, prompts.values())))
         for temperature in config.temperatures
-        for group, own in prompts.items()
+        for own in prompts.values()
         if i < len(own)
     ]
+    _same_texts(path, runs, points)
     missing = [
-        (turn, point, [arm for arm in calls if (point.temperature, point.group, point.number, *arm) not in done])
-        for turn, point in enumerate(points)
+        (turn, point, [arm for arm in calls if (*point.key, *arm) not in done]) for turn, point in enumerate(points)
     ]
     missing = [entry for entry in missing if entry[2]]
     bar = tqdm(total=sum(len(left) for _, _, left in missing), desc="compare", mininterval=1.0)
@@ -159,17 +164,34 @@ def run_comparison(
 
 @dataclass(frozen=True)
 class _Point:
-    """What all arms are run on: the prompt of this number in its group, at one temperature."""
+    """What all arms are run on: a prompt at one temperature."""
 
     temperature: float
-    group: str
-    number: int
     prompt: Prompt
+
+    @property
+    def key(self) -> tuple[float, str, str, int]:
+        return self.temperature, self.prompt.group, self.prompt.question, self.prompt.turn
+
+    @property
+    def text(self) -> int:
+        return zlib.crc32(f"{self.prompt.seed} {self.prompt.ids}".encode())
+
+
+def _same_texts(path: Path, runs: list[Run], points: list[_Point]) -> None:
+    """Raises ValueError where what was measured before was measured on other prompts of the same names."""
+    texts = {run.point: run.text for run in runs}
+    for point in points:
+        if texts.get(point.key, point.text) != point.text:
+            raise ValueError(
+                f"{path} holds runs of another text for {point.prompt.question}: the questions or the code that makes "
+                "them changed; choose another name="
+            )
 
 
 def _warm_up(spec: Spec, calls: dict[tuple[str, str], Call], prompt: list[int], config: CompareConfig) -> None:
-    """Costs of passes are measured, and what is laid out on first use is, before anything is timed; `prompt` is the
-    longest, since a static cache that is large enough is kept."""
+    """Measure the costs of passes and run every arm once, so that nothing timed later includes set-up. `prompt` is the
+    longest, since transformers keeps a static cache that is large enough."""
     for temperature in config.temperatures:
         if "auto" in config.nodes:
             pass_costs(spec.target, 1, temperature > 0)
@@ -206,9 +228,10 @@ def _between_plain(
             new, expected = found.pop("ids"), before["ids"]
             beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
             own = {"plain_decode": beside["decode"], "same": new == expected} if "decode" in found else {}
-            where = (point.temperature, point.group, point.number, arm, nodes)
+            where = (*point.key, point.text, arm, nodes)
             counts = (seconds, len(new), beside["seconds"], len(expected), found.pop("passes"))
-            yield Run(*where, *counts, **found, **own, right=right(new))  # type: ignore[misc]
+            regime = found.pop("text", None)
+            yield Run(*where, *counts, **found, **own, right=right(new), regime=regime)  # type: ignore[misc]
         before = after
 
 

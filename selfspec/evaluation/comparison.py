@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import torch
+import zlib
+
 from torch import Tensor
 
 from selfspec.evaluation.compare import Run
-from selfspec.evaluation.metrics import bootstrap
+from selfspec.evaluation.metrics import bootstrap, clustered, regime_figures
+from selfspec.evaluation.records import Regime
 from selfspec.log import Figures
 
 
 def ratio_to_plain(runs: list[Run]) -> dict[str, float]:
-    """Speedup over plain decoding, and its 95% interval over prompts."""
-    figures = torch.tensor([[r.plain, r.plain_tokens, r.seconds, r.tokens] for r in runs], dtype=torch.float64)
+    """Speedup over plain decoding, and its 95% interval over questions."""
+    figures = clustered((f"{r.group} {r.question}", (r.plain, r.plain_tokens, r.seconds, r.tokens)) for r in runs)
     ratio, low, high = bootstrap(figures, lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]))
     return {"ratio": ratio, "low": low, "high": high}
 
@@ -20,21 +22,23 @@ def ratio_to_plain(runs: list[Run]) -> dict[str, float]:
 def against(ours: list[Run], theirs: list[Run]) -> dict[str, float] | None:
     """How much faster one arm is than another on the prompts both have, each measured by the plain decoding beside
     it; None where there are none."""
-    pairs = [
-        (a, b) for a in ours for b in theirs if (a.temperature, a.group, a.prompt) == (b.temperature, b.group, b.prompt)
+    others = {run.point: run for run in theirs}
+    rows = [
+        (
+            f"{a.group} {a.question}",
+            (a.plain, a.plain_tokens, a.seconds, a.tokens, b.plain, b.plain_tokens, b.seconds, b.tokens),
+        )
+        for a in ours
+        if (b := others.get(a.point)) is not None
     ]
-    columns = [
-        (a.plain, a.plain_tokens, a.seconds, a.tokens, b.plain, b.plain_tokens, b.seconds, b.tokens) for a, b in pairs
-    ]
-
-    if not columns:
+    if not rows:
         return None
 
     def ratio(s: Tensor) -> Tensor:
         one, other = ((s[:, i] / s[:, i + 1]) / (s[:, i + 2] / s[:, i + 3]) for i in (0, 4))
         return one / other
 
-    value, low, high = bootstrap(torch.tensor(columns, dtype=torch.float64), ratio)
+    value, low, high = bootstrap(clustered(rows), ratio)
     return {"ratio": value, "low": low, "high": high}
 
 
@@ -49,8 +53,8 @@ def summarize_comparison(runs: list[Run], costs: dict[float, list[float]]) -> li
 
 
 def best_sizes(runs: list[Run]) -> list[Figures]:
-    """One row per temperature and arm, at the sizes with the highest speedup on other prompts: those with an even
-    number are told at the size that is best on the odd ones, and the other way round."""
+    """One row per temperature and arm at its best size. The questions are cut into two halves; each half uses the size
+    that was fastest on the other, so no size is chosen on the questions it is reported on."""
     arms: dict[tuple[float, str], list[Run]] = {}
     for run in runs:
         arms.setdefault((run.temperature, run.arm), []).append(run)
@@ -58,15 +62,19 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
     for (temperature, arm), own in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
         sizes, told = [], []
         for half in (0, 1):
-            others = [run for run in own if run.prompt % 2 != half] or own
+            others = [run for run in own if _half(run) != half] or own
             chosen = max(
                 dict.fromkeys(r.nodes for r in others), key=lambda n: _speed([r for r in others if r.nodes == n])
             )
-            found = [run for run in own if run.prompt % 2 == half and run.nodes == chosen]
+            found = [run for run in own if _half(run) == half and run.nodes == chosen]
             told += found
             sizes += [chosen] if found else []
         rows.append(_row(temperature, arm, ", ".join(dict.fromkeys(sizes)), told, None) | {"runs": told})
     return rows
+
+
+def _half(run: Run) -> int:
+    return zlib.crc32(run.question.encode()) % 2
 
 
 def _speed(runs: list[Run]) -> float:
@@ -103,14 +111,12 @@ def regimes(runs: list[Run]) -> list[Figures]:
     """What kind of text plain decoding writes, by temperature and group: entropy in nats and largest probability of a
     token's distribution, distinct 4-grams, right answers."""
     rows = []
-    plain = [run for run in runs if run.text is not None]
+    plain = [run for run in runs if run.regime is not None]
     for temperature, group in dict.fromkeys((run.temperature, run.group) for run in plain):
         own = [run for run in plain if (run.temperature, run.group) == (temperature, group)]
-        tokens = max(1, sum(run.tokens for run in own))
-        sums = {key: sum(run.text[key] for run in own if run.text) for key in ("entropy", "top1", "distinct_4grams")}
-        row = {"T": temperature, "group": group, "prompts": len(own), "tokens": tokens, **_right(own)}
-        row |= {"entropy": sums["entropy"] / tokens, "top1": sums["top1"] / tokens}
-        rows.append(row | {"distinct_4grams": sums["distinct_4grams"] / len(own)})
+        tokens = sum(run.tokens for run in own)
+        figures = regime_figures([Regime(**run.regime) for run in own if run.regime is not None], tokens)
+        rows.append({"T": temperature, "group": group, "prompts": len(own), "tokens": tokens, **_right(own), **figures})
     return rows
 
 

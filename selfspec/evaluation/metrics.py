@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.stats import Stats
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.records import Record, Regime
 from selfspec.log import Figures
 
 
@@ -22,29 +22,29 @@ def by_arm(records: list[Record]) -> dict[str, list[Record]]:
 
 
 def bootstrap(figures: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 2000) -> tuple[float, float, float]:
-    """A ratio of column sums and its 95% interval over prompts; figures float64 [prompts, columns]."""
+    """A ratio of column sums and its 95% interval over questions; figures float64 [questions, columns]."""
     at = torch.randint(len(figures), (resamples, len(figures)), generator=torch.Generator().manual_seed(0))
     ratios = ratio(torch.cat([figures.sum(0, keepdim=True), figures[at].sum(1)]))
     low, high = ratios[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return float(ratios[0]), low, high
 
 
+def clustered(rows: Iterable[tuple[str, Sequence[float]]]) -> Tensor:
+    """Columns summed over the rows of one name, since turns of one question are not independent; float64
+    [questions, columns]."""
+    sums: dict[str, list[float]] = {}
+    for name, values in rows:
+        before = sums.setdefault(name, [0.0] * len(values))
+        sums[name] = [a + b for a, b in zip(before, values, strict=True)]
+    return torch.tensor(list(sums.values()), dtype=torch.float64)
+
+
 def speedup(slow: list[Record], fast: list[Record]) -> dict[str, float]:
-    """Ratio of seconds per token, and its 95% bootstrap interval over prompts."""
-    figures = torch.tensor(
-        [[a.seconds, a.tokens, b.seconds, b.tokens] for a, b in zip(slow, fast, strict=True)], dtype=torch.float64
-    )
+    """Ratio of seconds per token, and its 95% bootstrap interval over questions."""
+    pairs = zip(slow, fast, strict=True)
+    figures = clustered((f"{a.group} {a.cluster}", (a.seconds, a.tokens, b.seconds, b.tokens)) for a, b in pairs)
     ratio, low, high = bootstrap(figures, lambda total: (total[:, 0] / total[:, 1]) / (total[:, 2] / total[:, 3]))
     return {"ratio": ratio, "low": low, "high": high}
-
-
-def distinct_4grams(token_ids: list[list[int]]) -> float:
-    """Share of different 4-grams within each row's text, over all rows; low where a model loops."""
-    seen = total = 0
-    for row in token_ids:
-        grams = [tuple(row[i : i + 4]) for i in range(len(row) - 3)]
-        seen, total = seen + len(set(grams)), total + len(grams)
-    return seen / max(1, total)
 
 
 def summarize(records: list[Record]) -> Figures:
@@ -75,28 +75,29 @@ def summarize(records: list[Record]) -> Figures:
 
 
 def texts(rows: list[Record]) -> Figures:
-    """Of one arm's texts: tokens, their rate, and what kind of text it is. right: answers that are, `of` those whose
-    rightness is known; entropy (nats) and top1 per token of the distributions they were drawn from."""
+    """Of one arm's texts: tokens, their rate, and what kind of text it is. right: answers that are, `of` those that can
+    be checked; entropy (nats) and top1 per token of the distributions they were drawn from; distinct_4grams: share of
+    4-grams that differ within their text, low where a model loops."""
     tokens, seconds = sum(r.tokens for r in rows), sum(r.seconds for r in rows)
     known = [right for r in rows for right in r.right if right is not None]
-    figures: Figures = {
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
-        "distinct_4grams": distinct_4grams([row for r in rows for row in r.token_ids]),
-        "right": sum(known),
-        "of": len(known),
+    figures: Figures = {"tokens": tokens, "tokens_per_second": tokens / seconds, "right": sum(known), "of": len(known)}
+    regimes = [r.regime for r in rows if r.regime is not None]
+    return figures | (regime_figures(regimes, tokens) if len(regimes) == len(rows) else {})
+
+
+def regime_figures(regimes: list[Regime], tokens: int) -> dict[str, float]:
+    """Entropy, largest probability and distinct 4-grams, pooled over texts."""
+    return {
+        "entropy": sum(r.entropy for r in regimes) / max(1, tokens),
+        "top1": sum(r.top1 for r in regimes) / max(1, tokens),
+        "distinct_4grams": sum(r.distinct for r in regimes) / max(1, sum(r.grams for r in regimes)),
     }
-    for name in ("entropy", "top1"):
-        values = [getattr(r, name) for r in rows]
-        if None not in values:
-            figures[name] = sum(values) / max(1, tokens)
-    return figures
 
 
 def _group(arms: dict[str, list[Record]]) -> Figures:
     found: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}}
     if "speculative" in arms:
-        found["acceptance_length"] = _total([r.stats for r in arms["speculative"] if r.stats]).acceptance_length
+        found["acceptance_length"] = total([r.stats for r in arms["speculative"] if r.stats]).acceptance_length
         if "autoregressive" in arms:
             found["speedup"] = speedup(arms["autoregressive"], arms["speculative"])
     return found
@@ -114,9 +115,9 @@ def drift(plain: list[Record]) -> float:
 
 def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
     """altered: share of tokens that are not the target's own pick, a bound of the next token's total variation
-    distance; log_prob: per token under the target, beside that of the exact output where it was measured."""
+    distance; log_prob: per token under the target, beside that of the exact output."""
     figures = {
-        f"log_prob_{arm}": sum(r.log_prob or 0.0 for r in rows) / sum(r.tokens for r in rows)
+        f"log_prob_{arm}": sum(r.regime.log_prob for r in rows if r.regime) / sum(r.tokens for r in rows)
         for arm, rows in arms.items()
     }
     rows = arms["speculative"]
@@ -124,9 +125,9 @@ def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
 
 
 def _speculative(rows: list[Record]) -> Figures:
-    total = _total([r.stats for r in rows if r.stats is not None])
-    parts = {part: getattr(total, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
-    step = total.seconds - total.seconds_prefill
+    pooled = total([r.stats for r in rows if r.stats is not None])
+    parts = {part: getattr(pooled, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
+    step = pooled.seconds - pooled.seconds_prefill
     forecasts = [r.forecast for r in rows if r.forecast is not None]
     told = {}
     if forecasts:
@@ -134,17 +135,17 @@ def _speculative(rows: list[Record]) -> Figures:
         told = {"forecast": {**sums, "speedup": sums["tokens"] / sums["steps"]}}
     return {
         **told,
-        "passes": total.passes,
-        "acceptance_length": total.acceptance_length,
-        "full_acceptance": total.accepted_per_depth,
-        "conditional_acceptance": total.conditional_per_depth,
+        "passes": pooled.passes,
+        "acceptance_length": pooled.acceptance_length,
+        "full_acceptance": pooled.accepted_per_depth,
+        "conditional_acceptance": pooled.conditional_per_depth,
         "seconds": parts,
         "share_of_step": {name: parts[name] / step for name in ("draft", "target", "other")},
-        "milliseconds_per_pass": 1000 * step / total.calls,
+        "milliseconds_per_pass": 1000 * step / pooled.calls,
     }
 
 
-def _total(stats: list[Stats]) -> Stats:
+def total(stats: list[Stats]) -> Stats:
     """The counts and times of several calls as those of one."""
     lists = ("accepted", "lengths")
     numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in lists}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from selfspec.evaluation.benchmark import Record
+from selfspec.evaluation.records import Record
 from selfspec.log import Figures, write_text
 
 
@@ -60,15 +61,23 @@ def _ratios(folder: Path) -> dict[str, Figures]:
     """Speedups with intervals by what they are of."""
     comparison = folder / "compare.json"
     if comparison.is_file():
-        rows = json.loads(comparison.read_text())["rows"]
-        own = {f"{row['arm']} {row['nodes']} T={row['T']:g}": row for row in rows}
-        found = {name: row["speedup"] for name, row in own.items()}
-        groups = {
-            f"{name}, {group}": part["speedup"] for name, row in own.items() for group, part in row["groups"].items()
-        }
-        return found | groups
-    return {
-        str(point["label"]): point["speedup"]["autoregressive"]
-        for point in read_points(folder)[0]
-        if "autoregressive" in point["speedup"]
-    }
+        return dict(_compared(json.loads(comparison.read_text())["rows"]))
+    points, broken = read_points(folder)
+    for path, why in broken:
+        print(f"skipped {path}: {why}")
+    found: dict[str, Figures] = {}
+    for point in (p for p in points if "autoregressive" in p["speedup"]):
+        if point["label"] in found:
+            raise ValueError(
+                f"{folder} holds two points of the label {point['label']!r}; compare one sweep with another"
+            )
+        found[point["label"]] = point["speedup"]["autoregressive"]
+    return found
+
+
+def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
+    for row in rows:
+        name = f"{row['arm']} {row['nodes']} T={row['T']:g}"
+        yield name, row["speedup"]
+        for group, part in row["groups"].items():
+            yield f"{name}, {group}", part["speedup"]

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from selfspec.api import Generated, Spec
+from selfspec.core.sampling import Sampling
+from selfspec.data.questions import Asking
 from selfspec.evaluation.asking import Prompt
-from selfspec.evaluation.benchmark import DecodeConfig
+from selfspec.log import Figures
 
-GREEN, RED, DIM, RESET = "\033[32m", "\033[31m", "\033[2m", "\033[0m"
+GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 Cell = tuple[str, bool]  # one character, and whether it was drafted
 
 
-def show(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> None:
+@dataclass
+class ShowConfig(Asking):
+    """temperature; seed: of all noise, from which every prompt gets its own."""
+
+    prompts: int = 5
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.check("show")
+        Sampling(self.temperature)
+
+    def arguments(self) -> Figures:
+        return {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+
+
+def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int | str) -> None:
     """Answer each prompt both ways and print the two side by side, with rates, and right or wrong where it is known."""
     assert spec.tokenizer is not None
     width = max(30, (shutil.get_terminal_size((120, 24)).columns - 3) // 2)
@@ -29,7 +48,9 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int
             print(f"{_painted(row[0], width)} | {_painted(row[1], width)}")
         print(f"{_verdict(plain, prompt):<{width}} | {_verdict(fast, prompt)}")
         same = (
-            "the same tokens" if plain.token_ids == fast.token_ids else "other tokens (a near-tie fell the other way)"
+            "the same tokens"
+            if plain.token_ids == fast.token_ids
+            else "other tokens (eval/audit.py tells whether rounding explains it)"
         )
         print(
             f"{DIM}{same}, {fast.stats.acceptance_length:.2f} per pass, "

@@ -26,6 +26,7 @@ _COLUMNS = (
     "top-1",
     "distinct 4-grams",
     "right plain / spec",
+    "drift",
 )
 
 
@@ -45,7 +46,8 @@ def _interval(found: dict[str, float]) -> str:
 
 
 def table(points: list[Figures]) -> str:
-    """One row a point. Pass cost: plain steps that one pass takes, its draft included."""
+    """One row a point. Pass cost: plain steps that one pass takes, its draft included; drift: seconds per token of
+    plain decoding in the second half over the first."""
     return markdown(_COLUMNS, [_row(point) for point in points])
 
 
@@ -77,6 +79,7 @@ def _label(point: Figures) -> str:
 
 def _row(point: Figures) -> list[str]:
     spec, arms = point.get("speculative"), point["arms"]
+    drift = f"{point['drift']:.2f}" if "drift" in point else "-"
 
     def ratio(name: str) -> str:
         found = point["speedup"].get(name)
@@ -87,7 +90,7 @@ def _row(point: Figures) -> list[str]:
 
     if spec is None:
         cells = _text_cells(arms) if "autoregressive" in arms else ["-"] * 4
-        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 8), *cells]
+        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 9), *cells, drift]
     same = point["identical"].get("autoregressive")
     return [
         _label(point),
@@ -103,6 +106,7 @@ def _row(point: Figures) -> list[str]:
         f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
         f"{same['rows']}/{same['of']}" if same else "-",
         *_text_cells(arms),
+        drift,
     ]
 
 
@@ -110,9 +114,9 @@ def _text_cells(arms: Figures) -> list[str]:
     """What kind of text it is, and how many answers are right."""
     plain = arms.get("autoregressive") or arms["speculative"]
     own = arms.get("speculative") or plain
-    cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1")]
+    cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1", "distinct_4grams")]
     right = f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}" if own.get("of") else "-"
-    return [*cells, f"{own['distinct_4grams']:.2f}", right]
+    return [*cells, right]
 
 
 # -- audits
@@ -282,8 +286,8 @@ def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Fi
 
 
 def agreement_table(pairs: list[Figures]) -> str:
-    """Ratios of two runs side by side, and whether their intervals overlap."""
+    """Speedups of two runs side by side, and whether their intervals overlap."""
     lines = [[p["name"], _interval(p["one"]), _interval(p["other"]), "same" if p["same"] else "DIFFERS"] for p in pairs]
     same = sum(p["same"] for p in pairs)
-    total = f"{same} of {len(pairs)} ratios lie within each other's intervals ({100 * same / max(1, len(pairs)):.0f}%)."
+    total = f"{same} of {len(pairs)} speedups have overlapping intervals ({100 * same / max(1, len(pairs)):.0f}%)."
     return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"

@@ -22,7 +22,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.windows import Stream, packed
+from selfspec.data.windows import Stream, openings, packed, share_of_questions
 from selfspec.log import atomic
 
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
@@ -54,7 +54,7 @@ class DistillConfig:
 def distill(
     target: Target,
     stream: Stream,
-    asked: list[Stream],
+    talks: list[Stream],
     config: DistillConfig,
     seed: int,
     folder: Path,
@@ -62,13 +62,15 @@ def distill(
 ) -> Stream:
     """Texts of the target's own as one stream of rows, each of prompt_tokens + new_tokens tokens.
 
-    stream: text whose stretches are continued; asked: what stands before answers of conversations. Rows take either in
-    the proportion that `share` of `_write` tells. Continued stretches fill a row; conversations lie side by side in
-    one. What is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an
-    interrupted call goes on where it stopped. Raises ValueError where the data are shorter than one prompt.
+    stream: text whose stretches are continued; talks: conversations, whose answers are written anew. They are drawn in
+    the proportion of `share_of_questions`. A continued stretch fills a row; conversations lie side by side in one. What
+    is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an interrupted call
+    goes on where it stopped. Raises ValueError where the data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
-    if len(stream.tokens) <= config.prompt_tokens and not _fitting(asked, length):
+    asked = [question for talk in talks for question in openings(talk)]
+    fitting = [question for question in asked if len(question.tokens) + 1 < length]
+    if len(stream.tokens) <= config.prompt_tokens and not fitting:
         longest = f", and none of {len(asked)} questions leaves room for an answer in {length} tokens" if asked else ""
         raise ValueError(
             f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
@@ -80,7 +82,7 @@ def distill(
             f"{target.max_positions} positions"
         )
     text = hashlib.sha256()
-    for read in (stream, *asked):
+    for read in (stream, *talks):
         text.update(read.tokens.numpy().tobytes() + read.mask.numpy().tobytes())
     written = {name: value for name, value in asdict(config).items() if name != "folder"}
     settings = {"settings": f"{written} seed={seed} target={target_hash(target)} text={text.hexdigest()}"}
@@ -91,7 +93,7 @@ def distill(
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:
-            part = _write(target, stream, asked, config, seed, first)
+            part = _write(target, stream, fitting, config, seed, first)
             with atomic(path) as scratch:
                 save_file(part, scratch, settings)
         parts.append(part)
@@ -142,25 +144,18 @@ def _write(
     return {"tokens": tokens, "mask": mask, "used": used}
 
 
-def _fitting(asked: list[Stream], length: int) -> list[Stream]:
-    return [question for question in asked if len(question.tokens) + 1 < length]
-
-
 def _prompts(
     stream: Stream, asked: list[Stream], config: DistillConfig, rows: int, length: int, g: torch.Generator
 ) -> tuple[list[Stream], Tensor]:
-    """Stretches of the stream, of which so many are replaced by questions as the data hold of both, the stream counted
-    in rows of `length` tokens. Questions that leave no room for an answer are left out. Also which
-    rows are questions."""
-    fitting = _fitting(asked, length)
+    """The beginnings of rows, and which of them are questions: bool [rows]."""
     stretches = max(0, len(stream.tokens) - config.prompt_tokens)
-    share = len(fitting) / (len(fitting) + stretches / length) if fitting or stretches else 0.0
+    share = share_of_questions(len(asked), stretches, length)
     starts = torch.randint(max(1, stretches), (rows,), generator=g)
-    chosen = torch.rand(rows, generator=g) < share if fitting else torch.zeros(rows, dtype=torch.bool)
-    numbers = torch.randint(max(1, len(fitting)), (rows,), generator=g)
+    chosen = torch.rand(rows, generator=g) < share if asked else torch.zeros(rows, dtype=torch.bool)
+    numbers = torch.randint(max(1, len(asked)), (rows,), generator=g)
     at = starts[:, None] + torch.arange(config.prompt_tokens)
     prompts = [
-        fitting[int(number)] if question else Stream(stream.tokens[where], stream.mask[where], 0)
+        asked[int(number)] if question else Stream(stream.tokens[where], stream.mask[where], 0)
         for number, question, where in zip(numbers, chosen, at, strict=True)
     ]
     return prompts, chosen

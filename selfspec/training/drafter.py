@@ -92,7 +92,9 @@ def train_drafter(
     )
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
-    prompts = sample_prompts(validation, tokenizer, config.prompts, config.prompt_tokens)
+    prompts = sample_prompts(
+        validation, tokenizer, config.prompts, config.prompt_tokens, config.new_tokens, target.max_positions
+    )
     before = weights_hash(target.model)
     samples = {
         mode: write_samples(target, prompts, config.new_tokens, temperature, loop.seed, drafter.reads)
@@ -101,8 +103,8 @@ def train_drafter(
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
     if config.distill.rows and trained:
         texts_only = tokenize([d for d in train if not d.conversation], tokenizer)
-        asked = [tokenize([opening], tokenizer) for d in train if d.conversation for opening in d.openings()]
-        stream, windows = _distilled(accelerator, target, texts_only, asked, config, loop, texts)
+        talks = [tokenize([d], tokenizer) for d in train if d.conversation]
+        stream, windows = _distilled(accelerator, target, texts_only, talks, config, loop, texts)
     _fill_vocabulary(drafter, stream, target.vocab_size)
     module = DraftLoss(drafter, target) if isinstance(drafter, Trained) else None
 
@@ -154,14 +156,14 @@ def _distilled(
     accelerator: Accelerator,
     target: Target,
     stream: Stream,
-    asked: list[Stream],
+    talks: list[Stream],
     config: DrafterTraining,
     loop: LoopConfig,
     texts: Path,
 ) -> tuple[Stream, Windows]:
     """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
     with accelerator.main_process_first():  # the others then find it on disk
-        stream = distill(target, stream, asked, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
+        stream = distill(target, stream, talks, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
     length = config.distill.prompt_tokens + config.distill.new_tokens
     per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
     size, world = per_process * accelerator.num_processes, (accelerator.process_index, accelerator.num_processes)

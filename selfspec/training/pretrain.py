@@ -5,6 +5,7 @@ Two stages: text, then, where `instruct` is given, that text mixed with verifiab
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable
@@ -48,7 +49,8 @@ class ModelConfig:
 @dataclass
 class InstructConfig:
     """The second stage. count: instructions, each seen once or more; length: tokens per row; source_share: of rows that
-    are the first stage's text; steps, batch_size, decay: see LoopConfig, whose other values are the first stage's."""
+    are the first stage's text; muon_lr, adam_lr: as in the first stage; steps, batch_size, decay: see LoopConfig, whose
+    other values are the first stage's."""
 
     count: int = 60000
     length: int = 512
@@ -65,13 +67,16 @@ class InstructConfig:
                 raise ValueError(f"pretrain.instruct.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.source_share < 1:
             raise ValueError(f"pretrain.instruct.source_share={self.source_share} must lie in [0, 1)")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"pretrain.instruct.decay={self.decay} must lie in [0, 1]")
 
 
 @dataclass
 class PretrainConfig:
     """length: tokens per row; muon_lr: for the layers' matrices; adam_lr: for everything else; tokenizer: whose
-    tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text); init: a folder with the
-    model and tokenizer of a first stage, which is then left out; instruct: the second stage (None: there is none)."""
+    tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text); init: a trained
+    model and its tokenizer (an embedded name, a folder or a hub id): the first stage is skipped and the second starts
+    from it; instruct: the second stage (None: there is none)."""
 
     length: int = 1024
     muon_lr: float = 0.02
@@ -80,6 +85,12 @@ class PretrainConfig:
     init: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     instruct: InstructConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.init is not None and self.instruct is None:
+            raise ValueError(
+                f"pretrain.init={self.init!r} skips the first stage, and pretrain.instruct is null: nothing is left"
+            )
 
 
 def _check(config: PretrainConfig) -> None:
@@ -114,9 +125,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with a chat template, a token for each of its roles and for the end of a turn, which becomes
-    the EOS token; numbers are cut into digits. Texts keep decoding to themselves."""
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    """A copy with a chat template, a token for each of its roles and for the end of a turn, which becomes the EOS
+    token; numbers are cut into digits. Texts keep decoding to themselves. Raises ValueError for a tokenizer that has no
+    BOS token, or is not byte-level."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.bos_token is None:
+        raise ValueError(
+            f"tokenizer {tokenizer.name_or_path!r} must be a byte-level one of the tokenizers library with a BOS token"
+        )
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )
@@ -179,7 +195,7 @@ def pretrain(
     )
     held_out = {"": tokenize(validation, tokenizer)}
     lr = config.muon_lr, config.adam_lr
-    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log)
+    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, {})
 
 
 def instruct(
@@ -191,9 +207,10 @@ def instruct(
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
+    before: Figures,
 ) -> Figures:
     """The second stage: the first's text mixed with instructions made of it, in a chat template; only answers count in
-    the loss of an instruction. Into `folder/target`."""
+    the loss of an instruction. Into `folder/target`. before: seconds and tokens of the first stage."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     if not tokenizer.chat_template:
         tokenizer = chat_tokenizer(tokenizer)
@@ -207,6 +224,10 @@ def instruct(
     made = instructions(pool(train, "train"), groups, config.count, loop.seed)
     rows = packed([tokenize([d], tokenizer) for d in conversations(made, tokenizer, loop.seed)], config.length, ends[0])
     source = tokenize(train, tokenizer)
+    if len(source.tokens) <= config.length:
+        raise ValueError(
+            f"no usable example: {len(source.tokens)} tokens of text, pretrain.instruct.length={config.length}"
+        )
     many = round(len(rows.tokens) // config.length * config.source_share / (1 - config.source_share))
     g = torch.Generator().manual_seed(loop.seed)
     starts = torch.randint(len(source.tokens) - config.length, (many,), generator=g)
@@ -218,7 +239,8 @@ def instruct(
     asked = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
     answers = [tokenize([d], tokenizer) for d in conversations(asked, tokenizer, loop.seed)]
     held_out = {"": tokenize(validation, tokenizer), "answer_": packed(answers, config.length, ends[0])}
-    return _stage(accelerator, model, tokenizer, windows, held_out, (config.muon_lr, config.adam_lr), loop, folder, log)
+    lr = config.muon_lr, config.adam_lr
+    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, before)
 
 
 def _stage(
@@ -231,6 +253,7 @@ def _stage(
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
+    before: Figures,
 ) -> Figures:
     """Train on windows with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
     the names in `held_out`."""
@@ -264,6 +287,8 @@ def _stage(
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            tokens = loop.steps * windows.size * windows.length
-            (scratch / "training.json").write_text(json.dumps({"seconds": figures["seconds"], "tokens": tokens}) + "\n")
+            own = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
+            both = {name: value + before.get(name, 0) for name, value in own.items()}
+            (scratch / "training.json").write_text(json.dumps(both) + "\n")
+    accelerator.wait_for_everyone()
     return figures

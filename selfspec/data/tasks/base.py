@@ -32,9 +32,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a user asks, with one right answer per turn, or several that `check` tells from wrong ones."""
+    """What a user asks. Each turn has one right answer, or a check that accepts all right ones."""
 
-    kind: str
+    task: str
     group: str
     turns: tuple[Turn, ...]
 
@@ -46,9 +46,22 @@ class Pool:
     words: tuple[str, ...]
     functions: tuple[tuple[str, str], ...]
 
-    def some(self, rng: Random, count: int) -> list[str]:
-        """Different words."""
-        return rng.sample(self.words, count)
+    def some(self, rng: Random, count: int, without: str = "") -> list[str]:
+        """Different words; none of them in the text `without`, unless a hundred draws found no others."""
+        words = rng.sample(self.words, count)
+        for _ in range(100):
+            if not without or not any(word in without for word in words):
+                break
+            words = rng.sample(self.words, count)
+        return words
+
+    def function(self, rng: Random, fits: Callable[[str, str], bool]) -> tuple[str, str]:
+        """A function (name, source) that fits. Raises ValueError where none of a thousand does."""
+        for _ in range(1000):
+            name, source = rng.choice(self.functions)
+            if fits(name, source):
+                return name, source
+        raise ValueError("no usable example: none of a thousand functions of the source fits; give more (data.root)")
 
 
 Make = Callable[[Pool, Random], list[Turn]]
@@ -127,11 +140,20 @@ def parsed(parse: Callable[[str], object], value: object) -> Callable[[str], boo
 
     def check(answer: str) -> bool:
         try:
-            return parse(code_of(answer)) == value
+            return _same(parse(code_of(answer)), value)
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
 
     return check
+
+
+def _same(one: object, other: object) -> bool:
+    """Equality that tells 1 from True."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
 
 
 def same_code(code: str) -> Callable[[str], bool]:
@@ -149,6 +171,11 @@ def same_code(code: str) -> Callable[[str], bool]:
     return parsed(parse, tree(code))
 
 
-def ends_with(line: str) -> Callable[[str], bool]:
-    """Right where the last line of the answer is this one."""
-    return lambda answer: (answer.strip().splitlines() or [""])[-1].strip() == line
+def concludes(*values: object) -> Callable[[str], bool]:
+    """Right where the last line of the answer holds these words and numbers, whatever else it says."""
+
+    def check(answer: str) -> bool:
+        last = (answer.strip().splitlines() or [""])[-1]
+        return {str(value) for value in values} <= set(re.findall(r"\w+", last))
+
+    return check

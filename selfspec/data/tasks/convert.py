@@ -12,12 +12,12 @@ from selfspec.data.tasks.base import Pool, Turn, exactly, fenced, parsed
 
 
 def _value(pool: Pool, rng: Random) -> Any:
-    kind = rng.randrange(6)
-    if kind < 2:
+    turn = rng.randrange(6)
+    if turn < 2:
         return pool.some(rng, 1)[0]
-    if kind == 2:
+    if turn == 2:
         return " ".join(pool.some(rng, 2))
-    if kind == 3:
+    if turn == 3:
         return rng.choice([True, False, None])
     return rng.randint(0, 999)
 

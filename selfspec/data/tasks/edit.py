@@ -8,13 +8,12 @@ from random import Random
 
 from selfspec.data.tasks.base import RESERVED, Pool, Turn, exactly, fenced, same_code
 
+_PLAIN = re.compile(r"def \w+\([\w, ]*\):\n")  # a header without defaults, stars and annotations
+
 
 def rename(pool: Pool, rng: Random) -> list[Turn]:
-    while True:
-        _, source = rng.choice(pool.functions)
-        if names := _local_names(source):
-            break
-    old, new, newer = rng.choice(names), *pool.some(rng, 2)
+    _, source = pool.function(rng, lambda _, source: bool(_local_names(source)))
+    old, (new, newer) = rng.choice(_local_names(source)), pool.some(rng, 2, without=source)
     first = re.sub(rf"\b{old}\b", new, source)
     ask = rng.choice(
         [
@@ -45,12 +44,9 @@ def _local_names(source: str) -> list[str]:
 
 
 def add_parameter(pool: Pool, rng: Random) -> list[Turn]:
-    while True:
-        name, source = rng.choice(pool.functions)
-        header, _, body = source.partition("\n")
-        if re.fullmatch(r"def \w+\([\w, =.'\"]*\):", header) and "=" not in header:
-            break
-    (new,), default = pool.some(rng, 1), rng.choice(["None", "False", "True", "0", "1", "''", "()"])
+    name, source = pool.function(rng, lambda _, source: bool(_PLAIN.match(source)))
+    header, _, body = source.partition("\n")
+    (new,), default = pool.some(rng, 1, without=source), rng.choice(["None", "False", "True", "0", "1", "''", "()"])
     inside = header[:-2].rstrip(", ")
     done = f"{inside}{'' if inside.endswith('(') else ', '}{new}={default}):\n{body}"
     ask = rng.choice(
@@ -63,10 +59,7 @@ def add_parameter(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def add_docstring(pool: Pool, rng: Random) -> list[Turn]:
-    while True:
-        _, source = rng.choice(pool.functions)
-        if not ast.get_docstring(ast.parse(source).body[0]):  # type: ignore[arg-type]
-            break
+    _, source = pool.function(rng, lambda _, source: not ast.get_docstring(ast.parse(source).body[0]))  # type: ignore[arg-type]
     header, _, body = source.partition("\n")
     verb, first, second = rng.choice(["Return", "Check", "Set", "Read", "Write", "Build"]), *pool.some(rng, 2)
     text = f"{verb} the {first} of the {second}."

@@ -6,7 +6,7 @@ import ast
 import json
 from random import Random
 
-from selfspec.data.tasks.base import Pool, Turn, ends_with, exactly, fenced, parsed
+from selfspec.data.tasks.base import Pool, Turn, concludes, exactly, fenced, parsed
 
 
 def look_up(pool: Pool, rng: Random) -> list[Turn]:
@@ -20,7 +20,7 @@ def look_up(pool: Pool, rng: Random) -> list[Turn]:
         if not turns:
             ask = f"Here is a list of each {what}:\n{listed}\n{ask}"
         answer = f"The {what} of {names[i]} is {values[i]}."
-        turns.append(Turn(ask, answer, ends_with(answer)))
+        turns.append(Turn(ask, answer, concludes(values[i])))
     return turns
 
 
@@ -28,8 +28,9 @@ def list_signatures(pool: Pool, rng: Random) -> list[Turn]:
     functions = rng.sample(pool.functions, 2)
     lines = []
     for name, source in functions:
-        arguments = [a.arg for a in ast.walk(ast.parse(source).body[0].args) if isinstance(a, ast.arg)]  # type: ignore[attr-defined]
-        lines.append(f"- {name}: {', '.join(arguments) or 'none'}")
+        given = ast.parse(source).body[0].args  # type: ignore[attr-defined]
+        arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+        lines.append(f"- {name}: {', '.join(a.arg for a in arguments if a) or 'none'}")
     ask = rng.choice(
         ["List the functions below with their parameters:", "Which functions are these, and what do they take?"]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from selfspec.data.tasks.base import Pool, Turn, ends_with, fenced
+from selfspec.data.tasks.base import Pool, Turn, concludes, fenced
 
 
 def _listed(names: list[str], numbers: list[int]) -> str:
@@ -20,7 +20,7 @@ def add_up(pool: Pool, rng: Random) -> list[Turn]:
         total += number
     last = f"The sum is {total}."
     ask = rng.choice(["Add these up, step by step:", "What is the sum of these? Work it out step by step."])
-    return [Turn(f"{ask}\n{_listed(names, numbers)}", "\n".join([*steps, last]), ends_with(last))]
+    return [Turn(f"{ask}\n{_listed(names, numbers)}", "\n".join([*steps, last]), concludes(total))]
 
 
 def largest(pool: Pool, rng: Random) -> list[Turn]:
@@ -33,7 +33,7 @@ def largest(pool: Pool, rng: Random) -> list[Turn]:
         steps.append(f"{name}: {number}, largest so far {names[best]} with {numbers[best]}")
     last = f"The largest is {names[best]} with {numbers[best]}."
     ask = rng.choice(["Which of these is the largest? Go through them one by one.", "Find the largest, step by step:"])
-    return [Turn(f"{ask}\n{_listed(names, numbers)}", "\n".join([*steps, last]), ends_with(last))]
+    return [Turn(f"{ask}\n{_listed(names, numbers)}", "\n".join([*steps, last]), concludes(names[best], numbers[best]))]
 
 
 def trace(pool: Pool, rng: Random) -> list[Turn]:
@@ -52,7 +52,7 @@ def trace(pool: Pool, rng: Random) -> list[Turn]:
     last = f"It prints {values[shown]}."
     source = fenced("python", "\n".join([*code, f"print({shown})"]))
     ask = rng.choice(["What does this program print? Trace it line by line.", "Trace this program:"])
-    return [Turn(f"{ask}\n{source}", "\n".join([*steps, last]), ends_with(last))]
+    return [Turn(f"{ask}\n{source}", "\n".join([*steps, last]), concludes(values[shown]))]
 
 
 def count(pool: Pool, rng: Random) -> list[Turn]:
@@ -64,4 +64,4 @@ def count(pool: Pool, rng: Random) -> list[Turn]:
         steps.append(f"{item}: {'yes' if item == wanted else 'no'}, {seen}")
     last = f"The word {wanted} stands there {seen} times."
     ask = rng.choice([f"How often does the word {wanted} stand here? Count step by step.", f"Count the word {wanted}:"])
-    return [Turn(f"{ask}\n{' '.join(items)}", "\n".join([*steps, last]), ends_with(last))]
+    return [Turn(f"{ask}\n{' '.join(items)}", "\n".join([*steps, last]), concludes(seen))]

@@ -40,8 +40,8 @@ def dataclass(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def plain_class(pool: Pool, rng: Random) -> list[Turn]:
-    name, fields = _class_name(pool.some(rng, rng.randint(1, 2))), pool.some(rng, rng.randint(2, 3))
-    method, shown = pool.some(rng, 1)[0], rng.choice(fields)
+    name, (method, *fields) = _class_name(pool.some(rng, rng.randint(1, 2))), pool.some(rng, rng.randint(3, 4))
+    shown = rng.choice(fields)
     lines = [f"class {name}:", f"    def __init__(self, {', '.join(fields)}):"]
     lines += [f"        self.{field} = {field}" for field in fields]
     lines += ["", f"    def {method}(self):", f"        return self.{shown}"]
@@ -101,7 +101,7 @@ def records(pool: Pool, rng: Random) -> list[Turn]:
         return len(found) == many and all(
             isinstance(row, dict)
             and list(row) == keys
-            and all(isinstance(v, int if n else str) for v, n in zip(row.values(), numeric, strict=True))
+            and all(type(v) in ((int, float) if n else (str,)) for v, n in zip(row.values(), numeric, strict=True))
             for row in found
         )
 
