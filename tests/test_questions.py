@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from conftest import SPEC_BENCH, compose_config, write_lines
 
 import selfspec
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options, end_tokens
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.data.chat import spans
 from selfspec.data.corpus import Document, PythonSource
@@ -52,10 +56,12 @@ def test_a_checker_takes_its_own_answer_and_no_other(group: str, held_out: Pool)
             assert turn.check(turn.answer), (instruction.task, turn.answer)
     for one, other in zip(made, made[len(TASKS[group]) :], strict=False):  # the same kind, other words
         mine, others = one.turns[0].answer, other.turns[0].answer
-        ends = mine.splitlines()[-1] == others.splitlines()[-1]  # where steps lead to it, only the end is checked
-        if one.task != "records" and mine != others and not (group == "reason" and ends):
+        ends = [set(re.findall(r"\w+", text.splitlines()[-1])[-2:]) - {"times"} for text in (mine, others)]
+        lenient = group in ("reason", "extract") and ends[0] & ends[1]  # only what it comes to is checked
+        if one.task != "records" and mine != others and not lenient:
             assert not one.turns[0].check(others), one.task
-        for wrong in ("", "```", one.turns[0].answer[: len(one.turns[0].answer) // 2]):
+        half = mine[: len(mine) // 2] if group != "reason" else "it is"  # half of the steps may end in the right number
+        for wrong in ("", "```", half):
             assert not one.turns[0].check(wrong), (one.task, wrong)
 
 
@@ -159,7 +165,10 @@ def test_distillation_answers_questions(chatty: Any, held_out: Pool, tmp_path: P
     row = whole.tokens[:400].tolist()
     start = next(i for i, counts in enumerate(whole.mask.tolist()) if counts)
     assert tuple(row[:start]) in asked
-    assert whole.mask[start:400].all()  # random weights do not end: the answer fills the row
+    options = Options(200, Sampling(1.0), [0], end_tokens(target))
+    own = autoregressive(target, [row[:start]], options).token_ids[0]
+    assert row[start : start + len(own)] == own
+    assert whole.mask[start : start + len(own)].all()
     again = distill(target, nothing, talks, config, 0, tmp_path, quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     with pytest.raises(ValueError, match=r"none of .* questions leaves room for an answer in 16 tokens"):
@@ -386,7 +395,7 @@ def test_prompts_are_asked_until_the_interval_is_narrow(spec: Any) -> None:
 
 
 def test_the_data_source_mixes_conversations_and_source(source_root: Path, chatty: Any) -> None:
-    data = Instructions(chatty, str(source_root), count=12, held_out=8)
+    data = Instructions(chatty, count=12, held_out=8, root=str(source_root))
     train, validation = data.train(), data.validation()
     assert sum(d.conversation for d in train) > 8 < len(train)
     assert any(not d.conversation for d in validation)
@@ -398,10 +407,10 @@ def test_a_conversation_is_a_prompt(spec: Any) -> None:
     ids = Question("q", "g", ("one",), system="s").opening(0, [], spec.tokenizer)
     assert spec.encode([messages, "text"])[0] == ids
     assert spec.generate([messages], 5).token_ids == spec.generate([ids], 5).token_ids
-    with pytest.raises(ValueError, match="prompt 1: a message needs `role` and `content`, found"):
+    with pytest.raises(ValueError, match="prompt 1: a turn needs `role` and `content`"):
         spec.encode([messages, [{"role": "user"}]])
     bare = selfspec.api.Spec(spec.target, spec.drafter)
-    with pytest.raises(ValueError, match=r"prompt 0 is a conversation, but target .* has no chat template"):
+    with pytest.raises(ValueError, match="prompt 0 is a conversation, but target"):
         bare.encode([messages])
 
 

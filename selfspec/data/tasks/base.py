@@ -172,10 +172,11 @@ def same_code(code: str) -> Callable[[str], bool]:
 
 
 def concludes(*values: object) -> Callable[[str], bool]:
-    """Right where the last line of the answer holds these words and numbers, whatever else it says."""
+    """Right where the last line of the answer holds these words and numbers, the last one as its last or last but one
+    word."""
 
     def check(answer: str) -> bool:
-        last = (answer.strip().splitlines() or [""])[-1]
-        return {str(value) for value in values} <= set(re.findall(r"\w+", last))
+        last = re.findall(r"\w+", (answer.strip().splitlines() or [""])[-1])
+        return {str(value) for value in values} <= set(last) and str(values[-1]) in last[-2:]
 
     return check

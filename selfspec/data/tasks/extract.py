@@ -10,8 +10,10 @@ from selfspec.data.tasks.base import Pool, Turn, concludes, exactly, fenced, par
 
 
 def look_up(pool: Pool, rng: Random) -> list[Turn]:
-    names, what = pool.some(rng, rng.randint(4, 7)), pool.some(rng, 1)[0]
-    values = [str(rng.randint(1, 999)) if rng.random() < 0.5 else pool.some(rng, 1)[0] for _ in names]
+    count = rng.randint(4, 7)
+    what, *words = pool.some(rng, 1 + 2 * count)
+    names = words[:count]
+    values = [str(rng.randint(1, 999)) if rng.random() < 0.5 else word for word in words[count:]]
     listed = "\n".join(f"- {name}: {value}" for name, value in zip(names, values, strict=True))
     asked = rng.sample(range(len(names)), rng.choice([1, 2, 2, 3]))
     turns: list[Turn] = []
