@@ -110,10 +110,11 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     """Train a target; see `selfspec.training.pretrain`. Its second stage lies in the run folder; the first, where there
     are two, in its folder `source`."""
     run = typed(PretrainRun, config)
-    first = folder / "source" if run.pretrain.instruct is not None else folder
+    first = folder / "source" if run.pretrain.instruct.steps else folder
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
     # A first stage of other length would not be what a finished second one began from.
-    free = [key for key in _FREE if key != "loop.steps" or run.pretrain.instruct is None]
+    last = "pretrain.instruct.steps" if run.pretrain.instruct.steps else "loop.steps"
+    free = [*(key for key in _FREE if key != "loop.steps"), last]
     plain = open_run(config, folder, begun, free)
     data = instantiate(config.data)
     tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
@@ -122,7 +123,7 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     if run.pretrain.init is None:
         with RunLog(first, run.name, run.wandb, plain, "train.jsonl") as log:
             figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
-    if run.pretrain.instruct is not None:
+    if run.pretrain.instruct.steps:
         start = resolve(run.pretrain.init or str(first / "target"))
         model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
         with RunLog(folder, f"{run.name}-instruct", run.wandb, plain, "train.jsonl") as log:

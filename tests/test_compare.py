@@ -199,12 +199,10 @@ def test_turns_of_a_question_are_one_draw() -> None:
 
 
 def test_the_regime_is_that_of_plain_text() -> None:
-    text = {"entropy": 5.0, "top1": 8.0, "distinct_4grams": 0.5}
-    runs = [
-        run("plain", 1.0, text=text, right=True),
-        run("plain", 1.0, text=text, prompt=1, right=False),
-        run("x", 1.0),
-    ]
+    own = {"log_prob": -1.0, "entropy": 5.0, "top1": 8.0, "grams": 10, "distinct": 5}
+    short = {**own, "grams": 0, "distinct": 0}  # an answer of three tokens has none
+    runs = [run("plain", 1.0, regime=own, right=True), run("plain", 1.0, regime=short, prompt=1, right=False)]
+    runs.append(run("x", 1.0))
     (row,) = regimes(runs)
     assert (row["entropy"], row["top1"], row["distinct_4grams"], row["right"], row["of"]) == (0.5, 0.8, 0.5, 1, 2)
     assert "| 0 | a     | 20     | 0.50 " in regime_table([row])

@@ -88,7 +88,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         folder.mkdir()
         write_point(folder, point, records)
         assert all(path.stat().st_size > 5000 for path in plot_points([point], folder).values())
-    assert drift([record(1.0), record(1.0), record(2.0), record(4.0)]) == 3.0
+    assert drift([record(1.0), record(1.0), record(2.0), record(4.0)]) == pytest.approx(3.0)
     points, broken = read_points(tmp_path)
     assert not broken
     assert [p["label"] for p in points] == ["t=0.0", "t=0.8"]

@@ -5,7 +5,6 @@ Two stages: text, then, where `instruct` is given, that text mixed with verifiab
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Iterable
@@ -48,23 +47,23 @@ class ModelConfig:
 
 @dataclass
 class InstructConfig:
-    """The second stage. count: instructions, each seen once or more; length: tokens per row; source_share: of rows that
-    are the first stage's text; muon_lr, adam_lr: as in the first stage; steps, batch_size, decay: see LoopConfig, whose
-    other values are the first stage's."""
+    """The second stage. steps: of the optimizer (0: there is no second stage); batch_size, decay: see LoopConfig, whose
+    other values are the first stage's; count: instructions, each seen once or more; length: tokens per row;
+    source_share: of rows that are the first stage's text; muon_lr, adam_lr: as in the first stage."""
 
     count: int = 60000
     length: int = 512
     source_share: float = 0.25
-    steps: int = 1500
+    steps: int = 0
     batch_size: int = 12
     decay: float = 0.8
     muon_lr: float = 0.01
     adam_lr: float = 1.5e-3
 
     def __post_init__(self) -> None:
-        for name in ("count", "length", "steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"pretrain.instruct.{name}={getattr(self, name)} must be at least 1")
+        for name, least in (("count", 1), ("length", 1), ("steps", 0), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"pretrain.instruct.{name}={getattr(self, name)} must be at least {least}")
         if not 0 <= self.source_share < 1:
             raise ValueError(f"pretrain.instruct.source_share={self.source_share} must lie in [0, 1)")
         if not 0 <= self.decay <= 1:
@@ -76,7 +75,7 @@ class PretrainConfig:
     """length: tokens per row; muon_lr: for the layers' matrices; adam_lr: for everything else; tokenizer: whose
     tokenizer to take, an embedded name, a folder or a hub id (None: train one on the text); init: a trained
     model and its tokenizer (an embedded name, a folder or a hub id): the first stage is skipped and the second starts
-    from it; instruct: the second stage (None: there is none)."""
+    from it; instruct: the second stage."""
 
     length: int = 1024
     muon_lr: float = 0.02
@@ -84,12 +83,12 @@ class PretrainConfig:
     tokenizer: str | None = None
     init: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
-    instruct: InstructConfig | None = None
+    instruct: InstructConfig = field(default_factory=InstructConfig)
 
     def __post_init__(self) -> None:
-        if self.init is not None and self.instruct is None:
+        if self.init is not None and not self.instruct.steps:
             raise ValueError(
-                f"pretrain.init={self.init!r} skips the first stage, and pretrain.instruct is null: nothing is left"
+                f"pretrain.init={self.init!r} skips the first stage, and pretrain.instruct.steps=0 the second"
             )
 
 
@@ -132,16 +131,15 @@ def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
         raise ValueError(
             f"tokenizer {tokenizer.name_or_path!r} must be a byte-level one of the tokenizers library with a BOS token"
         )
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=tokenizer.bos_token, clean_up_tokenization_spaces=False
     )
     roles = [f"<|{role}|>" for role in chat.ROLES]
-    tokenizer.add_special_tokens(
-        {"eos_token": chat.END, "pad_token": tokenizer.bos_token, "additional_special_tokens": roles}
-    )
-    tokenizer.chat_template = chat.TEMPLATE
-    return tokenizer
+    own.add_special_tokens({"eos_token": chat.END, "pad_token": own.bos_token, "additional_special_tokens": roles})
+    own.chat_template = chat.TEMPLATE
+    return own
 
 
 class NextToken(nn.Module):

@@ -17,6 +17,7 @@ from selfspec.data.corpus import Document
 
 SPLITS = ("train", "validation", "evaluation")
 RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "true", "false", "none"}
+_FILES = 3  # that use a word at least (of many files: 1%), for it to be a common one
 _WORDS, _FUNCTIONS = 20, 5  # fewer of them make no instructions
 _FENCE = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 
@@ -72,10 +73,11 @@ def pool(documents: Sequence[Document], split: str) -> Pool:
 
     Raises ValueError where the documents hold too few of them.
     """
-    counts: Counter[str] = Counter()
+    files: Counter[str] = Counter()  # that use a word
     for document in documents:
-        counts.update(re.findall(r"\b[a-z]{3,9}\b", document.text))
-    words = [w for w, n in counts.items() if n > 2 and w not in RESERVED and _split_of(w) == split]
+        files.update(set(re.findall(r"\b[a-z]{3,9}\b", document.text)))
+    common = min(max(_FILES, len(documents) // 100), max(1, len(documents) // 4))
+    words = [w for w, n in files.items() if n >= common and w not in RESERVED and _split_of(w) == split]
     functions = [f for document in documents for f in _functions(document.text)]
     if len(words) < _WORDS or len(functions) < _FUNCTIONS:
         raise ValueError(
