@@ -19,7 +19,8 @@ import selfspec
 from selfspec.api import Spec
 from selfspec.runs import run_training
 
-RECORD: dict[str, Any] = json.loads((Path(__file__).parent / "record.json").read_text())
+RECORD_FILE = Path(__file__).parent / "record.json"
+RECORD: dict[str, Any] = json.loads(RECORD_FILE.read_text())
 POINTS = [tuple(key.split(" ")) for key in RECORD["passes"]]
 FEW = ("0.0 8", "1.0 16")  # temperature and nodes of the points that are always checked, on two prompts
 
@@ -37,10 +38,14 @@ def spec(name: str) -> Spec:
     return selfspec.load(name, target="tiny-target", dtype="float32")
 
 
+def settings_of(temperature: float, seed: int, nodes: int) -> dict[str, Any]:
+    return {"temperature": temperature, "seed": seed, "nodes": nodes}
+
+
 def check(name: str, temperature: str, nodes: str, count: int) -> None:
     passes = []
     for i, prompt in enumerate(RECORD["prompts"][:count]):
-        settings: dict[str, Any] = {"temperature": float(temperature), "seed": RECORD["seed"] + i, "nodes": int(nodes)}
+        settings = settings_of(float(temperature), RECORD["seed"] + i, int(nodes))
         result = spec(name).generate([prompt], RECORD["new_tokens"], **settings)
         assert result.token_ids[0] == RECORD["tokens"][temperature][i]
         passes.append(result.stats.passes)
@@ -88,6 +93,10 @@ loop.batch_size=2 loop.warmup=5 loop.precision=no loop.log_every=1 loop.validate
     "name", [name if name == "early_exit" else pytest.param(name, marks=pytest.mark.slow) for name in TRAINED]
 )
 def test_losses(name: str, tmp_path: Path) -> None:
+    assert losses_of(name, tmp_path) == pytest.approx(RECORD["training"][name], abs=1e-6)
+
+
+def losses_of(name: str, tmp_path: Path) -> list[float]:
     """Fifty steps on the text of the licence."""
     text = (Path(__file__).parents[1] / "LICENSE").read_bytes()
     (tmp_path / "text").mkdir()
@@ -96,5 +105,4 @@ def test_losses(name: str, tmp_path: Path) -> None:
     overrides = [f"name={name}", f"data.root={tmp_path / 'text'}", *SETTINGS.split(), *TRAINED[name]]
     run_training(compose_config("train", *overrides), tmp_path / "run")
     records = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
-    losses = [record["train"]["loss"] for record in records if "train" in record]
-    assert losses == pytest.approx(RECORD["training"][name], abs=1e-6)
+    return [record["train"]["loss"] for record in records if "train" in record]
