@@ -29,7 +29,7 @@ from selfspec.log import Figures, RunLog, atomic
 from selfspec.training.loop import LoopConfig, fit
 
 BEGIN = "<|endoftext|>"
-_HELD_OUT = 190  # instructions that validate the second stage: ten of each kind
+_HELD_OUT = 200  # instructions that validate the second stage
 
 
 @dataclass
@@ -53,7 +53,7 @@ class InstructConfig:
 
     count: int = 60000
     length: int = 512
-    source_share: float = 0.25
+    source_share: float = 0.35
     steps: int = 0
     batch_size: int = 12
     decay: float = 0.8

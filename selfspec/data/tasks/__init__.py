@@ -6,11 +6,11 @@ from selfspec.data.tasks import convert, edit, extract, reason, write
 from selfspec.data.tasks.base import Instruction, Make, Pool, Turn, pool
 
 TASKS: dict[str, tuple[Make, ...]] = {
-    "edit": (edit.rename, edit.add_parameter, edit.add_docstring, edit.rewrite_imports),
-    "convert": (convert.dict_to_json, convert.json_to_yaml, convert.csv_to_json, convert.records_to_table),
-    "extract": (extract.look_up, extract.list_signatures, extract.select),
-    "reason": (reason.add_up, reason.largest, reason.trace, reason.count),
-    "write": (write.dataclass, write.plain_class, write.function, write.tests, write.records),
+    "edit": (edit.rename, edit.add_parameter, edit.add_docstring),
+    "convert": (convert.dict_to_json, convert.json_to_yaml, convert.csv_to_json),
+    "extract": (extract.look_up, extract.list_signatures),
+    "reason": (reason.add_up, reason.largest),
+    "write": (write.dataclass, write.function, write.tests, write.records),
 }
 
 __all__ = ["TASKS", "Instruction", "Make", "Pool", "Turn", "pool"]

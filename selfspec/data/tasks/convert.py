@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from selfspec.data.tasks.base import Pool, Turn, exactly, fenced, parsed
+from selfspec.data.tasks.base import Pool, Turn, fenced, parsed
 
 
 def _value(pool: Pool, rng: Random) -> Any:
@@ -71,12 +71,3 @@ def csv_to_json(pool: Pool, rng: Random) -> list[Turn]:
     text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n]"
     ask = rng.choice(["Convert this CSV to a JSON list of objects:", "Give these rows as JSON, all values strings:"])
     return [Turn(f"{ask}\n{fenced('csv', source)}", fenced("json", text), parsed(json.loads, value))]
-
-
-def records_to_table(pool: Pool, rng: Random) -> list[Turn]:
-    columns, rows = _records(pool, rng)
-    source = "\n".join(", ".join(f"{c}: {v}" for c, v in zip(columns, row, strict=True)) for row in rows)
-    table = [columns, ["---"] * len(columns), *rows]
-    text = "\n".join("| " + " | ".join(row) + " |" for row in table)
-    ask = rng.choice(["Make a Markdown table of these records:", "Show this as a table in Markdown:"])
-    return [Turn(f"{ask}\n{source}", text, exactly(text))]

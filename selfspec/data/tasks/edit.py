@@ -6,7 +6,7 @@ import ast
 import re
 from random import Random
 
-from selfspec.data.tasks.base import RESERVED, Pool, Turn, exactly, fenced, same_code
+from selfspec.data.tasks.base import RESERVED, Pool, Turn, fenced, same_code
 
 _PLAIN = re.compile(r"def \w+\([\w, ]*\):\n")  # a header without defaults, stars and annotations
 
@@ -67,18 +67,3 @@ def add_docstring(pool: Pool, rng: Random) -> list[Turn]:
     done = f'{header}\n{indent}"""{text}"""\n{body}'
     ask = rng.choice([f'Add the docstring "{text}" to this function:', f'Document this function with "{text}":'])
     return [Turn(f"{ask}\n{fenced('python', source)}", fenced("python", done), same_code(done))]
-
-
-def rewrite_imports(pool: Pool, rng: Random) -> list[Turn]:
-    before, after = [], []
-    for _ in range(rng.randint(3, 5)):
-        package, module, short = pool.some(rng, 3)
-        if rng.random() < 0.5:
-            before.append(f"import {package}.{module} as {short}")
-            after.append(f"from {package} import {module} as {short}")
-        else:
-            before.append(f"import {package}.{module} as {module}")
-            after.append(f"from {package} import {module}")
-    ask = rng.choice(["Write these imports with `from`:", "Turn these imports into `from ... import ...` lines:"])
-    code = "\n".join(after)
-    return [Turn(f"{ask}\n{fenced('python', chr(10).join(before))}", fenced("python", code), exactly(code))]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import json
 from random import Random
 
-from selfspec.data.tasks.base import Pool, Turn, concludes, exactly, fenced, parsed
+from selfspec.data.tasks.base import Pool, Turn, concludes, exactly, fenced
 
 
 def look_up(pool: Pool, rng: Random) -> list[Turn]:
@@ -38,18 +37,3 @@ def list_signatures(pool: Pool, rng: Random) -> list[Turn]:
     )
     code = "\n\n".join(source for _, source in functions)
     return [Turn(f"{ask}\n{fenced('python', code)}", "\n".join(lines), exactly("\n".join(lines)))]
-
-
-def select(pool: Pool, rng: Random) -> list[Turn]:
-    key, field = pool.some(rng, 2)
-    choices, names = pool.some(rng, 2), pool.some(rng, rng.randint(4, 6))
-    owned = [rng.choice(choices) for _ in names]
-    listed = "\n".join(json.dumps({key: n, field: o}) for n, o in zip(names, owned, strict=True))
-    found = [n for n, o in zip(names, owned, strict=True) if o == choices[0]]
-    ask = rng.choice(
-        [
-            f"Give the {key} of every record whose {field} is {choices[0]}, as a JSON list:",
-            f"Which records have {field} {choices[0]}? Answer with a JSON list of each {key}.",
-        ]
-    )
-    return [Turn(f"{ask}\n{fenced('json', listed)}", fenced("json", json.dumps(found)), parsed(json.loads, found))]

@@ -39,22 +39,6 @@ def dataclass(pool: Pool, rng: Random) -> list[Turn]:
     return [Turn(ask, fenced("python", code), same_code(code))]
 
 
-def plain_class(pool: Pool, rng: Random) -> list[Turn]:
-    name, (method, *fields) = _class_name(pool.some(rng, rng.randint(1, 2))), pool.some(rng, rng.randint(3, 4))
-    shown = rng.choice(fields)
-    lines = [f"class {name}:", f"    def __init__(self, {', '.join(fields)}):"]
-    lines += [f"        self.{field} = {field}" for field in fields]
-    lines += ["", f"    def {method}(self):", f"        return self.{shown}"]
-    code = "\n".join(lines)
-    ask = rng.choice(
-        [
-            f"Write a class `{name}` that stores {', '.join(fields)} and has a method `{method}` that returns {shown}.",
-            f"I need a class `{name}`: its constructor takes {', '.join(fields)}; `{method}()` gives back {shown}.",
-        ]
-    )
-    return [Turn(ask, fenced("python", code), same_code(code))]
-
-
 def function(pool: Pool, rng: Random) -> list[Turn]:
     a, b = pool.some(rng, 2)
     name = "_".join(pool.some(rng, 2))
