@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--min-p", type=float)
     parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
     parser.add_argument("--nodes", type=number_or_auto, help="largest draft tree, root included, or auto")
+    parser.add_argument("--engine", default="eager", help="eager, or compiled (%(default)s)")
     parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
     args = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -39,7 +40,7 @@ def main() -> None:
     from selfspec.log import one_line
 
     try:
-        spec = selfspec.load(args.drafter, args.target)
+        spec = selfspec.load(args.drafter, args.target, engine=args.engine)
         options = {
             key: getattr(args, key)
             for key in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "nodes")

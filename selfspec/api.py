@@ -243,6 +243,7 @@ def load(
     target: str | Path | PreTrainedModel | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
+    engine: str = "eager",
     **loading: Any,
 ) -> Spec:
     """Load a drafter and its target for inference.
@@ -250,7 +251,8 @@ def load(
     drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
     ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
     where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
-    dtype: of the target and the drafter, by default as saved; `loading` goes to transformers' from_pretrained
+    dtype: of the target and the drafter, by default as saved; engine: eager, or compiled, which compiles every shape of
+    a pass on first use and keeps the code for later processes; `loading` goes to transformers' from_pretrained
     (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError, naming what is wrong.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
@@ -261,4 +263,4 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    return Spec(*load_pair(str(drafter), target, dtype, device, **loading))
+    return Spec(*load_pair(str(drafter), target, dtype, device, engine, **loading))

@@ -81,6 +81,7 @@ class Measurement:
     target: str | None = None
     dtype: str = "auto"
     device: str | None = None
+    engine: str = "eager"
     data: Any = MISSING
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -105,6 +106,7 @@ class CompareRun:
     target: str = MISSING
     dtype: str = "auto"
     device: str | None = None
+    engine: str = "eager"
     data: Any = MISSING
     wandb: WandbConfig = field(default_factory=WandbConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import check_tokenizer, config_class, drafter_class, load_drafter, read_meta, weights_hash
+from selfspec.core.engine import engine_for
 from selfspec.core.probe import probe
 from selfspec.core.support import refuse
 from selfspec.core.target import Target
@@ -31,12 +32,13 @@ def load_target(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     revision: str | None = None,
+    engine: str = "eager",
     **loading: Any,
 ) -> tuple[Target, Tokenizer | None]:
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
     loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
-    in place). `loading` goes to transformers' from_pretrained: device_map, quantization_config, attn_implementation and
-    the like.
+    in place). engine: eager, or compiled (see `selfspec.core.engine`). `loading` goes to transformers' from_pretrained:
+    device_map, quantization_config, attn_implementation and the like.
 
     A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
     FileNotFoundError for a folder without a model.
@@ -92,6 +94,7 @@ def load_target(
     target = Target(model)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     probe(target)
+    target.engine = engine_for(engine, target.device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
     except (OSError, ValueError):
@@ -184,6 +187,7 @@ def load_pair(
     target: str | Path | PreTrainedModel | None,
     dtype: str | torch.dtype,
     device: str | None,
+    engine: str = "eager",
     **loading: Any,
 ) -> tuple[Target, Drafter, Tokenizer | None]:
     """A target, a drafter for it and the tokenizer (None where there is none). The target is the one given or the one
@@ -196,7 +200,8 @@ def load_pair(
     if target is None and not meta.get("name"):
         raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
     revision = meta.get("revision") if target is None else None
-    frozen, tokenizer = load_target(meta["name"] if target is None else target, dtype, device, revision, **loading)
+    source = meta["name"] if target is None else target
+    frozen, tokenizer = load_target(source, dtype, device, revision, engine, **loading)
     for folder in folders:
         check_tokenizer(folder, read_meta(folder), tokenizer)
     return frozen, find_drafter(drafter, frozen, tokenizer), tokenizer

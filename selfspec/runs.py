@@ -162,7 +162,7 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
     """One benchmark point: its records, figures and plots in `folder`."""
     plain = as_plain(config)
     run = typed(EvalRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
     files = {} if run.decode.answers is None else answer_files(folder / run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
@@ -190,7 +190,7 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
 def run_show(config: DictConfig) -> None:
     """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
     run = typed(ShowRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
     _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
     show(spec, prompts, run.show, run.tree.nodes)
 
@@ -199,7 +199,7 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
     """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
     plain = as_plain(config)
     run = typed(AuditRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
     prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         found = audit(spec, prompts, run.audit)
@@ -226,7 +226,7 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
     """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
     plain = as_plain(config)
     run = typed(VerifiersRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
     if spec.drafter.kind != "medusa":
         raise ValueError(
             f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
@@ -268,7 +268,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     plain = open_run(config, folder, path, ("wandb", *(f"compare.{key}" for key in changing)))
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
-    target, found_tokenizer = load_target(run.target, run.dtype, run.device)
+    target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
     tokenizer = tokenizer_of(target, found_tokenizer)
     specs = {name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters}
     draft_model = None

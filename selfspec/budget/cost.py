@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import platform
 import random
 import statistics
@@ -16,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.engine import cache_folder
 from selfspec.core.generate import autoregressive, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -43,10 +43,8 @@ def device_name(device: torch.device) -> str:
 def cost_file(target: Target, rows: int) -> Path:
     """Where the costs of this target on this device lie: in $SELFSPEC_CACHE, or selfspec's folder in the user's
     cache."""
-    cache = os.environ.get("SELFSPEC_CACHE")
-    home = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
     key = json.dumps([_identity(target, rows), target.model.config.to_json_string()])
-    return home / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _identity(target: Target, rows: int) -> Figures:
@@ -56,6 +54,7 @@ def _identity(target: Target, rows: int) -> Figures:
         "dtype": str(target.dtype),
         "rows": rows,
         "torch": torch.__version__,
+        "engine": "eager" if target.engine is None else "compiled",
     }
 
 

@@ -227,15 +227,11 @@ class TreeCache(PassCache):
             for name, tensor in zip(("keys", "values"), pair, strict=True):
                 key = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
                 groups.setdefault(key, []).append((layer, name, tensor))
-        slots = max(self.capacity, self.limit)
-        for where in {key[3] for key in groups}:
-            size = sum(len(m) * k[0] * k[1] * k[2].itemsize for k, m in groups.items() if k[3] == where)
-            size *= len(self.lengths) * slots
-            if size > (free := free_memory(where)):
-                raise MemoryError(
-                    f"the cache of {len(self.lengths)} rows of {slots} tokens needs {size / 2**30:.1f} GiB on {where}, "
-                    f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
-                )
+        slots, sizes = max(self.capacity, self.limit), dict[torch.device, int]()
+        for key, members in groups.items():
+            need = len(members) * key[0] * key[1] * key[2].itemsize * len(self.lengths) * slots
+            sizes[key[3]] = sizes.get(key[3], 0) + need
+        enough(sizes, len(self.lengths), slots)
         for (heads, width, dtype, device), members in groups.items():
             rows, nodes = members[0][2].shape[0], members[0][2].shape[2]
             store = torch.zeros(len(members), rows, heads, self.capacity, width, dtype=dtype, device=device)
@@ -255,6 +251,16 @@ class TreeCache(PassCache):
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where attention is allowed, the dtype's lowest value elsewhere."""
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def enough(sizes: dict[torch.device, int], rows: int, slots: int) -> None:
+    """Raises MemoryError where a cache of so many rows and slots, of `sizes` bytes on each device, does not fit."""
+    for device, size in sizes.items():
+        if size > (free := free_memory(device)):
+            raise MemoryError(
+                f"the cache of {rows} rows of {slots} tokens needs {size / 2**30:.1f} GiB on {device}, "
+                f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
+            )
 
 
 def free_memory(device: torch.device) -> int:

@@ -7,9 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from selfspec.core.cache import TreeCache
 from selfspec.core.sampling import Noise
-from selfspec.core.target import Target
+from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree
 
 
@@ -27,7 +26,7 @@ class Context:
     temperature: float
     noise: Noise | None
     target: Target
-    cache: TreeCache
+    cache: RowCache
     rate: float = 0.0
 
     @property

@@ -10,17 +10,20 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
+from selfspec.core.slots import bucket
 from selfspec.core.stats import Stats
-from selfspec.core.target import Target
-from selfspec.core.tree import chain
-from selfspec.core.verify import verify
+from selfspec.core.target import Pass, Picking, Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import read_walk, verify
 
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
+CHUNKS = (16, 64, 256)  # prompt tokens per pass of a compiled engine, which compiles each of these once
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
@@ -55,6 +58,10 @@ class _Rows:
         self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
+        # Passes of a compiled engine walk their trees where nothing warps but a temperature, and nobody looks on.
+        unseen = not (options.relaxed or options.record or self.rules.processors)
+        plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
+        self.walks = target.engine is not None and unseen and plain
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
@@ -75,6 +82,23 @@ class _Rows:
         noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 
+    def picking(self, tree: DraftTree) -> Picking | None:
+        """What a pass over this tree needs to walk it; None where the walk is the loop's."""
+        if not self.walks:
+            return None
+        if self.noise is None:
+            return Picking(None, 1.0)
+        noise = self.noise.ahead([n + 1 for n in self.cache.lengths], bucket(tree.levels + 1))
+        warper = next(iter(self.warpers), None)
+        return Picking(noise, warper.temperature if isinstance(warper, TemperatureLogitsWarper) else 1.0)
+
+    def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]]]:
+        """Each row's path and what it emits, after a pass."""
+        if out.walked is not None:
+            return read_walk(out.walked)
+        assert out.logits is not None
+        return verify(tree, out.logits, self.picker, self.options.relaxed)
+
     def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
         """Rows that ended in this pass keep their logits: processors never see text that is not emitted."""
         eos = self.options.eos
@@ -88,9 +112,12 @@ class _Rows:
     def prefill(self, session: Session | None, reads: tuple[int, ...]) -> None:
         """Cache every prompt but its last token, which becomes the root."""
         prompts = [tokens[:-1] for tokens in self.tokens]
-        for start in range(0, max(map(len, prompts)), PREFILL):
-            parts = [prompt[start : start + PREFILL] for prompt in prompts]
+        size = PREFILL if self.target.engine is None else CHUNKS[-1]
+        for start in range(0, max(map(len, prompts)), size):
+            parts = [prompt[start : start + size] for prompt in prompts]
             width = max(map(len, parts))
+            if self.target.engine is not None:
+                width = next(chunk for chunk in CHUNKS if chunk >= width)
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
             out = self.target.forward(tree, self.cache, False, reads=reads)
@@ -152,20 +179,24 @@ def autoregressive(
     t1 = clock(target.device)
     stats.seconds_prefill = t1 - t0
     while rows.alive:
-        logits = target.forward(root, rows.cache).logits
+        out = target.forward(root, rows.cache, picking=rows.picking(root))
         t2 = clock(target.device)
-        assert logits is not None
-        picked, _ = rows.picker(logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
+        if out.walked is not None:
+            _, emitted = read_walk(out.walked)
+        else:
+            assert out.logits is not None
+            picked, _ = rows.picker(out.logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
+            emitted = [[token] for token in picked.tolist()]
         rows.cache.keep([[0]] * len(rows.alive))
-        tokens, going = rows.advance([[token] for token in picked.tolist()])
+        tokens, going = rows.advance(emitted)
         for row, cut in zip(rows.alive, tokens, strict=True):
             stats.count(0, len(cut))
             result[row] += cut
         if len(going) < len(rows.alive):
             rows.select(going)
-            root = chain(picked[going, None])
+            root = chain(rows.roots()[:, None])
         else:
-            root = root.with_tokens(picked[:, None])
+            root = root.with_tokens(rows.roots()[:, None])
         t0, t1 = t1, clock(target.device)
         stats.calls += 1
         stats.nodes += 1
@@ -229,10 +260,10 @@ def speculative_steps(
             )
             assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
             t2 = clock(target.device)
-            out = target.forward(tree, cache, True, (tree.start, target.n_layers), tree.hidden, reads)
+            picking, layers = rows.picking(tree), (tree.start, target.n_layers)
+            out = target.forward(tree, cache, True, layers, tree.hidden, reads, picking=picking)
             t3 = clock(target.device)
-            assert out.logits is not None
-            paths, emitted = verify(tree, out.logits, rows.picker, options.relaxed)
+            paths, emitted = rows.accepted(tree, out)
             cache.keep(paths)
             tokens, going = rows.advance(emitted)
             added: Added = []

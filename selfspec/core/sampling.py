@@ -141,8 +141,12 @@ def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
     """
     best, tokens = (scores if noise is None else noise + scores).max(-1)
     if not math.isfinite(float(best.sum())):
-        raise FloatingPointError(
-            "the target's logits are NaN, infinite or all forbidden by logits processors: its weights may be damaged, "
-            "its dtype may overflow (float16: try bfloat16), or a processor set +inf or left no token to choose"
-        )
+        raise nothing_to_pick()
     return tokens
+
+
+def nothing_to_pick() -> FloatingPointError:
+    return FloatingPointError(
+        "the target's logits are NaN, infinite or all forbidden by logits processors: its weights may be damaged, "
+        "its dtype may overflow (float16: try bfloat16), or a processor set +inf or left no token to choose"
+    )

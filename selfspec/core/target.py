@@ -12,18 +12,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.core.cache import PassCache, TextCache, TreeCache
+from selfspec.core.engine import Engine
+from selfspec.core.slots import Buffers, SlotCache, layers, masks, padded
 from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
 from selfspec.core.tree import DraftTree
+from selfspec.core.verify import walk
+
+RowCache = TreeCache | SlotCache  # the cache of a call: of the eager engine, of a compiled one
 
 
 @dataclass(frozen=True)
 class Pass:
     """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
-    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]."""
+    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]; walked: int64
+    [B, 2, N], see `selfspec.core.verify.walk`, where the pass was asked to walk its tree."""
 
     logits: Tensor | None
     hidden: Tensor
     features: dict[int, Tensor]
+    walked: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Picking:
+    """How the target's tokens are picked in a pass that walks its tree. noise: float64 [B, D, V] of the positions
+    behind the root, for D above every depth, None when greedy."""
+
+    noise: Tensor | None
+    temperature: float
 
 
 def _carrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
@@ -57,6 +73,41 @@ def _note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     _carrier(args, kwargs).seen[index] = output if isinstance(output, Tensor) else output[0]
 
 
+def static_pass(
+    module: nn.Module,
+    given: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor | None,
+    lengths: Tensor,
+    ran: Tensor,
+    buffers: Buffers,
+    windows: dict[str, int | None],
+    last: int,
+    dtype: torch.dtype,
+    picking: tuple[Tensor | None, Tensor | None] | None,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """One pass of a part (or of its decoder, for no logits) over buffers, as it is compiled: logits, the outputs of the
+    layers watched, and the walk, for which `picking` gives noise and temperature. windows: by layer type; last: the
+    largest position. See `Target.forward`."""
+    nodes, slots = tokens.shape[1], next(pair[0].shape[2] for pair in buffers if pair is not None)
+    depth, found = masks(parents, lengths, ran, nodes, slots, list(windows.values()), dtype)
+    at = lengths[:, None] + ran + torch.arange(nodes, device=tokens.device)
+    cache = layers(buffers, at)
+    cache.enter(given)
+    by_type = dict(zip(windows, found, strict=True))
+    out = module(
+        input_ids=tokens,
+        attention_mask=by_type if len(by_type) > 1 else found[0],
+        position_ids=(lengths[:, None] + depth).clamp(max=last),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor | None = getattr(out, "logits", None)
+    if picking is None or logits is None or parents is None:
+        return logits, cache.seen, None
+    return logits, cache.seen, walk(logits, tokens, parents, *picking)
+
+
 class Target:
     """A full- or sliding-window-attention decoder of transformers, unmodified and frozen.
 
@@ -64,7 +115,9 @@ class Target:
     no state, so that several calls and threads can use them at once and the model itself can be used beside them.
     """
 
-    def __init__(self, model: PreTrainedModel, frozen: bool = True, tuples: bool | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, frozen: bool = True, tuples: bool | None = None, engine: Engine | None = None
+    ) -> None:
         """frozen: False leaves requires_grad as it is, for views that hold trained parts; tuples: whether layers return
         tuples, where it is known (None: found by a pass when it is needed).
 
@@ -94,7 +147,8 @@ class Target:
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], PreTrainedModel] = {}
         self._built_from = self._structure()
-        self._tuples = tuples
+        self._tuples, self.engine = tuples, engine
+        self._like: list[tuple[Tensor, Tensor] | None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -146,9 +200,21 @@ class Target:
             self._tuples = returns_tuples(self.model)
         return self._tuples
 
-    def cache(self, rows: int, capacity: int, limit: int = 0) -> TreeCache:
+    def cache(self, rows: int, capacity: int, limit: int = 0) -> RowCache:
         """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
+        if self.engine is not None:
+            return SlotCache(self._one_token(), rows, capacity, limit, self.engine)
         return TreeCache(self.n_layers, rows, capacity, self.dtype, limit)
+
+    @torch.no_grad()
+    def _one_token(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made."""
+        if self._like is None:
+            cache = TextCache(self.n_layers, kept=True)
+            self.text(torch.zeros(1, 1, dtype=torch.long, device=self.device), False, cache=cache)
+            kept = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+            self._like = [None if k is None or v is None else (k, v) for k, v in kept]
+        return self._like
 
     def part(self, start: int, stop: int, reads: tuple[int, ...] = ()) -> PreTrainedModel:
         """A view of the model that runs layers start to stop - 1 on what its cache was given, notes the outputs of
@@ -171,12 +237,13 @@ class Target:
     def forward(
         self,
         tree: DraftTree,
-        cache: TreeCache,
+        cache: RowCache,
         logits: bool = True,
         layers: tuple[int, int] | None = None,
         hidden: Tensor | None = None,
         reads: tuple[int, ...] = (),
         ran: int = 0,
+        picking: Picking | None = None,
     ) -> Pass:
         """One pass over a tree of B rows and N nodes.
 
@@ -184,19 +251,74 @@ class Target:
         those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
         the number of layers the result holds that layer's output, no final norm and no logits. `reads` are the layers
         whose outputs are wanted. Nodes below `ran` were already run through the same layers in an earlier pass over the
-        same tree, with nothing kept since; N then counts only the remaining ones.
+        same tree, with nothing kept since; N then counts only the remaining ones. With `picking`, which a compiled
+        engine serves, the pass walks the tree as well.
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
             raise ValueError(
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
+        if isinstance(cache, SlotCache):
+            return self._static(tree, cache, logits, (start, stop), hidden, reads, ran, picking)
         cache.begin(tree, hidden, ran)
         positions = cache.positions(tree)
         if self.max_positions is not None:  # nodes past the last position exist only to be cut off
             positions = positions.clamp(max=self.max_positions - 1)
         masks = self.per_type(partial(cache.mask, tree))
         return self._run(cache, tree.tokens[:, ran:], logits, (start, stop), reads, masks, positions[:, ran:])
+
+    def _static(
+        self,
+        tree: DraftTree,
+        cache: SlotCache,
+        logits: bool,
+        layers: tuple[int, int],
+        hidden: Tensor | None,
+        reads: tuple[int, ...],
+        ran: int,
+        picking: Picking | None,
+    ) -> Pass:
+        """`forward` by the engine: sizes are rounded up to those that passes are compiled for."""
+        (start, stop), rows = layers, len(cache.lengths)
+        whole = logits and stop == self.n_layers
+        tokens, parents, nodes = padded(tree, ran, rows + cache.idle)
+        buffers = cache.begin(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]))
+        if hidden is not None and hidden.shape[:2] != tokens.shape:
+            hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, cache.idle))
+        part = self.part(start, stop, reads)
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        drawn: tuple[Tensor | None, Tensor | None] | None = None
+        if picking is not None:
+            drawn = (None, None)
+            if (noise := picking.noise) is not None:
+                noise = nn.functional.pad(noise, (0, 0, 0, 0, 0, cache.idle)) if cache.idle else noise.contiguous()
+                drawn = noise, torch.tensor(picking.temperature, dtype=torch.float32, device=noise.device)
+        out, seen, walked = cache.engine.run(
+            static_pass,
+            part if whole else part.get_decoder(),
+            hidden,
+            tokens,
+            parents,
+            cache.row_lengths(tokens.device),
+            torch.tensor(ran, device=tokens.device),
+            buffers,
+            {name: windows[name] for name in sorted(self.layer_types)},
+            (self.max_positions or 2**62) - 1,
+            self.dtype,
+            drawn,
+        )
+        seen = {layer: found[:rows, :nodes] for layer, found in seen.items()}
+        if hidden is not None:
+            seen = {start - 1: hidden[:rows, :nodes], **seen}
+        final = -1 if stop == self.n_layers else stop - 1
+        features = {i: seen[i] for i in reads}
+        return Pass(
+            None if out is None else out[:rows, :nodes],
+            seen[final],
+            features,
+            None if walked is None else walked[:rows],
+        )
 
     def text(
         self,

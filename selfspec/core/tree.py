@@ -47,7 +47,7 @@ class DraftTree:
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
         """The same structure over other tokens int64 [B, N]; mask, depth and children are computed once for all."""
-        _ = self.mask, self.depth, self.children
+        _ = self.mask, self.depth, self.children, self.levels
         tree = object.__new__(DraftTree)
         tree.__dict__.update(self.__dict__, tokens=tokens)
         return tree
@@ -69,6 +69,23 @@ class DraftTree:
     def depth(self) -> Tensor:
         """int64 [B, N], 0 at the root (and at spare nodes)."""
         return self.mask.sum(-1) - 1
+
+    @cached_property
+    def levels(self) -> int:
+        """The depth of the deepest node."""
+        deepest = 0
+        for parents in self.parents.tolist():
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            deepest = max(deepest, *depths)
+        return deepest
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node's parent is the node before it."""
+        before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
+        return bool((self.parents == before).all())
 
     @cached_property
     def children(self) -> list[list[list[int]]]:
@@ -95,6 +112,17 @@ class DraftTree:
 
     def __str__(self) -> str:
         return "\n".join(self.render(row) for row in range(self.tokens.shape[0]))
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """bool [B, N, N], True where node i is node j or descends from it, of parents int64 [B, N]: `DraftTree.mask` by
+    log2(N) products instead of a loop that ends where the tree does."""
+    nodes = parents.shape[1]
+    each = torch.arange(nodes, device=parents.device)
+    seen = (each == parents[:, :, None]) | (each == each[:, None])
+    for _ in range((nodes - 1).bit_length()):
+        seen = (seen.float() @ seen.float()) > 0.5
+    return seen
 
 
 def chain(tokens: Tensor) -> DraftTree:

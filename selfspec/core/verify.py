@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from selfspec.core.tree import DraftTree
+from selfspec.core.sampling import nothing_to_pick
+from selfspec.core.tree import DraftTree, ancestors
 
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from
@@ -44,4 +46,44 @@ def verify(
                 paths[row].append(child)
                 walking.append(row)
         rows = walking
+    return paths, emitted
+
+
+def walk(logits: Tensor, tokens: Tensor, parents: Tensor, noise: Tensor | None, temperature: Tensor | None) -> Tensor:
+    """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
+
+    logits: [B, N, V]; tokens, parents: int64 [B, N]; noise: float64 [B, D, V] of the positions behind the root, for D
+    above every depth; temperature: float32 []. Returns int64 [B, 2, N]: the target's pick at every node (-1 where no
+    token has a finite score), and 1 where the node is on the path. A child is right if it holds the pick of its parent
+    and no sibling before it does; a node is on the path if it and all its ancestors are right.
+    """
+    seen = ancestors(parents)
+    if noise is not None and temperature is not None:
+        depth = seen.sum(-1) - 1
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        best, picks = (scores + noise.gather(1, depth[:, :, None].expand(-1, -1, logits.shape[-1]))).max(-1)
+    else:
+        best, picks = logits.max(-1)
+    picks = torch.where(best.isfinite(), picks, -1)
+    each = torch.arange(tokens.shape[1], device=tokens.device)
+    wanted = picks.gather(1, parents.clamp(min=0))
+    alike = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    first = ~(alike & (each < each[:, None])).any(-1)
+    right = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
+    on_path = ~(seen & ~right[:, None]).any(-1)
+    return torch.stack([picks, on_path.long()], 1)
+
+
+def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    """Paths and emitted tokens of `walk`'s result, as `verify` returns them.
+
+    Raises FloatingPointError where no token has a finite score.
+    """
+    paths, emitted = [], []
+    for picks, on_path in walked.tolist():
+        path = [node for node, on in enumerate(on_path) if on]
+        paths.append(path)
+        emitted.append([picks[node] for node in path])
+        if -1 in emitted[-1]:
+            raise nothing_to_pick()
     return paths, emitted

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.core.cache import TreeCache
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.target import Target
+from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, share, training_dtype, whole
 from selfspec.drafters.parts.growth import Growth, grown
@@ -95,7 +94,7 @@ class EarlyExitSession:
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
-        self.cache: TreeCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
+        self.cache: RowCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
         self.late: list[Tensor] = []
         self.ran = 0
 

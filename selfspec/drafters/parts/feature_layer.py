@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache, TreeCache
+from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import PREFILL
-from selfspec.core.target import Pass, Target
+from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.parts.views import Tail
 
@@ -76,7 +76,7 @@ class Reader:
 
     def __init__(self, layer: FeatureLayer) -> None:
         self.layer = layer
-        self.cache: TreeCache | None = None
+        self.cache: RowCache | None = None
         self.pending: list[Tensor] = []  # per row [n, H]: fused features not read yet
 
     def observe(self, accepted: Accepted) -> None:

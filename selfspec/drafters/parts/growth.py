@@ -13,14 +13,15 @@ from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 
 
-def perturbed(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+def perturbed(logits: Tensor, noise: Tensor, temperature: float | Tensor) -> Tensor:
     """Scores that rank children when sampling: logits / T plus the target's noise, weighted less.
 
     A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
     the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return exact / temperature + min(1.0, 0.85 * temperature**2) * noise
+    weight = 0.85 * temperature**2
+    return exact / temperature + (weight.clamp(max=1.0) if isinstance(weight, Tensor) else min(1.0, weight)) * noise
 
 
 def ahead(context: Context, depth: int) -> Tensor | None:

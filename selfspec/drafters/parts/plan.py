@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.slots import filled
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.growth import ahead, perturbed
@@ -69,6 +70,25 @@ def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) ->
     return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
 
 
+def drafted(
+    drafter: Trained,
+    hidden: Tensor,
+    roots: Tensor,
+    index: Tensor,
+    depth: int,
+    choices: int,
+    noise: Tensor | None,
+    temperature: Tensor | float,
+) -> Tensor:
+    """Tokens int64 [B, N] of a static tree: each depth's best `choices` behind hidden states [B, H], placed by `index`.
+    noise: float64 [B, depth, V], None when greedy."""
+    scores = drafter(hidden, depth).transpose(0, 1)  # [B, depth, V]
+    if noise is not None:
+        scores = perturbed(scores, noise, temperature)
+    ranked = scores.topk(choices, -1).indices  # [B, depth, choices]
+    return torch.cat([roots[:, None], ranked.flatten(1)], 1)[:, index]
+
+
 class PlanSession:
     """The session of heads that guess each depth on its own from the last hidden state: a static tree in every pass.
 
@@ -87,12 +107,14 @@ class PlanSession:
         shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
         if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        scores = self.drafter(self.hidden, shape.depth).transpose(0, 1)  # [B, depth, V]
-        if (noise := ahead(context, shape.depth)) is not None:
-            scores = perturbed(scores, noise, context.temperature)
-        choices = scores.topk(shape.choices, -1).indices  # [B, depth, choices]
-        tokens = torch.cat([context.roots[:, None], choices.flatten(1)], 1)
-        return shape.tree.with_tokens(tokens[:, shape.index])
+        noise, made = ahead(context, shape.depth), (shape.index, shape.depth, shape.choices)
+        if (engine := context.target.engine) is None:
+            tokens = drafted(self.drafter, self.hidden, context.roots, *made, noise, context.temperature)
+        else:
+            rows, temperature = len(context.lengths), torch.tensor(context.temperature, device=context.roots.device)
+            given = (filled(self.hidden), filled(context.roots), *made, None if noise is None else filled(noise))
+            tokens = engine.run(drafted, self.drafter, *given, temperature)[:rows]
+        return shape.tree.with_tokens(tokens)
 
     def observe(self, accepted: Accepted) -> None:
         self.hidden = accepted.last_hidden(self.hidden)

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.core.cache import TextCache, TreeCache
+from selfspec.core.cache import TextCache
 from selfspec.core.support import layer_stack, view
-from selfspec.core.target import Pass, Target
+from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree
 
 
@@ -86,7 +86,7 @@ class Tail(Adapted):
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
-        inner = Target(model, frozen=False, tuples=target.tuples)
+        inner = Target(model, frozen=False, tuples=target.tuples, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
             parameters = dict(block.named_parameters())
@@ -121,7 +121,8 @@ class Tail(Adapted):
 
     @torch.no_grad()
     def _merged(self) -> Target:
-        target = Target(view(self._views[True].model), frozen=False, tuples=self._views[True].tuples)
+        trained = self._views[True]
+        target = Target(view(trained.model), frozen=False, tuples=trained.tuples, engine=trained.engine)
         block = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
@@ -160,7 +161,7 @@ class Tail(Adapted):
         reads = (self.layer,) if block else ()
         return self.target.text(tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions)
 
-    def step(self, hidden: Tensor, tree: DraftTree, cache: TreeCache, ran: int = 0, logits: bool = True) -> Pass:
+    def step(self, hidden: Tensor, tree: DraftTree, cache: RowCache, ran: int = 0, logits: bool = True) -> Pass:
         """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
         layers = (self.layer, self.layer + 1)
         return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)

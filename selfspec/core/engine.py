@@ -1,0 +1,201 @@
+"""Functions on tensors, run as they are or compiled once for each shape."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+ENGINES = ("eager", "compiled")
+
+
+@dataclass(eq=False)
+class Engine:
+    """Runs functions compiled by torch.compile, with full graphs and static shapes.
+
+    Every combination of a function, the modules it is given and the shapes of its tensors is compiled as a function of
+    its own, so that nothing is compiled again behind its back and a call checks no guards. Weights are inputs of the
+    compiled code, not constants: what is trained later is seen. Arguments are tensors, modules, numbers, None, and
+    lists, tuples and dicts of them.
+
+    backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
+    process (None: nowhere); compiled: what was compiled or read, by what it was made for; seconds: how long that took;
+    failed: the reason for each function that runs as it is instead.
+    """
+
+    backend: str | None = "inductor"
+    folder: Path | None = None
+    quiet: bool = False
+    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+    failed: dict[str, str] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), compiled on first use. Tensors among the arguments may be written to."""
+        if self.backend is None:
+            return function(*args)
+        key = (function, *map(signature, args))
+        made = self.compiled.get(key)
+        if made is None:
+            with self._lock:  # another thread may have made it meanwhile
+                made = self.compiled.get(key) or self._make(key, function, args)
+        return made(*args)
+
+    def _make(self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+        start, what = time.perf_counter(), f"{function.__name__} {_told(args)}"
+        path = None if self.folder is None else self.folder / f"{_name(function, args, str(self.backend))}.bin"
+        made: Any
+        made, how = _read(path), "read"
+        if made is None:
+            how = "compiled"
+            try:
+                compiling: Any = torch.compile(
+                    function,
+                    backend=self.backend,  # type: ignore[arg-type]
+                    fullgraph=True,
+                    dynamic=False,
+                    options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+                )
+                made = compiling.aot_compile((args, {}))
+                made.disable_guard_check()
+            except Exception as error:  # torch raises many kinds, and the function itself is still right
+                made, how = function, "not compiled"
+                self.failed[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                print(f"not compiled, runs as it is: {what}: {self.failed[what]}", file=sys.stderr)
+            else:
+                self._write(path, made)
+        took = time.perf_counter() - start
+        self.seconds += took
+        if not self.quiet and made is not function:
+            print(f"{how} in {took:.1f} s: {what}", file=sys.stderr)
+        self.compiled[key] = made
+        return made  # type: ignore[no-any-return]
+
+    def _write(self, path: Path | None, made: Any) -> None:
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            made.save_compiled_function(str(scratch))
+            os.replace(scratch, path)
+        except Exception as error:  # of the disk, or of what can not be pickled
+            print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)
+            self.folder = None
+
+
+def cache_folder() -> Path:
+    """Where selfspec keeps what it measured and compiled: SELFSPEC_CACHE, or selfspec in the user's cache folder."""
+    own = os.environ.get("SELFSPEC_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
+def engine_for(name: str, device: torch.device) -> Engine | None:
+    """The engine of this name; None for eager. Raises ValueError for an unknown one, and where none can compile."""
+    if name not in ENGINES:
+        raise ValueError(f"engine={name!r} must be one of {', '.join(ENGINES)}")
+    if name == "eager":
+        return None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"engine=compiled serves CPUs and CUDA devices, not {device}; take engine=eager")
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ValueError(
+                "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
+                "Ubuntu, gcc-c++ of Fedora, clang of conda-forge; CXX names another), or take engine=eager"
+            ) from None
+    return Engine(folder=cache_folder() / "compiled")
+
+
+def signature(argument: Any) -> Hashable:
+    """What compiled code depends on: a tensor's layout, and anything else itself."""
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(signature, argument))
+    if isinstance(argument, dict):
+        return tuple((name, signature(part)) for name, part in argument.items())
+    return argument  # type: ignore[no-any-return]
+
+
+def _told(args: tuple[Any, ...]) -> str:
+    """Shapes of the tensors directly among the arguments, for a line that a user reads."""
+    return " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
+
+
+def _read(path: Path | None) -> Any:
+    """What an earlier process compiled; None where there is nothing, or nothing that can be used here."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            made: Any = torch.compiler.load_compiled_function(file)
+        made.disable_guard_check()
+    except Exception as error:
+        print(f"compiled anew, since {path} can not be read: {error}", file=sys.stderr)
+        return None
+    return made
+
+
+def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> str:
+    """A name for compiled code by all that it depends on: this package's source, versions, processor, threads, the
+    structure of modules and the layouts of tensors."""
+    from_where = f"{function.__module__}.{function.__qualname__}"
+    parts = [from_where, backend, _here(), str(torch.get_num_threads()), str(torch.is_inference_mode_enabled())]
+    return hashlib.sha256("\n".join(parts + [_shape(a) for a in args]).encode()).hexdigest()[:24]
+
+
+@cache
+def _here() -> str:
+    sources = sorted(Path(__file__).parents[1].glob("*/**/*.py"))
+    own = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+    return f"{own} {torch.__version__} {transformers.__version__} {sys.version} {device}"
+
+
+def _shape(argument: Any) -> str:
+    if isinstance(argument, nn.Module):
+        return structure(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"({', '.join(map(_shape, argument))})"
+    return str(signature(argument))
+
+
+def structure(module: nn.Module) -> str:
+    """What the graph of a module depends on beside its inputs: classes, configs, layouts of tensors, hooks, and the
+    numbers and names that its parts hold."""
+    told, configs = [], dict[int, Any]()
+    for name, part in module.named_modules():
+        held = {k: v for k, v in sorted(vars(part).items()) if isinstance(v, _PLAIN) or k in _ADAPTER}
+        tensors = {k: signature(t) for k, t in (*part._parameters.items(), *part._buffers.items()) if t is not None}
+        hooks = [_hook(h) for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+        told.append(f"{name} {type(part).__module__}.{type(part).__qualname__} {held} {tensors} {hooks}")
+        if (config := getattr(part, "config", None)) is not None:
+            configs[id(config)] = config
+    told += [c.to_json_string() if hasattr(c, "to_json_string") else repr(c) for c in configs.values()]
+    return "\n".join(told)
+
+
+_PLAIN = (bool, int, float, str, torch.dtype)
+_ADAPTER = ("scaling", "_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+
+
+def _hook(hook: Any) -> str:
+    return f"{hook.func.__qualname__}{hook.args}" if isinstance(hook, partial) else repr(hook)

@@ -1,0 +1,233 @@
+"""The KV cache of the compiled engine: buffers of fixed size that passes write into by index, and masks over them.
+
+Everything that changes from pass to pass is a tensor: how long each row is, which slots a pass writes, which nodes see
+which. So one compiled pass serves all lengths up to a buffer's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from selfspec.core.cache import PassCache, additive, enough
+from selfspec.core.engine import Engine
+from selfspec.core.tree import DraftTree, ancestors
+
+SMALLEST = 256  # slots of the smallest buffer
+LONG = 32  # a chain of more nodes needs no products to know who sees whom
+Buffers = list[tuple[Tensor, Tensor] | None]  # keys and values [B, heads, S, D] of each layer; None: it does not run
+
+
+def bucket(count: int, smallest: int = 1) -> int:
+    """The least power of two, times `smallest`, that is at least `count`."""
+    size = smallest
+    while size < count:
+        size *= 2
+    return size
+
+
+def filled(rows: Tensor) -> Tensor:
+    """rows [B, ...] with idle ones behind them, up to a number that is compiled for; contiguous."""
+    if idle := bucket(len(rows)) - len(rows):
+        rows = torch.cat([rows, rows[:1].expand(idle, *rows.shape[1:])])
+    return rows.contiguous()
+
+
+class _Layer(CacheLayerMixin):
+    """What a layer sees in one pass: its buffers, into which it writes its nodes."""
+
+    is_sliding = False  # the window of sliding layers is in the mask
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values, self.slots = keys, values, slots
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        at = self.slots[:, None, :, None]
+        self.keys.scatter_(2, at.expand_as(key_states), key_states)
+        self.values.scatter_(2, at.expand_as(value_states), value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        assert self.keys is not None
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        assert self.keys is not None
+        return int(self.keys.shape[2])
+
+
+class _Unused(_Layer):
+    """Stands for a layer that does not run."""
+
+    def __init__(self) -> None:
+        CacheLayerMixin.__init__(self)
+        self.is_initialized = True
+
+
+def layers(buffers: Buffers, slots: Tensor) -> PassCache:
+    """The cache that a model is given in one pass; slots: int64 [B, n], where its nodes are written."""
+    return PassCache([_Unused() if pair is None else _Layer(*pair, slots) for pair in buffers])
+
+
+def masks(
+    parents: Tensor | None,
+    lengths: Tensor,
+    ran: Tensor,
+    nodes: int,
+    slots: int,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+) -> tuple[Tensor, list[Tensor]]:
+    """Depths int64 [B, nodes] of the nodes behind `ran` of trees of parents [B, N] (None: chains of `nodes` nodes), and
+    for each window an additive mask [B, 1, nodes, slots]: 0 or the dtype's lowest value.
+
+    lengths: int64 [B], kept slots of each row; ran: int64 []. A node sees every kept slot, its ancestors and itself;
+    under a sliding window, only those whose position is less than `window` behind its own.
+    """
+    if parents is None:
+        below = torch.ones(nodes, nodes, dtype=torch.bool, device=lengths.device).tril().expand(len(lengths), -1, -1)
+    else:
+        below = ancestors(parents)  # [B, N, N]
+    depth = below.sum(-1) - 1
+    own = ran + torch.arange(nodes, device=lengths.device)
+    at = torch.arange(slots, device=lengths.device) - lengths[:, None]  # [B, S]: each slot's node; negative: kept
+    node = at.clamp(0, below.shape[2] - 1)
+    inside = (at >= 0) & (at < below.shape[2])
+    below = below.index_select(1, own)
+    seen = below.gather(2, node[:, None].expand(-1, nodes, -1)) & inside[:, None] | (at < 0)[:, None]
+    mine, found = depth.index_select(1, own), []
+    for window in windows:
+        allowed = seen
+        if window is not None:
+            behind = torch.where(at < 0, at, depth.gather(1, node))  # positions, counted from the root's
+            allowed = seen & (mine[:, :, None] - behind[:, None] < window)
+        found.append(additive(allowed, dtype)[:, None])
+    return mine, found
+
+
+def compact(buffers: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
+    """Move the slots of the nodes `paths`, int64 [B, D], of the last pass to the end of each row's kept slots."""
+    start = lengths[:, None, None, None]
+    source = start + paths[:, None, :, None]
+    place = start + torch.arange(paths.shape[1], device=paths.device)[None, None, :, None]
+    for store in buffers:
+        shape = (-1, store.shape[1], -1, store.shape[3])
+        store.scatter_(2, place.expand(shape), store.gather(2, source.expand(shape)))
+
+
+class SlotCache:
+    """Keys and values of B rows with one length each, in buffers for `capacity` slots, a power of two times 256.
+
+    As `TreeCache`: a pass appends N slots to every row behind that row's own length, and `keep` compacts the slots of
+    the accepted nodes and drops the rest. Buffers have a power of two of rows; those beyond B are idle.
+    """
+
+    def __init__(
+        self, like: Sequence[tuple[Tensor, Tensor] | None], rows: int, capacity: int, limit: int, engine: Engine
+    ):
+        """like: keys and values of one token in each layer, None where a layer keeps none. MemoryError where `limit`
+        slots a row would not fit."""
+        self.like, self.engine, self.limit = like, engine, limit
+        self.lengths = [0] * rows
+        self.idle = bucket(rows) - rows
+        self.capacity = bucket(capacity, SMALLEST)
+        self.buffers: Buffers = [None for _ in like]
+        self._closed = False
+        wide = bucket(max(limit, capacity), SMALLEST) * bucket(rows)
+        sizes: dict[torch.device, int] = {}
+        for pair in like:
+            for part in pair or ():
+                sizes[part.device] = sizes.get(part.device, 0) + wide * part.numel() * part.itemsize
+        enough(sizes, rows, wide // bucket(rows))
+
+    def begin(self, start: int, stop: int, nodes: int) -> Buffers:
+        """Buffers of layers start to stop - 1, with room for so many nodes; None for the others.
+
+        Raises ValueError where the call that the cache was made for has ended.
+        """
+        if self._closed:
+            raise ValueError(
+                "this call of generate has ended; a session and its context serve one call, make others by "
+                "drafter.session(target, rows)"
+            )
+        rows = len(self.lengths) + self.idle
+        if max(self.lengths) + nodes > self.capacity:
+            self.capacity = bucket(max(self.lengths) + nodes, SMALLEST)
+            for layer, pair in enumerate(self.buffers):
+                if pair is not None:
+                    self.buffers[layer] = self._grown(pair[0]), self._grown(pair[1])
+        for layer in range(start, stop):
+            if self.buffers[layer] is None and (like := self.like[layer]) is not None:
+                self.buffers[layer] = (
+                    like[0].new_zeros(rows, like[0].shape[1], self.capacity, like[0].shape[3]),
+                    like[1].new_zeros(rows, like[1].shape[1], self.capacity, like[1].shape[3]),
+                )
+        return [pair if start <= layer < stop else None for layer, pair in enumerate(self.buffers)]
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = old.new_zeros(old.shape[0], old.shape[1], self.capacity, old.shape[3])
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def row_lengths(self, device: torch.device) -> Tensor:
+        """int64 [rows of the buffers]."""
+        return torch.tensor(self.lengths + [0] * self.idle, device=device)
+
+    def keep(self, paths: list[list[int]]) -> None:
+        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
+        if any(path != list(range(len(path))) for path in paths):
+            depth = bucket(max(map(len, paths)))
+            padded = [path + list(range(len(path), depth)) for path in paths] + [list(range(depth))] * self.idle
+            for device in {pair[0].device for pair in self.buffers if pair is not None}:
+                stores = [
+                    part for pair in self.buffers if pair is not None and pair[0].device == device for part in pair
+                ]
+                self.engine.run(compact, stores, self.row_lengths(device), torch.tensor(padded, device=device))
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, int64 [B']."""
+        kept = rows.tolist()
+        total = bucket(len(kept))
+        whole = torch.tensor(kept + [kept[0]] * (total - len(kept)))
+        self.buffers = [
+            None if pair is None else (pair[0][whole.to(pair[0].device)], pair[1][whole.to(pair[1].device)])
+            for pair in self.buffers
+        ]
+        self.lengths, self.idle = [self.lengths[row] for row in kept], total - len(kept)
+
+    def close(self) -> None:
+        """The call is over; a later pass is refused."""
+        self._closed = True
+
+
+def padded(tree: DraftTree, ran: int, rows: int) -> tuple[Tensor, Tensor | None, int]:
+    """Tokens [rows, n] of the nodes behind `ran` and parents [rows, N] of a tree (None: a long chain) with spare nodes
+    and idle rows, so that n, N and rows are sizes that passes are compiled for; and how many of the n nodes are
+    real."""
+    nodes = tree.tokens.shape[1] - ran
+    n = bucket(nodes)
+    wide = bucket(ran + n)
+    tokens, parents = tree.tokens[:, ran:], tree.parents
+    idle = rows - len(tokens)
+    if n > nodes or idle:
+        tokens = torch.nn.functional.pad(tokens, (0, n - nodes, 0, idle))
+    if not ran and n > LONG and tree.is_chain:
+        return tokens, None, nodes
+    if wide > parents.shape[1] or idle:
+        parents = torch.nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
+    return tokens, parents, nodes

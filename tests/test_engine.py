@@ -1,0 +1,283 @@
+"""The compiled engine: passes over buffers of fixed size, the walk as tensors, compiled code that is never stale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, RandomTrees, made, tiny_model
+from families import FAMILIES, build
+from test_drafters import PROMPTS, Row, built
+from test_drafters import row as row  # a fixture: every drafter of the contract
+from torch import Tensor, nn
+
+from selfspec.core.engine import Engine, engine_for, structure
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling, pick
+from selfspec.core.slots import bucket
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, ancestors, chain
+from selfspec.core.verify import read_walk, verify, walk
+from selfspec.drafters.medusa import Medusa
+
+TREES = DraftTree(
+    torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(0)),
+    torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, -1, 2]]),
+)
+
+
+def buffered(model: Any, backend: str | None = None, folder: Path | None = None) -> Target:
+    """A target whose passes run over buffers; without a backend they are not compiled."""
+    return Target(model, engine=Engine(backend, folder, quiet=True))
+
+
+def close(found: Tensor | None, wanted: Tensor | None) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_pass_over_buffers_is_the_eager_pass(window: int | None) -> None:
+    """Rows of different lengths, chosen outputs, layer ranges, nodes that ran before, rows that leave."""
+    changes = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
+    model = tiny_model("llama" if window is None else "qwen3", **changes)
+    both = [Target(model), buffered(model)]
+    caches = [target.cache(3, 20) for target in both]
+    prompts = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
+    for target, cache in zip(both, caches, strict=True):
+        target.forward(chain(prompts), cache, logits=False)
+        cache.keep([list(range(n)) for n in (40, 11, 23)])
+    for _ in range(3):
+        a, b = (t.forward(TREES, c, reads=(1,)) for t, c in zip(both, caches, strict=True))
+        close(b.logits, a.logits)
+        close(b.hidden, a.hidden)
+        close(b.features[1], a.features[1])
+        for cache in caches:
+            cache.keep([[0, 1, 3, 5], [0, 1], [0, 2, 5]])
+    outs = []
+    for target, cache in zip(both, caches, strict=True):
+        first = target.forward(DraftTree(TREES.tokens[:, :2], TREES.parents[:, :2]), cache, False, (0, 2)).hidden
+        rest = target.forward(TREES, cache, False, (0, 2), ran=2).hidden
+        outs.append(target.forward(TREES, cache, True, (2, 3), torch.cat([first, rest], 1), reads=(1,)))
+        cache.keep([[0, 2], [0, 1, 2], [0]])
+        cache.select(torch.tensor([0, 2]))
+    close(outs[1].logits, outs[0].logits)
+    close(outs[1].features[1], outs[0].features[1])
+    left = DraftTree(TREES.tokens[[0, 2]], TREES.parents[[0, 2]])
+    close(*(t.forward(left, c).logits for t, c in zip(both, caches, strict=True)))
+
+
+def test_buffers_grow_by_doubling_and_keep_what_they_hold() -> None:
+    model = tiny_model(max_position_embeddings=1024)
+    text = torch.randint(VOCAB, (1, 700), generator=torch.Generator().manual_seed(0))
+    target = buffered(model)
+    cache, sizes = target.cache(1, 16), []
+    for start in range(0, 700, 100):
+        out = target.forward(chain(text[:, start : start + 100]), cache)
+        cache.keep([list(range(100))])
+        sizes.append(cache.capacity)
+    assert sizes == [256, 256, 512, 512, 1024, 1024, 1024]  # a pass of 100 nodes writes 128
+    close(out.logits, Target(model).text(text).logits[:, -100:])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_over_buffers(name: str) -> None:
+    model = build(name)
+    prompts = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
+    options = Options(12, Sampling(1.0), seed=3)
+    plain = autoregressive(Target(model), prompts, options)
+    target = buffered(model)
+    assert autoregressive(target, prompts, options).token_ids == plain.token_ids
+    drafter = RandomTrees([p + t for p, t in zip(prompts, plain.token_ids, strict=True)])
+    fast = speculative(target, prompts, options, drafter, 7)
+    assert fast.token_ids == plain.token_ids
+    assert fast.stats.passes < plain.stats.passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_every_drafter_over_buffers(row: Row, temperature: float, rows: int) -> None:
+    model, options = tiny_model(), Options(30, Sampling(temperature), 5)
+    eager, target = Target(model), buffered(model)
+    plain = autoregressive(eager, PROMPTS[:rows], options)
+    fast = speculative(target, PROMPTS[:rows], options, built(row, target), 13)
+    assert fast.token_ids == plain.token_ids
+    wanted = speculative(eager, PROMPTS[:rows], options, built(row, eager), 13)
+    assert fast.from_draft == wanted.from_draft or built(row, eager).kind == "hybrid"  # which goes by the clock
+
+
+def random_trees(seed: int) -> tuple[DraftTree, Tensor]:
+    """Trees of few tokens, so that siblings are often alike, and logits that often pick them."""
+    g = torch.Generator().manual_seed(seed)
+    nodes = int(torch.randint(1, 18, (1,), generator=g))
+    parents = torch.stack([torch.randint(-1, max(1, n), (3,), generator=g) for n in range(nodes)], 1)
+    parents[:, 0] = -1
+    return DraftTree(torch.randint(4, (3, nodes), generator=g), parents), torch.randn(3, nodes, 5, generator=g)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_the_walk_is_verify(temperature: float) -> None:
+    lengths = set()
+    for seed in range(60):
+        tree, logits = random_trees(seed)
+        torch.testing.assert_close(ancestors(tree.parents), tree.mask)
+        noise = torch.rand(3, 32, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).log_()
+
+        def picker(level: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
+            scores = level if temperature == 0 else level / temperature
+            own = noise[rows, [len(new) for new in ahead]]  # noqa: B023
+            return pick(scores, None if temperature == 0 else own), scores
+
+        given = (None, None) if temperature == 0 else (noise, torch.tensor(temperature))
+        found = read_walk(walk(logits, tree.tokens, tree.parents, *given))
+        assert found == verify(tree, logits, picker)
+        lengths |= set(map(len, found[0]))
+    assert lengths >= {1, 2, 3}
+
+
+def test_the_walk_refuses_damaged_logits_where_it_goes_alone() -> None:
+    tree = chain(torch.tensor([[1, 2, 3]]))
+    logits = torch.zeros(1, 3, 5)
+    logits[0, 0, 4] = 1  # leaves at the root
+    logits[0, 2] = torch.nan
+    assert read_walk(walk(logits, tree.tokens, tree.parents, None, None)) == ([[0]], [[4]])
+    logits[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="logits are NaN"):
+        read_walk(walk(logits, tree.tokens, tree.parents, None, None))
+
+
+def test_levels_is_the_depth_of_the_deepest_node() -> None:
+    for seed in range(20):
+        tree, _ = random_trees(seed)
+        assert tree.levels == int(tree.depth.max())
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])
+def test_buckets_are_powers_of_two(count: int, size: int) -> None:
+    assert bucket(count) == size
+    assert bucket(count * 256, 256) == size * 256
+
+
+# -- compiled
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return tiny_model(num_hidden_layers=1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_compiled_is_lossless_and_compiles_nothing_twice(small: Any, folder: Path, temperature: float) -> None:
+    target = buffered(small, "inductor", folder)
+    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    options = Options(60, Sampling(temperature), 5)
+    counts = []
+    for _ in range(2):
+        plain = autoregressive(target, PROMPTS[2:3], options)
+        fast = speculative(target, PROMPTS[2:3], options, drafter, 8)
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.passes < plain.stats.passes or temperature > 0
+        engine = target.engine
+        assert engine is not None
+        assert not engine.failed
+        counts.append(len(engine.compiled))
+    assert counts[0] == counts[1] > 3
+    assert plain.token_ids == autoregressive(Target(small), PROMPTS[2:3], options).token_ids
+
+
+def test_another_process_reads_what_was_compiled(small: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another engine stands for it; a damaged file is compiled anew, an unwritable folder is told of once."""
+    options = Options(5)
+    wanted = autoregressive(buffered(small, "inductor", folder), PROMPTS[2:3], options).token_ids
+    capsys.readouterr()
+    again = Target(small, engine=Engine("inductor", folder))
+    assert autoregressive(again, PROMPTS[2:3], options).token_ids == wanted
+    told = capsys.readouterr().err.splitlines()
+    assert told
+    assert all(line.startswith("read in") for line in told)
+
+
+def test_a_damaged_file_is_compiled_anew(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+    assert Engine("inductor", tmp_path).run(_twice, x).tolist() == (x * 2).tolist()
+    (file,) = tmp_path.glob("*.bin")
+    file.write_bytes(b"no code")
+    capsys.readouterr()
+    assert Engine("inductor", tmp_path).run(_twice, x).tolist() == (x * 2).tolist()
+    assert f"compiled anew, since {file} can not be read" in capsys.readouterr().err
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    engine = Engine("inductor", blocked / "below")
+    assert engine.run(_twice, x).tolist() == (x * 2).tolist()
+    assert engine.run(_twice, x[:1]).tolist() == (x[:1] * 2).tolist()
+    assert capsys.readouterr().err.count("compiled code is not kept") == 1
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _applied(module: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = module(x)
+    return result
+
+
+def test_weights_are_inputs_of_compiled_code() -> None:
+    engine, x = Engine("inductor", quiet=True), torch.randn(2, 4)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.no_grad():
+        for module in (first, second):
+            torch.testing.assert_close(engine.run(_applied, module, x), module(x))
+        first.weight.mul_(3)
+        torch.testing.assert_close(engine.run(_applied, first, x), first(x))
+        first.weight = nn.Parameter(torch.randn(4, 4))
+        torch.testing.assert_close(engine.run(_applied, first, x), first(x))
+    assert len(engine.compiled) == 2
+
+
+def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def forked(x: Tensor) -> Tensor:
+        return x + 1 if float(x.sum()) > 0 else x - 1
+
+    engine = Engine("inductor")
+    assert engine.run(forked, torch.ones(2)).tolist() == [2.0, 2.0]
+    assert engine.run(forked, -torch.ones(2)).tolist() == [-2.0, -2.0]
+    (reason,) = engine.failed.values()
+    assert "not compiled, runs as it is: forked [2]" in capsys.readouterr().err
+    assert reason
+
+
+def test_structure_tells_modules_apart() -> None:
+    a, b = tiny_model(), tiny_model()
+    assert structure(a) == structure(b)
+    assert structure(tiny_model(rms_norm_eps=1e-3)) != structure(a)
+    assert structure(tiny_model(num_hidden_layers=2)) != structure(a)
+    target = Target(a)
+    assert structure(target.part(0, 3, (1,))) != structure(target.part(0, 3, (0,)))
+
+
+@pytest.mark.parametrize("name", ["fast", "", None])
+def test_unknown_engines_are_named(name: Any) -> None:
+    with pytest.raises(ValueError, match="must be one of eager, compiled"):
+        engine_for(name, torch.device("cpu"))
+
+
+def test_without_a_compiler_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler.*g\+\+.*engine=eager"):
+        engine_for("compiled", torch.device("cpu"))
+    with pytest.raises(ValueError, match="serves CPUs and CUDA devices"):
+        engine_for("compiled", torch.device("meta"))
