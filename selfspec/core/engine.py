@@ -127,7 +127,9 @@ def engine_for(name: str, device: torch.device) -> Engine | None:
 def signature(argument: Any) -> Hashable:
     """What compiled code depends on: a tensor's layout, and anything else itself."""
     if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
+        shape = argument.shape  # how far it is to the second of one does not matter
+        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, argument.stride(), strict=True))
+        return shape, strides, argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
         return tuple(map(signature, argument))
     if isinstance(argument, dict):

@@ -16,9 +16,9 @@ from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
-from selfspec.core.slots import bucket
+from selfspec.core.slots import Picking, bucket
 from selfspec.core.stats import Stats
-from selfspec.core.target import Pass, Picking, Target
+from selfspec.core.target import Pass, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk, verify
 

@@ -7,15 +7,17 @@ which. So one compiled pass serves all lengths up to a buffer's size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.core.cache import PassCache, additive, enough
 from selfspec.core.engine import Engine
 from selfspec.core.tree import DraftTree, ancestors
+from selfspec.core.verify import walk
 
 SMALLEST = 256  # slots of the smallest buffer
 LONG = 32  # a chain of more nodes needs no products to know who sees whom
@@ -53,7 +55,7 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        at = self.slots[:, None, :, None]
+        at = self.slots[:, None, :, None].to(key_states.device)
         self.keys.scatter_(2, at.expand_as(key_states), key_states)
         self.values.scatter_(2, at.expand_as(value_states), value_states)
         return self.keys, self.values
@@ -117,6 +119,68 @@ def masks(
             allowed = seen & (mine[:, :, None] - behind[:, None] < window)
         found.append(additive(allowed, dtype)[:, None])
     return mine, found
+
+
+class Opened(NamedTuple):
+    """Some layers of a target and their cache as modules and tensors, for passes inside a graph. module: the part, or
+    its decoder where no logits are wanted; lengths: int64 [B], kept slots of each row; windows: by layer type; last:
+    the largest position; dtype: of masks."""
+
+    module: nn.Module
+    buffers: Buffers
+    lengths: Tensor
+    windows: dict[str, int | None]
+    last: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Picking:
+    """How the target's tokens are picked in a pass that walks its tree. noise: float64 [B, D, V] of the positions
+    behind the root, for D above every depth, None when greedy."""
+
+    noise: Tensor | None
+    temperature: float
+
+    def tensors(self, idle: int) -> tuple[Tensor | None, Tensor | None]:
+        """Noise, with idle rows behind, and temperature float32 []."""
+        if self.noise is None:
+            return None, None
+        noise = nn.functional.pad(self.noise, (0, 0, 0, 0, 0, idle)) if idle else self.noise.contiguous()
+        return noise, torch.tensor(self.temperature, dtype=torch.float32, device=noise.device)
+
+
+def static_pass(
+    opened: Opened,
+    given: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor | None,
+    ran: Tensor,
+    picking: tuple[Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """One pass over buffers, as it is compiled: logits, the outputs of the layers watched, and the walk.
+
+    given: hidden states [B, n, H] that enter, where the part does not begin at layer 0; tokens: int64 [B, n] of the
+    nodes behind `ran`, int64 []; parents: int64 [B, N] of the whole tree, None for a chain; picking: noise and
+    temperature, None where nothing is walked. See `Target.forward`.
+    """
+    buffers, nodes = opened.buffers, tokens.shape[1]
+    slots = next(pair[0].shape[2] for pair in buffers if pair is not None)
+    start, windows = opened.lengths[:, None], opened.windows
+    depth, found = masks(parents, opened.lengths, ran, nodes, slots, list(windows.values()), opened.dtype)
+    cache = layers(buffers, start + ran + torch.arange(nodes, device=tokens.device))
+    cache.enter(given)
+    out = opened.module(
+        input_ids=tokens,
+        attention_mask=dict(zip(windows, found, strict=True)) if len(windows) > 1 else found[0],
+        position_ids=(start + depth).clamp(max=opened.last),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor | None = getattr(out, "logits", None)
+    if picking is None or logits is None or parents is None:
+        return logits, cache.seen, None
+    return logits, cache.seen, walk(logits, tokens, parents, *picking)
 
 
 def compact(buffers: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
@@ -225,9 +289,9 @@ def padded(tree: DraftTree, ran: int, rows: int) -> tuple[Tensor, Tensor | None,
     tokens, parents = tree.tokens[:, ran:], tree.parents
     idle = rows - len(tokens)
     if n > nodes or idle:
-        tokens = torch.nn.functional.pad(tokens, (0, n - nodes, 0, idle))
+        tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
     if not ran and n > LONG and tree.is_chain:
         return tokens, None, nodes
     if wide > parents.shape[1] or idle:
-        parents = torch.nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
+        parents = nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
     return tokens, parents, nodes

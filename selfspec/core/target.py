@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from selfspec.core.cache import PassCache, TextCache, TreeCache
 from selfspec.core.engine import Engine
-from selfspec.core.slots import Buffers, SlotCache, layers, masks, padded
+from selfspec.core.slots import Opened, Picking, SlotCache, padded, static_pass
 from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
 from selfspec.core.tree import DraftTree
-from selfspec.core.verify import walk
 
 RowCache = TreeCache | SlotCache  # the cache of a call: of the eager engine, of a compiled one
 
@@ -31,15 +30,6 @@ class Pass:
     hidden: Tensor
     features: dict[int, Tensor]
     walked: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Picking:
-    """How the target's tokens are picked in a pass that walks its tree. noise: float64 [B, D, V] of the positions
-    behind the root, for D above every depth, None when greedy."""
-
-    noise: Tensor | None
-    temperature: float
 
 
 def _carrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
@@ -71,41 +61,6 @@ class _Absent(nn.Module):
 def _note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """A forward hook: the output goes into the cache that came with the call."""
     _carrier(args, kwargs).seen[index] = output if isinstance(output, Tensor) else output[0]
-
-
-def static_pass(
-    module: nn.Module,
-    given: Tensor | None,
-    tokens: Tensor,
-    parents: Tensor | None,
-    lengths: Tensor,
-    ran: Tensor,
-    buffers: Buffers,
-    windows: dict[str, int | None],
-    last: int,
-    dtype: torch.dtype,
-    picking: tuple[Tensor | None, Tensor | None] | None,
-) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
-    """One pass of a part (or of its decoder, for no logits) over buffers, as it is compiled: logits, the outputs of the
-    layers watched, and the walk, for which `picking` gives noise and temperature. windows: by layer type; last: the
-    largest position. See `Target.forward`."""
-    nodes, slots = tokens.shape[1], next(pair[0].shape[2] for pair in buffers if pair is not None)
-    depth, found = masks(parents, lengths, ran, nodes, slots, list(windows.values()), dtype)
-    at = lengths[:, None] + ran + torch.arange(nodes, device=tokens.device)
-    cache = layers(buffers, at)
-    cache.enter(given)
-    by_type = dict(zip(windows, found, strict=True))
-    out = module(
-        input_ids=tokens,
-        attention_mask=by_type if len(by_type) > 1 else found[0],
-        position_ids=(lengths[:, None] + depth).clamp(max=last),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits: Tensor | None = getattr(out, "logits", None)
-    if picking is None or logits is None or parents is None:
-        return logits, cache.seen, None
-    return logits, cache.seen, walk(logits, tokens, parents, *picking)
 
 
 class Target:
@@ -191,7 +146,7 @@ class Target:
             )
         if (structure := self._structure()) != self._built_from:
             refuse(self.model)
-            self._parts, self._built_from = {}, structure
+            self._parts, self._built_from, self._like = {}, structure, None
 
     @property
     def tuples(self) -> bool:
@@ -268,6 +223,21 @@ class Target:
         masks = self.per_type(partial(cache.mask, tree))
         return self._run(cache, tree.tokens[:, ran:], logits, (start, stop), reads, masks, positions[:, ran:])
 
+    def opened(
+        self, cache: SlotCache, layers: tuple[int, int], reads: tuple[int, ...], logits: bool, nodes: int
+    ) -> Opened:
+        """What passes inside a graph need of some layers and their cache, with room for `nodes` more slots a row."""
+        part = self.part(*layers, reads)
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        return Opened(
+            part if logits else part.get_decoder(),
+            cache.begin(*layers, nodes),
+            cache.row_lengths(self.device),
+            {name: windows[name] for name in sorted(self.layer_types)},
+            (self.max_positions or 2**62) - 1,
+            self.dtype,
+        )
+
     def _static(
         self,
         tree: DraftTree,
@@ -281,44 +251,21 @@ class Target:
     ) -> Pass:
         """`forward` by the engine: sizes are rounded up to those that passes are compiled for."""
         (start, stop), rows = layers, len(cache.lengths)
-        whole = logits and stop == self.n_layers
         tokens, parents, nodes = padded(tree, ran, rows + cache.idle)
-        buffers = cache.begin(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]))
+        wide = max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1])
+        opened = self.opened(cache, layers, reads, logits and stop == self.n_layers, wide)
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, cache.idle))
-        part = self.part(start, stop, reads)
-        windows = {"full_attention": None, "sliding_attention": self.window}
-        drawn: tuple[Tensor | None, Tensor | None] | None = None
-        if picking is not None:
-            drawn = (None, None)
-            if (noise := picking.noise) is not None:
-                noise = nn.functional.pad(noise, (0, 0, 0, 0, 0, cache.idle)) if cache.idle else noise.contiguous()
-                drawn = noise, torch.tensor(picking.temperature, dtype=torch.float32, device=noise.device)
-        out, seen, walked = cache.engine.run(
-            static_pass,
-            part if whole else part.get_decoder(),
-            hidden,
-            tokens,
-            parents,
-            cache.row_lengths(tokens.device),
-            torch.tensor(ran, device=tokens.device),
-            buffers,
-            {name: windows[name] for name in sorted(self.layer_types)},
-            (self.max_positions or 2**62) - 1,
-            self.dtype,
-            drawn,
-        )
+        drawn = None if picking is None else picking.tensors(cache.idle)
+        at = torch.tensor(ran, device=tokens.device)
+        out, seen, walked = cache.engine.run(static_pass, opened, hidden, tokens, parents, at, drawn)
         seen = {layer: found[:rows, :nodes] for layer, found in seen.items()}
         if hidden is not None:
             seen = {start - 1: hidden[:rows, :nodes], **seen}
-        final = -1 if stop == self.n_layers else stop - 1
-        features = {i: seen[i] for i in reads}
-        return Pass(
-            None if out is None else out[:rows, :nodes],
-            seen[final],
-            features,
-            None if walked is None else walked[:rows],
-        )
+        features, final = {i: seen[i] for i in reads}, seen[-1 if stop == self.n_layers else stop - 1]
+        if out is not None:
+            out = out[:rows, :nodes]
+        return Pass(out, final, features, None if walked is None else walked[:rows])
 
     def text(
         self,

@@ -12,6 +12,7 @@ anew from verified features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +24,10 @@ from selfspec.core.cache import TextCache, additive
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain
+from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
-from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
-from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.feature_layer import Entries, FeatureLayer, Reader
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, drafted_by, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 
 
@@ -192,6 +193,42 @@ class Feature(Trained):
         return FeatureSession(self)
 
 
+def tree_of(
+    drafter: Feature,
+    roots: Tensor,
+    nodes: int,
+    factors: Tensor | Sequence[float],
+    noise: Tensor | None,
+    temperature: Tensor | float,
+    min_prob: float,
+    logits: Tensor | None,
+    hidden: Tensor,
+    states: Tensor,
+    entries: Entries,
+) -> Nodes:
+    """A tree behind roots int64 [B], from what the layer gave there: logits [B, 1, V], hidden states and outputs
+    [B, 1, H]; see `drafted_by`."""
+    vocabulary = drafter.vocabulary
+    ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
+    before: Tensor | int = 0  # the first of the nodes expanded last
+
+    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
+        nonlocal logits, hidden, states, before
+        if d > 0:
+            stem = growth.stem()
+            above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
+            states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
+            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
+            logits, hidden, states = drafter.layer.step(entries, states, tree, growth.frontier.shape[1])
+            before = growth.frontier[0, 0]
+        scores = logits if vocabulary is None else drafter.few_logits(hidden)
+        assert scores is not None
+        return scores, ids
+
+    growth = Growth(roots, nodes, drafter.config.width, min_prob)
+    return grow(growth, step, drafter.depth, Ranking(factors, noise, temperature)).best()
+
+
 class FeatureSession:
     """What one call keeps: what the layer has read of each row."""
 
@@ -202,27 +239,9 @@ class FeatureSession:
         drafter, reader, config = self.drafter, self.reader, self.drafter.config
         if not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
-        vocabulary, unreduced = drafter.vocabulary, drafter.vocabulary is None
-        logits, hidden, states = reader.read(context, unreduced)
-        ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
-        before: Tensor | int = 0  # the first of the nodes expanded last
-
-        def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
-            nonlocal logits, hidden, states, before
-            if d > 0:
-                stem = growth.stem()
-                above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
-                states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
-                tree = DraftTree(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
-                wide = growth.frontier.shape[1]
-                out = reader.step(states, tree.tokens[:, -wide:], tree, tree.tokens.shape[1] - wide, unreduced)
-                logits, hidden, states = out.logits, out.hidden, out.features[drafter.layer.tail.layer]
-                before = growth.frontier[0, 0]
-            scores = logits if unreduced else drafter.few_logits(hidden)
-            assert scores is not None
-            return scores, ids
-
-        return grown(drafter, context, step, config.depth, config.width, config.min_prob).tree()
+        read = reader.read(context, drafter.vocabulary is None)
+        entries = reader.entries(drafter.vocabulary is None, config.depth * config.width)
+        return drafted_by(tree_of, drafter, context, config.min_prob, *read, entries)
 
     def observe(self, accepted: Accepted) -> None:
         self.reader.observe(accepted)

@@ -15,6 +15,7 @@ picks a shortlist of tokens per depth; the tree is then grown from real conditio
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
-from selfspec.drafters.parts.growth import Growth, ahead, grown, perturbed
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, drafted_by, grow, perturbed
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
 from selfspec.drafters.parts.views import SharedHeads
 
@@ -234,6 +235,38 @@ class SequentialHeads(Trained):
         return SequentialSession(self)
 
 
+def tree_of(
+    drafter: SequentialHeads,
+    roots: Tensor,
+    nodes: int,
+    factors: Tensor | Sequence[float],
+    noise: Tensor | None,
+    temperature: Tensor | float,
+    min_prob: float,
+    hidden: Tensor,
+) -> Nodes:
+    """A tree behind roots int64 [B] from the states [B, H] before them; see `drafted_by`."""
+    first, logits = drafter(hidden, drafter.embed(roots))
+    ranked = logits if noise is None else perturbed(logits, noise.transpose(0, 1), temperature)
+    ids = ranked.topk(min(_SHORTLIST, logits.shape[-1]), -1).indices  # [K, B, C]
+    path = logits.new_zeros(len(hidden), 1, 0, hidden.shape[-1])  # [B, m, k, H]: of the nodes expanded last
+    before: Tensor | int = 0  # the first of those nodes
+
+    def step(growth: Growth, k: int) -> tuple[Tensor, Tensor]:
+        nonlocal path, before
+        if k == 0:
+            return logits[0].gather(1, ids[0])[:, None], ids[0]
+        at = growth.frontier[0]
+        above = growth.parents[:, at] - before  # [B, m]: which of the nodes expanded before
+        path = path.gather(1, above[:, :, None, None].expand(-1, -1, *path.shape[2:]))
+        path = torch.cat([path, drafter.embed(growth.tokens[:, at])[:, :, None]], 2)
+        before = growth.frontier[0, 0]
+        return drafter(hidden, first, path, ids[k])[0], ids[k]
+
+    growth = Growth(roots, nodes, drafter.config.width, min_prob)
+    return grow(growth, step, drafter.depth, Ranking(factors, noise, temperature)).best()
+
+
 class SequentialSession:
     """What one call keeps: the state the heads read before each row's root."""
 
@@ -248,25 +281,7 @@ class SequentialSession:
             self.hidden = self.reader.read(context, False)[1][:, 0]
         if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        hidden, noise = self.hidden, ahead(context, config.heads)
-        first, logits = drafter(hidden, drafter.embed(context.roots))
-        ranked = logits if noise is None else perturbed(logits, noise.transpose(0, 1), context.temperature)
-        ids = ranked.topk(min(_SHORTLIST, logits.shape[-1]), -1).indices  # [K, B, C]
-        path = logits.new_zeros(len(hidden), 1, 0, hidden.shape[-1])  # [B, m, k, H]: of the nodes expanded last
-        before: Tensor | int = 0  # the first of those nodes
-
-        def step(growth: Growth, k: int) -> tuple[Tensor, Tensor]:
-            nonlocal path, before
-            if k == 0:
-                return logits[0].gather(1, ids[0])[:, None], ids[0]
-            at = growth.frontier[0]
-            above = growth.parents[:, at] - before  # [B, m]: which of the nodes expanded before
-            path = path.gather(1, above[:, :, None, None].expand(-1, -1, *path.shape[2:]))
-            path = torch.cat([path, drafter.embed(growth.tokens[:, at])[:, :, None]], 2)
-            before = growth.frontier[0, 0]
-            return drafter(hidden, first, path, ids[k])[0], ids[k]
-
-        return grown(drafter, context, step, config.heads, config.width, config.min_prob).tree()
+        return drafted_by(tree_of, drafter, context, config.min_prob, self.hidden)
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import PREFILL
+from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.parts.views import Tail
@@ -70,6 +71,24 @@ class FeatureLayer(nn.Module):
         """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
         return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions)
 
+    def step(
+        self, entries: Entries, states: Tensor, tree: DraftTree, count: int
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The layer on the last `count` nodes of a tree: logits (None where they are not wanted), hidden states behind
+        the final norm, and outputs, all [B, count, ...]. states: [B, count, H]."""
+        tokens = tree.tokens[:, -count:]
+        given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
+        if isinstance(entries, Opened):
+            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, torch.tensor(ran))
+            return logits, seen[-1], seen[self.tail.layer]
+        cache, wanted = entries
+        out = self.tail.step(given, tree, cache, ran, wanted)
+        return out.logits, out.hidden, out.features[self.tail.layer]
+
+
+# Where a layer's entries are: its cache and whether logits are wanted, or both as tensors for passes inside a graph
+Entries = tuple[RowCache, bool] | Opened
+
 
 class Reader:
     """What a feature layer has read of the rows of one call: its keys and values, and entries it is still to read."""
@@ -116,13 +135,15 @@ class Reader:
             states[row, :n] = part[:n]
             tokens[row, :n] = torch.tensor(context.tokens[row][first + 1 : first + 1 + n])
         tokens = tokens.to(states.device)
-        out = self.step(states, tokens, chain(tokens), 0, logits)
+        out = self.layer.tail.step(self.layer.entry(states, tokens), chain(tokens), self.cache, 0, logits)
         self.cache.keep([list(range(n)) for n in count])
         self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
         return out
 
-    def step(self, states: Tensor, tokens: Tensor, tree: DraftTree, ran: int, logits: bool) -> Pass:
-        """The layer on the nodes of a tree behind `ran`: states [B, n, H], tokens int64 [B, n]. What is not kept is
-        written over by the next."""
+    def entries(self, logits: bool, nodes: int) -> Entries:
+        """What `FeatureLayer.step` needs of the cache for so many nodes. What it writes is written over by the next."""
         assert self.cache is not None
-        return self.layer.tail.step(self.layer.entry(states, tokens), tree, self.cache, ran, logits)
+        layer = self.layer.tail.layer
+        if isinstance(self.cache, SlotCache):
+            return self.layer.tail.target.opened(self.cache, (layer, layer + 1), (layer,), logits, nodes)
+        return self.cache, logits

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.core.contract import Context
-from selfspec.core.tree import DraftTree
-from selfspec.drafters.base import Drafter
+from selfspec.core.slots import filled
+from selfspec.core.tree import DraftTree, trusted
+from selfspec.drafters.base import Drafter, Trained
+
+Nodes = tuple[Tensor, Tensor, Tensor]  # tokens, parents and path probabilities of a tree, each [B, N]
 
 
 def perturbed(logits: Tensor, noise: Tensor, temperature: float | Tensor) -> Tensor:
@@ -63,17 +68,23 @@ class Growth:
         self.parents = torch.cat([self.parents, above], 1)
         self.scores = torch.cat([self.scores, best.values], 1)
         self.expanded = torch.cat([self.expanded, self.frontier], 1)
-        wide = min(self.width, int((best.values >= self.floor).any(0).sum()))
+        wide = min(self.width, best.values.shape[1])
+        if self.floor > -math.inf:
+            wide = min(wide, int((best.values >= self.floor).any(0).sum()))
         if self.reserve:
             wide = min(wide, (self.nodes - self.expanded.shape[1]) // 2)
         self.frontier = torch.arange(first, first + wide, device=tokens.device).expand(len(tokens), -1)
 
     def stem(self) -> DraftTree:
         """What was expanded and what is to be expanded next, in that order."""
-        return self._pick(torch.cat([self.expanded, self.frontier], 1))
+        return trusted(*self._pick(torch.cat([self.expanded, self.frontier], 1)))
 
     def tree(self) -> DraftTree:
         """The best nodes within the budget. Every parent is better than its children, so none is missing."""
+        return trusted(*self.best())
+
+    def best(self) -> Nodes:
+        """`tree` as tensors."""
         nodes = min(self.nodes, self.tokens.shape[1])
         if self.reserve:
             leaves = self.scores.scatter(1, self.expanded, -torch.inf).topk(nodes - self.expanded.shape[1], -1).indices
@@ -81,13 +92,13 @@ class Growth:
         best = self.scores[:, 1:].topk(nodes - 1, -1).indices.sort(-1).values + 1
         return self._pick(torch.cat([torch.zeros_like(self.tokens[:, :1]), best], 1))
 
-    def _pick(self, kept: Tensor) -> DraftTree:
+    def _pick(self, kept: Tensor) -> Nodes:
         """The tree of these nodes, int64 [B, n], the root first and parents before their children."""
         order = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
         place = torch.zeros_like(self.parents).scatter_(1, kept, order)
         parents = place.gather(1, self.parents.gather(1, kept).clamp(min=0))
-        parents[:, 0] = -1
-        return DraftTree(self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp())
+        parents = torch.cat([torch.full_like(parents[:, :1], -1), parents[:, 1:]], 1)
+        return self.tokens.gather(1, kept), parents, self.scores.gather(1, kept).exp()
 
 
 # Given the growth so far and the depth: logits [B, m, C] below the m nodes of the frontier, and whose logits they are,
@@ -95,19 +106,54 @@ class Growth:
 Step = Callable[[Growth, int], tuple[Tensor, Tensor | None]]
 
 
+@dataclass(frozen=True)
+class Ranking:
+    """How raw scores become log probabilities. factors: inverse temperature of each depth; noise: float64 [B, depth, V]
+    of the positions behind the root, None when greedy."""
+
+    factors: Tensor | Sequence[float]
+    noise: Tensor | None
+    temperature: Tensor | float
+
+
 def grown(
     drafter: Drafter, context: Context, step: Step, depth: int, width: int, min_prob: float = 0.0, reserve: bool = False
 ) -> Growth:
+    """A tree grown by a drafter's own steps, see `grow`."""
+    factors = drafter.calibration[context.mode].inverse_temperature
+    ranking = Ranking(factors, ahead(context, depth), context.temperature)
+    return grow(Growth(context.roots, context.nodes, width, min_prob, reserve), step, depth, ranking)
+
+
+def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:
     """The one loop by which trees are grown: `step` gives raw scores of a depth, which are ranked with the target's
     noise, calibrated and taken in, until the depth is reached or no node is worth expanding."""
-    growth = Growth(context.roots, context.nodes, width, min_prob, reserve)
-    factors, noise = drafter.calibration[context.mode].inverse_temperature, ahead(context, depth)
-    for d in range(min(depth, context.nodes - 1)):
+    for d in range(min(depth, growth.nodes - 1)):
         scores, ids = step(growth, d)
-        if noise is not None:
-            own = noise[:, d] if ids is None else noise[:, d].gather(1, ids)
-            scores = perturbed(scores, own[:, None], context.temperature)
-        growth.extend(scores * factors[d], ids)
+        if ranking.noise is not None:
+            own = ranking.noise[:, d] if ids is None else ranking.noise[:, d].gather(1, ids)
+            scores = perturbed(scores, own[:, None], ranking.temperature)
+        growth.extend(scores * ranking.factors[d], ids)
         if not growth.frontier.shape[1]:
             break
     return growth
+
+
+# Grows a tree of at most so many nodes: (drafter, roots, nodes, ranking's three, min_prob, what else it is given)
+Grower = Callable[..., Nodes]
+
+
+def drafted_by(grower: Grower, drafter: Trained, context: Context, min_prob: float, *given: Any) -> DraftTree:
+    """The tree of a drafter that grows it from tensors alone, `given`: one graph, where the engine is a compiled one. A
+    graph has no way to end early, so that `min_prob` then means nothing."""
+    engine, noise = context.target.engine, ahead(context, drafter.depth)
+    factors = drafter.calibration[context.mode].inverse_temperature
+    if engine is None:
+        ranking = (factors, noise, context.temperature)
+        return trusted(*grower(drafter, context.roots, context.nodes, *ranking, min_prob, *given))
+    device, rows = context.roots.device, len(context.roots)
+    made = (torch.tensor(factors, device=device), None if noise is None else filled(noise))
+    temperature = torch.tensor(context.temperature, device=device)
+    padded = [filled(part) if isinstance(part, Tensor) else part for part in given]
+    found = engine.run(grower, drafter, filled(context.roots), context.nodes, *made, temperature, 0.0, *padded)
+    return trusted(*(part[:rows] for part in found))
