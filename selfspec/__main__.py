@@ -47,7 +47,8 @@ def main() -> None:
         }
         if args.color:
             result = spec.generate([args.prompt], **options)
-            print(DIM + args.prompt + RESET + _colored(spec, result.token_ids[0], result.from_draft[0]))
+            told = "".join(f"{GREEN}{text}{RESET}" if drafted else text for text, drafted in spec.pieces(result))
+            print(DIM + args.prompt + RESET + told)
             stats = result.stats
             print(
                 f"{DIM}{stats.tokens} tokens in {stats.passes} passes: {stats.acceptance_length:.2f} per pass, "
@@ -66,19 +67,6 @@ def main() -> None:
             raise
         print(f"selfspec: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
-
-
-def _colored(spec: object, ids: list[int], drafted: list[bool]) -> str:
-    pieces, shown = [], ""
-    for end, own in enumerate(drafted, 1):
-        text = spec.tokenizer.decode(ids[:end], skip_special_tokens=True)  # type: ignore[attr-defined]
-        if text.endswith("\ufffd"):
-            continue
-        piece = text[len(shown) :]
-        pieces.append(f"{GREEN}{piece}{RESET}" if own else piece)
-        shown = text
-    rest = spec.tokenizer.decode(ids, skip_special_tokens=True)[len(shown) :]  # type: ignore[attr-defined]
-    return "".join(pieces) + rest
 
 
 if __name__ == "__main__":

@@ -179,6 +179,17 @@ class Spec:
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
+    def pieces(self, result: Generated, row: int = 0) -> list[tuple[str, bool]]:
+        """A row's text token by token, each with whether the draft tree held it; tokens that only together make a
+        character are one piece."""
+        ids, found, shown = result.token_ids[row], list[tuple[str, bool]](), ""
+        for end, drafted in enumerate(result.from_draft[row], 1):
+            text = self._decode([ids[:end]])[0]
+            if not text.endswith("\ufffd") or end == len(ids):
+                found.append((text[len(shown) :], drafted))
+                shown = text
+        return found
+
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
         ids: list[int] = []
         shown = ""

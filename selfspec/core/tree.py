@@ -114,10 +114,10 @@ class DraftTree:
         return "\n".join(self.render(row) for row in range(self.tokens.shape[0]))
 
 
-def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None) -> DraftTree:
+def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, prunable: bool = True) -> DraftTree:
     """A tree of a drafter's own making, whose parents need no check."""
     tree = object.__new__(DraftTree)
-    tree.__dict__.update(_DEFAULTS, tokens=tokens, parents=parents, scores=scores)
+    tree.__dict__.update(_DEFAULTS, tokens=tokens, parents=parents, scores=scores, prunable=prunable)
     return tree
 
 

@@ -60,14 +60,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
 
 def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
     """The text cut at line breaks and at `width` characters."""
-    assert spec.tokenizer is not None
-    cells: list[Cell] = []
-    ids, shown = result.token_ids[0], ""
-    for end, drafted in enumerate(result.from_draft[0], 1):
-        text = str(spec.tokenizer.decode(ids[:end], skip_special_tokens=True))
-        if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
-            cells += [(character, drafted) for character in text[len(shown) :]]
-            shown = text
+    cells = [(character, drafted) for text, drafted in spec.pieces(result) for character in text]
     lines: list[list[Cell]] = [[]]
     for cell in cells:
         if cell[0] == "\n" or len(lines[-1]) == width:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.core.tree import DraftTree
+from selfspec.core.tree import DraftTree, trusted
 
 
 class Tally:
@@ -42,4 +42,4 @@ def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True) -> D
         (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
     ]
     tokens, parents, probs = (torch.tensor(part, device=roots.device) for part in zip(*padded, strict=True))
-    return DraftTree(tokens, parents, probs, prunable)
+    return trusted(tokens, parents, probs, prunable)
