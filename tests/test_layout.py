@@ -116,7 +116,7 @@ def test_each_heavy_library_lives_in_few_files() -> None:
     assert importers("peft") == {"checkpoint.py", "drafters/parts/views.py"}
     assert importers("accelerate") == {"training/loop.py", "training/drafter.py", "training/pretrain.py"}
     assert importers("hydra") | importers("omegaconf") == {"runs.py", "config.py"}
-    assert importers("transformers.cache_utils") == {"core/cache.py"}
+    assert importers("transformers.cache_utils") == {"core/cache.py", "core/slots.py"}  # of either engine
 
 
 def test_instantiate_is_called_in_one_file() -> None:

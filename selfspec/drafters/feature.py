@@ -12,7 +12,6 @@ anew from verified features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +26,8 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import Entries, FeatureLayer, Reader
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, drafted_by, grow
+from selfspec.drafters.parts.graph import drafted_by
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 
 
@@ -195,19 +195,15 @@ class Feature(Trained):
 
 def tree_of(
     drafter: Feature,
-    roots: Tensor,
-    nodes: int,
-    factors: Tensor | Sequence[float],
-    noise: Tensor | None,
-    temperature: Tensor | float,
-    min_prob: float,
+    growth: Growth,
+    ranking: Ranking,
     logits: Tensor | None,
     hidden: Tensor,
     states: Tensor,
     entries: Entries,
 ) -> Nodes:
-    """A tree behind roots int64 [B], from what the layer gave there: logits [B, 1, V], hidden states and outputs
-    [B, 1, H]; see `drafted_by`."""
+    """A tree behind roots, from what the layer gave there: logits [B, 1, V], hidden states and outputs [B, 1, H]; see
+    `drafted_by`."""
     vocabulary = drafter.vocabulary
     ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
     before: Tensor | int = 0  # the first of the nodes expanded last
@@ -225,8 +221,7 @@ def tree_of(
         assert scores is not None
         return scores, ids
 
-    growth = Growth(roots, nodes, drafter.config.width, min_prob)
-    return grow(growth, step, drafter.depth, Ranking(factors, noise, temperature)).best()
+    return grow(growth, step, drafter.depth, ranking).best()
 
 
 class FeatureSession:
@@ -241,7 +236,7 @@ class FeatureSession:
             return chain(context.roots[:, None])
         read = reader.read(context, drafter.vocabulary is None)
         entries = reader.entries(drafter.vocabulary is None, config.depth * config.width)
-        return drafted_by(tree_of, drafter, context, config.min_prob, *read, entries)
+        return drafted_by(tree_of, drafter, context, config.width, config.min_prob, *read, entries)
 
     def observe(self, accepted: Accepted) -> None:
         self.reader.observe(accepted)

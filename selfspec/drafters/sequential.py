@@ -15,7 +15,6 @@ picks a shortlist of tokens per depth; the tree is then grown from real conditio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +26,8 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, drafted_by, grow, perturbed
+from selfspec.drafters.parts.graph import drafted_by
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
 from selfspec.drafters.parts.views import SharedHeads
 
@@ -235,19 +235,12 @@ class SequentialHeads(Trained):
         return SequentialSession(self)
 
 
-def tree_of(
-    drafter: SequentialHeads,
-    roots: Tensor,
-    nodes: int,
-    factors: Tensor | Sequence[float],
-    noise: Tensor | None,
-    temperature: Tensor | float,
-    min_prob: float,
-    hidden: Tensor,
-) -> Nodes:
-    """A tree behind roots int64 [B] from the states [B, H] before them; see `drafted_by`."""
-    first, logits = drafter(hidden, drafter.embed(roots))
-    ranked = logits if noise is None else perturbed(logits, noise.transpose(0, 1), temperature)
+def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, hidden: Tensor) -> Nodes:
+    """A tree behind roots from the states [B, H] before them; see `drafted_by`."""
+    first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
+    ranked = logits
+    if ranking.noise is not None:
+        ranked = perturbed(logits, ranking.noise.transpose(0, 1), ranking.temperature)
     ids = ranked.topk(min(_SHORTLIST, logits.shape[-1]), -1).indices  # [K, B, C]
     path = logits.new_zeros(len(hidden), 1, 0, hidden.shape[-1])  # [B, m, k, H]: of the nodes expanded last
     before: Tensor | int = 0  # the first of those nodes
@@ -263,8 +256,7 @@ def tree_of(
         before = growth.frontier[0, 0]
         return drafter(hidden, first, path, ids[k])[0], ids[k]
 
-    growth = Growth(roots, nodes, drafter.config.width, min_prob)
-    return grow(growth, step, drafter.depth, Ranking(factors, noise, temperature)).best()
+    return grow(growth, step, drafter.depth, ranking).best()
 
 
 class SequentialSession:
@@ -281,7 +273,7 @@ class SequentialSession:
             self.hidden = self.reader.read(context, False)[1][:, 0]
         if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        return drafted_by(tree_of, drafter, context, config.min_prob, self.hidden)
+        return drafted_by(tree_of, drafter, context, config.width, config.min_prob, self.hidden)
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.core.contract import Context
-from selfspec.core.slots import filled
 from selfspec.core.tree import DraftTree, trusted
-from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.base import Drafter
 
 Nodes = tuple[Tensor, Tensor, Tensor]  # tokens, parents and path probabilities of a tree, each [B, N]
 
@@ -39,13 +37,17 @@ def ahead(context: Context, depth: int) -> Tensor | None:
 
 class Growth:
     """Trees of B rows grown depth by depth from real conditional scores, best-first by path probability
-    (EAGLE-2, arXiv 2406.16858): the `width` best nodes of a depth are expanded, and of all nodes the best make the
+    (EAGLE-2, arXiv 2406.16858): the best nodes of a depth are expanded, and of all nodes the best make the
     tree. With `reserve`, whatever was expanded stays in the tree, ahead of the leaves; fewer are then expanded."""
 
-    def __init__(self, roots: Tensor, nodes: int, width: int, min_prob: float = 0.0, reserve: bool = False) -> None:
-        """roots: int64 [B]; nodes: the budget, root included; min_prob: no node is expanded whose path
+    def __init__(
+        self, roots: Tensor, nodes: int, width: int | Sequence[int], min_prob: float = 0.0, reserve: bool = False
+    ) -> None:
+        """roots: int64 [B]; nodes: the budget, root included; width: nodes expanded at each depth at most, or at depth
+        1, 2, ... and none beyond; min_prob: no node is expanded whose path
         probability is below this in every row."""
         self.nodes, self.width, self.reserve = nodes, width, reserve
+        self.depth = 0  # of the nodes that were added last
         self.floor = math.log(min_prob) if min_prob > 0 else -math.inf
         self.tokens = roots[:, None]
         self.parents = torch.full_like(self.tokens, -1)
@@ -68,7 +70,10 @@ class Growth:
         self.parents = torch.cat([self.parents, above], 1)
         self.scores = torch.cat([self.scores, best.values], 1)
         self.expanded = torch.cat([self.expanded, self.frontier], 1)
-        wide = min(self.width, best.values.shape[1])
+        widths, self.depth = self.width, self.depth + 1
+        if not isinstance(widths, int):
+            widths = widths[self.depth - 1] if self.depth <= len(widths) else 0
+        wide = min(widths, best.values.shape[1])
         if self.floor > -math.inf:
             wide = min(wide, int((best.values >= self.floor).any(0).sum()))
         if self.reserve:
@@ -137,23 +142,3 @@ def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:
         if not growth.frontier.shape[1]:
             break
     return growth
-
-
-# Grows a tree of at most so many nodes: (drafter, roots, nodes, ranking's three, min_prob, what else it is given)
-Grower = Callable[..., Nodes]
-
-
-def drafted_by(grower: Grower, drafter: Trained, context: Context, min_prob: float, *given: Any) -> DraftTree:
-    """The tree of a drafter that grows it from tensors alone, `given`: one graph, where the engine is a compiled one. A
-    graph has no way to end early, so that `min_prob` then means nothing."""
-    engine, noise = context.target.engine, ahead(context, drafter.depth)
-    factors = drafter.calibration[context.mode].inverse_temperature
-    if engine is None:
-        ranking = (factors, noise, context.temperature)
-        return trusted(*grower(drafter, context.roots, context.nodes, *ranking, min_prob, *given))
-    device, rows = context.roots.device, len(context.roots)
-    made = (torch.tensor(factors, device=device), None if noise is None else filled(noise))
-    temperature = torch.tensor(context.temperature, device=device)
-    padded = [filled(part) if isinstance(part, Tensor) else part for part in given]
-    found = engine.run(grower, drafter, filled(context.roots), context.nodes, *made, temperature, 0.0, *padded)
-    return trusted(*(part[:rows] for part in found))
