@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
-from selfspec.runs import run_audit
+from selfspec.measures import run_audit
 
 register()
 

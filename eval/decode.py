@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
 from selfspec.evaluation.tables import table
-from selfspec.runs import run_decode
+from selfspec.measures import run_decode
 
 register()
 

@@ -6,7 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
-from selfspec.runs import run_show
+from selfspec.measures import run_show
 
 register()
 

@@ -10,7 +10,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -138,6 +138,7 @@ def save_drafter(
                 "name": target_name,
                 "revision": getattr(target.model.config, "_commit_hash", None),
                 "weights_hash": target_hash(target),
+                "layers": target.n_layers,
                 "hidden_size": target.hidden_size,
                 "vocab_size": target.vocab_size,
             },
@@ -224,6 +225,20 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
         _compare(state, expected, part)
         set_peft_model_state_dict(module, state, adapter_name=name)
+    drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
+    return drafter.eval()
+
+
+def shaped_as(folder: Path, target: Target) -> Drafter:
+    """A drafter on any target with the kind, config and calibration of the one in `folder` and untrained weights, to
+    forecast what it would cost there. An exit moves to the same share of the layers."""
+    meta, path = read_meta(folder), folder / "drafter.json"
+    kind = drafter_class(meta["kind"])
+    config = read_config(path, kind, meta["config"])
+    if (at := getattr(config, "exit", None)) is not None:
+        share = target.n_layers / meta["target"].get("layers", target.n_layers)
+        config = replace(config, exit=max(1, round(at * share)))  # type: ignore[call-arg]
+    drafter = kind(target, config)  # type: ignore[arg-type]
     drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
     return drafter.eval()
 

@@ -22,6 +22,7 @@ from selfspec.core.generate import MAX_NODES
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
+from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.log import WandbConfig, one_line
@@ -121,6 +122,19 @@ class ReportRun:
 
 
 @dataclass
+class LimitsRun:
+    """results: a Markdown file whose section `limits <name>` is written anew."""
+
+    name: str = MISSING
+    target: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    results: str | None = None
+
+
+@dataclass
 class AuditRun(Measurement):
     audit: AuditConfig = field(default_factory=AuditConfig)
 
@@ -144,6 +158,7 @@ def register(drafters: bool = False) -> None:
     store.store(name="eval_schema", node=EvalRun)
     store.store(name="audit_schema", node=AuditRun)
     store.store(name="compare_schema", node=CompareRun)
+    store.store(name="limits_schema", node=LimitsRun)
     store.store(name="report_schema", node=ReportRun)
     store.store(name="show_schema", node=ShowRun)
     store.store(name="verifiers_schema", node=VerifiersRun)

@@ -22,7 +22,7 @@ from selfspec.evaluation.compare import Run, read_runs
 from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
 from selfspec.evaluation.price import held_bytes
 from selfspec.evaluation.tables import regime_table, verdict
-from selfspec.runs import run_compare
+from selfspec.measures import run_compare
 
 
 @pytest.fixture(autouse=True)

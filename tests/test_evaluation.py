@@ -20,7 +20,7 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import read_points, write_point
 from selfspec.evaluation.records import Record, Regime
 from selfspec.evaluation.tables import table
-from selfspec.runs import run_report
+from selfspec.measures import run_report
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:

@@ -22,7 +22,7 @@ ROOMS = (
     ("api.py",),
     ("training/",),
     ("evaluation/",),
-    ("config.py", "runs.py"),
+    ("config.py", "runs.py", "measures.py"),
     ("__init__.py", "__main__.py"),
 )
 APART = {"core/": "data/", "data/": "core/", "drafters/": "budget/", "budget/": "drafters/"}  # on one floor, not linked
@@ -115,7 +115,7 @@ def test_each_heavy_library_lives_in_few_files() -> None:
     assert importers("matplotlib") == {"evaluation/plots.py"}
     assert importers("peft") == {"checkpoint.py", "drafters/parts/views.py"}
     assert importers("accelerate") == {"training/loop.py", "training/drafter.py", "training/pretrain.py"}
-    assert importers("hydra") | importers("omegaconf") == {"runs.py", "config.py"}
+    assert importers("hydra") | importers("omegaconf") == {"runs.py", "config.py", "measures.py"}
     assert importers("transformers.cache_utils") == {"core/cache.py", "core/slots.py"}  # of either engine
 
 

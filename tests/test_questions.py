@@ -29,7 +29,7 @@ from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
 from selfspec.evaluation.definitions import DEFINITIONS, defined
 from selfspec.evaluation.metrics import summarize
-from selfspec.runs import run_show
+from selfspec.measures import run_show
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
 

@@ -14,7 +14,8 @@ from conftest import compose_config
 
 import selfspec
 import selfspec.drafters
-from selfspec.runs import run_decode, run_training
+from selfspec.measures import run_decode
+from selfspec.runs import run_training
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -28,7 +28,7 @@ from selfspec.evaluation.verifiers import (
     rejection_rates,
     traversal,
 )
-from selfspec.runs import run_verifiers
+from selfspec.measures import run_verifiers
 
 V = 3
 SHAPES = {

@@ -48,6 +48,43 @@ def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
     return drawn
 
 
+def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
+    """Costs of passes against the physical limit, and expected speedups by nodes."""
+    drawn = {"limits": _saved(folder / "limits.png", _limits, figures)}
+    if figures["forecasts"]:
+        drawn["expected"] = _saved(folder / "expected.png", _expected, figures)
+    return drawn
+
+
+def _limits(axes: Axes, figures: Figures) -> None:
+    rows = figures["passes"]
+    at = [row["nodes"] for row in rows]
+    for name in ("eager", "compiled"):
+        axes.plot(at, [1000 * row[name] for row in rows], "o-", label=name)
+    axes.plot(at, [1000 * row["limit"] for row in rows], "k:", label="limit: bandwidth, then peak")
+    axes.set(xlabel="nodes of the tree", ylabel="milliseconds per pass", xscale="log", ylim=(0, None))
+    axes.set_xticks(at)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+
+
+def _expected(axes: Axes, figures: Figures) -> None:
+    lines: dict[str, list[Figures]] = {}
+    for found in figures["forecasts"]:
+        if found["engine"] == "compiled":
+            lines.setdefault(f"{found['drafter']}, T={found['T']:g}", []).append(found)
+    for name, line in lines.items():
+        style = "o-" if name.endswith("T=0") else "o--"
+        axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="nodes of the tree", ylabel="expected over compiled plain decoding", xscale="log", ylim=(0, None))
+    axes.set_xticks(sorted({f["nodes"] for f in figures["forecasts"]}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+
+
 def _lines(rows: list[Figures]) -> dict[str, list[Figures]]:
     """Rows of a fixed size by arm."""
     lines: dict[str, list[Figures]] = {}

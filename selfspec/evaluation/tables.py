@@ -291,3 +291,45 @@ def agreement_table(pairs: list[Figures]) -> str:
     same = sum(p["same"] for p in pairs)
     total = f"{same} of {len(pairs)} speedups have overlapping intervals ({100 * same / max(1, len(pairs)):.0f}%)."
     return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"
+
+
+# -- limits
+
+
+def limits_tables(figures: Figures) -> str:
+    """Costs of passes against the physical limit, then what each drafter can bring, its best size of each engine."""
+    head = (
+        f"{figures['target']}: {figures['bytes'] / 1e6:.1f} MB of weights read at {figures['bandwidth'] / 1e9:.1f} "
+        f"GB/s, {figures['products'] / 1e6:.1f} M products and additions a node at {figures['peak'] / 1e9:.0f} G/s."
+    )
+    rows = []
+    first = figures["passes"][0]
+    for row in figures["passes"]:
+        cells = [str(row["nodes"]), f"{1000 * row['limit']:.2f}"]
+        for engine in ("eager", "compiled"):
+            seconds = row[engine]
+            overhead = max(0.0, 1 - row["limit"] / seconds)
+            cells += [f"{1000 * seconds:.2f}", f"{seconds / first[engine]:.2f}", f"{overhead:.0%}"]
+        rows.append([*cells, f"{row['eager'] / row['compiled']:.2f}x"])
+    columns = ["nodes", "limit, ms"]
+    for engine in ("eager", "compiled"):
+        columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
+    text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
+    if not figures["forecasts"]:
+        return text
+    best: dict[tuple[str, str, float], Figures] = {}
+    for found in figures["forecasts"]:
+        key = (found["drafter"], found["engine"], found["T"])
+        if key not in best or found["speedup"] > best[key]["speedup"]:
+            best[key] = found
+    lines = [
+        [f["drafter"], f["engine"], f"{f['T']:g}", str(f["nodes"]), f"{f['tau']:.2f}"]
+        + [f"{1000 * f[part]:.2f}" for part in ("draft", "pass", "other")]
+        + [f"{f['other'] / (f['draft'] + f['pass'] + f['other']):.0%}", f"{f['speedup']:.2f}x"]
+        for f in best.values()
+    ]
+    columns = ["drafter", "engine", "T", "best size", "τ promised", "draft, ms", "pass, ms", "other, ms", "other"]
+    told = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
+    return f"{text}\n\nExpected over plain decoding of the same engine ({told}):\n\n" + markdown(
+        [*columns, "expected"], lines
+    )

@@ -1,0 +1,180 @@
+"""What limits a pass: this machine's bandwidth and peak, what passes cost in either engine, and what each drafter can
+bring on top of that, from its measured acceptance and the time of its draft."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from selfspec.core.engine import engine_for
+from selfspec.core.generate import clock, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.slots import Picking
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import read_walk
+from selfspec.drafters.base import Calibration, Drafter
+from selfspec.drafters.parts.plan import grow
+from selfspec.log import Figures
+
+_CONTEXT = 128  # kept tokens behind which passes are timed
+_SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
+
+
+@dataclass
+class LimitsConfig:
+    """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
+    acceptance and drafts are taken; temperatures: by which acceptance is forecast; config: a model's
+    config.json, or what transformers finds one by, for a target of random weights; the drafters' acceptance is then a
+    forecast."""
+
+    sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    rounds: int = 15
+    drafters: list[str] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    config: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) != 1 or max(self.sizes) > 1024:
+            raise ValueError(f"limits.sizes={self.sizes} must hold 1, to which costs are related, and at most 1024")
+        if self.rounds < 3:
+            raise ValueError(f"limits.rounds={self.rounds} must be at least 3")
+
+
+def random_model(config: str, dtype: torch.dtype, device: str | None) -> PreTrainedModel:
+    """A target of random weights. config: a file, a folder or a hub id. Raises OSError and ValueError for one that is
+    none."""
+    made = AutoConfig.from_pretrained(config)
+    torch.manual_seed(0)
+    with torch.device(device or "cpu"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    return model.eval()
+
+
+def _rate(work: Callable[[], object], amount: float, device: torch.device) -> float:
+    """`amount` per second at which `work` goes, the best of several stretches."""
+    work()
+    best, times = 0.0, 1
+    for _ in range(6):
+        start = clock(device)
+        for _ in range(times):
+            work()
+        took = clock(device) - start
+        best = max(best, times * amount / took)
+        times = max(times, round(times * _SHORTEST / took))
+    return best
+
+
+def bandwidth(size: int, device: torch.device) -> float:
+    """Bytes per second at which `size` bytes are read over and over, as weights are in decoding."""
+    buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
+    return _rate(buffer.sum, size, device)
+
+
+def peak(dtype: torch.dtype, device: torch.device, width: int = 1024) -> float:
+    """Products and additions per second of square matrices of this dtype."""
+    a = torch.ones(width, width, dtype=dtype, device=device)
+    return _rate(lambda: a @ a, 2 * width**3, device)
+
+
+def weights_of(target: Target) -> tuple[int, int]:
+    """Bytes of weights that a pass reads, and products and additions for one node."""
+    table = target.model.get_input_embeddings().weight
+    read = {id(p): p for p in target.model.parameters() if p is not table or p is target.lm_head.weight}
+    size = sum(p.numel() * p.element_size() for p in read.values())
+    return size, 2 * sum(p.numel() for p in read.values() if p.ndim > 1)
+
+
+def _tree(nodes: int, vocab: int, device: torch.device) -> DraftTree:
+    made = random.Random(nodes)
+    parents = [-1, *(made.randrange(max(0, i - 6), i) for i in range(1, nodes))]
+    tokens = [made.randrange(vocab) for _ in range(nodes)]
+    return DraftTree(torch.tensor([tokens], device=device), torch.tensor([parents], device=device))
+
+
+@torch.inference_mode()
+def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) -> dict[str, dict[int, float]]:
+    """Median seconds of a greedy pass over trees of each size, its walk included, on each target in turn."""
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
+    for name, target in targets.items():
+        cache = target.cache(1, _CONTEXT + 2 * max(sizes))
+        target.forward(chain(_tree(_CONTEXT, target.vocab_size, target.device).tokens), cache, False)
+        cache.keep([list(range(_CONTEXT))])
+        for n in sizes:
+            tree = _tree(n, target.vocab_size, target.device)
+
+            def run(target: Target = target, cache: Any = cache, tree: DraftTree = tree) -> object:
+                out = target.forward(tree, cache, picking=Picking(None, 1.0))
+                if out.walked is not None:
+                    return read_walk(out.walked)
+                assert out.logits is not None
+                return out.logits.argmax(-1).tolist()
+
+            run()  # compiles
+            calls[name, n] = run
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for _ in tqdm(range(rounds), desc="passes", mininterval=1.0, leave=False):
+        for key, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[key].append(time.perf_counter() - start)
+    return {name: {n: statistics.median(seconds[name, n]) for n in sizes} for name in targets}
+
+
+def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of a draft, and of everything that is neither draft nor pass, over short calls."""
+    made = random.Random(1)
+    prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
+    found: list[tuple[float, float]] = []
+    for seed in range(rounds + 1):
+        stats = speculative(target, [prompt], Options(12, Sampling(temperature), seed), drafter, nodes).stats
+        found.append((stats.seconds_draft / stats.calls, stats.seconds_other / stats.calls))
+    drafts, others = zip(*found[1:], strict=True)  # the first call compiles
+    return statistics.median(drafts), statistics.median(others)
+
+
+def promised(calibration: Calibration, nodes: int) -> float:
+    """The acceptance length that the best static tree of so many nodes promises by a table of acceptance."""
+    return sum(grow(calibration.acceptance, nodes)[2])
+
+
+def measure_limits(
+    model: PreTrainedModel, drafters: dict[str, Callable[[Target], Drafter]], config: LimitsConfig
+) -> Figures:
+    """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those without a table of
+    acceptance by depth are left out of the forecast."""
+    eager = Target(model)
+    fast = Target(model, tuples=eager.tuples, engine=engine_for("compiled", eager.device))
+    targets = {"eager": eager, "compiled": fast}
+    size, products = weights_of(eager)
+    machine = {"bandwidth": bandwidth(size, eager.device), "peak": peak(eager.dtype, eager.device)}
+    costs = pass_seconds(targets, config.sizes, config.rounds)
+    rows = []
+    for n in config.sizes:
+        limit = max(size / machine["bandwidth"], n * products / machine["peak"])
+        measured = {engine: costs[engine][n] for engine in targets}
+        rows.append({"nodes": n, "limit": limit, **measured})
+    forecasts = []
+    for name, make in drafters.items():
+        for engine, target in targets.items():
+            drafter = make(target)
+            for temperature in config.temperatures:
+                table = drafter.calibration["sampled" if temperature > 0 else "greedy"]
+                for n in (n for n in config.sizes if n > 1):
+                    draft, other = draft_seconds(target, drafter, temperature, n, config.rounds)
+                    tau = promised(table, n)
+                    ratio = tau * costs[engine][1] / (costs[engine][n] + draft)
+                    forecasts.append(
+                        {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
+                        | {"pass": costs[engine][n], "other": other, "speedup": ratio}
+                    )
+    return {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}

@@ -1,0 +1,274 @@
+"""From a composed Hydra config to a measurement: benchmark, answers side by side, audit, comparison, limits, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from selfspec.api import Spec, load
+from selfspec.budget.cost import pass_costs
+from selfspec.checkpoint import shaped_as
+from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, ShowRun, VerifiersRun
+from selfspec.core.target import Target
+from selfspec.data.prompts import cut_prompts
+from selfspec.data.questions import SETS, Asking, Question, read_questions
+from selfspec.drafters.base import Drafter, Trained
+from selfspec.evaluation.answers import answer_files, write_answers
+from selfspec.evaluation.asking import Prompt, prompts_of
+from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
+from selfspec.evaluation.benchmark import bookkeeping, run_arms
+from selfspec.evaluation.compare import CompareConfig, run_comparison
+from selfspec.evaluation.comparison import summarize_comparison
+from selfspec.evaluation.definitions import defined
+from selfspec.evaluation.limits import measure_limits, random_model
+from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
+from selfspec.evaluation.points import agreement, read_points, write_point
+from selfspec.evaluation.price import price, price_of_model
+from selfspec.evaluation.show import show
+from selfspec.evaluation.tables import (
+    agreement_table,
+    audit_report,
+    comparison_tables,
+    group_table,
+    limits_tables,
+    rules_table,
+    table,
+)
+from selfspec.evaluation.verifiers import compare
+from selfspec.loading import drafter_folder, find_drafter, load_target
+from selfspec.log import Figures, RunLog, write_section, write_text
+from selfspec.runs import as_plain, build_data, open_run, tokenizer_of, typed
+
+
+def asked(
+    spec: Spec, data: DictConfig, asking: Asking, sampling: Figures, seed: int, each: bool = False
+) -> tuple[list[Question], list[Prompt]]:
+    """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
+    sampling: how earlier turns are answered; each: so many questions of each group."""
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    source = build_data(data, tokenizer)
+    if asking.questions is None:
+        asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
+    questions = read_questions(asking, tokenizer, source.evaluation, each)
+    arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
+    prompts, skipped = prompts_of(spec, questions, arguments, seed)
+    if skipped:
+        turns = len(skipped) + len(prompts)
+        print(f"{len(skipped)} of {turns} turns left out, since they fill the context: {'; '.join(skipped)}")
+    return questions, prompts
+
+
+def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
+    """One benchmark point: its records, figures and plots in `folder`."""
+    plain = as_plain(config)
+    run = typed(EvalRun, config)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    files = {} if run.decode.answers is None else answer_files(folder / run.decode.answers, run.decode.arms)
+    questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
+    with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
+        records = run_arms(spec, prompts, run.decode, run.tree.nodes)
+        point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        own = [record for record in records if record.arm == "speculative"]
+        if "forecast" in point.get("speculative", {}):
+            print(f"tree.nodes=auto: {point['speculative']['forecast']}")
+        if own and run.decode.batch_size == 1 and run.decode.lossy is None:
+            point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
+        if own and run.decode.metrics:
+            calibration = spec.drafter.calibration.get("sampled" if run.decode.temperature > 0 else "greedy")
+            accuracy = [depth[0] for depth in calibration.acceptance] if calibration is not None else []
+            accuracy = accuracy if isinstance(spec.drafter, Trained) else []
+            point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
+            print(json.dumps(point["metrics"], indent=1))
+        write_point(folder, point, records)
+        if files:
+            write_answers(files, questions, records, spec, run.name)
+        log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
+        log.images(plot_points([point], folder))
+    return point
+
+
+def run_show(config: DictConfig) -> None:
+    """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
+    run = typed(ShowRun, config)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
+    show(spec, prompts, run.show, run.tree.nodes)
+
+
+def run_audit(config: DictConfig, folder: Path) -> Figures:
+    """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
+    plain = as_plain(config)
+    run = typed(AuditRun, config)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        found = audit(spec, prompts, run.audit)
+        tests = []
+        if run.audit.distribution_samples:
+            short = [prompt[:32] for prompt in prompts[:8]]  # thousands of texts begin with it
+            tests = distribution_tests(
+                spec, short, run.audit.distribution_samples, run.audit.distribution_top_k, nodes=8
+            )
+        report = audit_report(found, tests)
+        figures = {**found.as_dict(), "distribution": [asdict(t) for t in tests], "config": plain}
+        figures["distribution_verdict"] = distribution_verdict(tests) if tests else None
+        write_text(folder / "audit.json", json.dumps(figures, indent=1) + "\n")
+        write_text(folder / "report.md", report + "\n")
+        told = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
+        log.write({key: figures[key] for key in told})
+        margins = [(float(d.position), d.margin) for d in found.divergences]
+        log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
+    print(f"\n{report}\n{folder}")
+    return figures
+
+
+def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
+    """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
+    plain = as_plain(config)
+    run = typed(VerifiersRun, config)
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    if spec.drafter.kind != "medusa":
+        raise ValueError(
+            f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
+            "depth without the tokens before it (medusa)"
+        )
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.verifiers, {}, 0)[1]]
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    documents = build_data(config.data, tokenizer).validation()
+    measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
+        write_text(folder / "verifiers.json", json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
+        write_text(folder / "table.md", rules_table(rows) + "\n")
+        for row in rows:
+            log.write(row)
+        log.images({"verifiers": plot_rules(rows, folder / "verifiers.png")})
+    print(f"\n{rules_table(rows)}\n{folder}")
+    return rows
+
+
+def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
+    """The prompts of a comparison; answers to earlier turns are greedy."""
+    found: list[Prompt] = []
+    for name in config.questions:
+        groups = config.groups
+        if groups is not None and name in SETS:
+            groups = [group for group in groups if group in SETS[name]]
+        if groups != []:
+            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
+            found += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    return found
+
+
+def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
+    """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
+    run = typed(CompareRun, config)
+    path = folder / "runs.jsonl"
+    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
+    plain = open_run(config, folder, path, ("wandb", *(f"compare.{key}" for key in changing)))
+    if not run.compare.drafters:
+        raise ValueError("compare.drafters is empty; give at least one")
+    target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
+    tokenizer = tokenizer_of(target, found_tokenizer)
+    specs = {name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters}
+    draft_model = None
+    if "hf_assisted" in run.compare.methods:
+        draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
+    prompts: dict[str, list[Prompt]] = {}
+    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
+        prompts.setdefault(prompt.group, []).append(prompt)
+    (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
+        costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
+        rows = summarize_comparison(measured, costs)
+        prices = {name: price(name, spec) for name, spec in specs.items()}
+        if draft_model is not None:
+            prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
+        figures = {"rows": rows, "prices": prices, "config": plain}
+        write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
+        text = comparison_tables(measured, rows, prices)
+        write_text(folder / "table.md", text + "\n")
+        for row in rows:
+            log.write(row)
+        log.images(plot_comparison(rows, folder))
+    if run.compare.results is not None:
+        write_section(Path(run.compare.results), "compare", text)
+    print(f"\n{text}\n{folder}")
+    return rows
+
+
+def run_limits(config: DictConfig, folder: Path) -> Figures:
+    """What limits a pass, and what drafters can bring: limits.json, table.md and plots in `folder`; see
+    `selfspec.evaluation.limits`."""
+    plain = as_plain(config)
+    run = typed(LimitsRun, config)
+    makers: dict[str, Callable[[Target], Drafter]] = {}
+    if run.limits.config is None:
+        target, tokenizer = load_target(run.target, run.dtype, run.device)
+        model, name = target.model, run.target
+        for drafter in run.limits.drafters:
+            find_drafter(drafter, target, tokenizer)  # refused before anything is measured
+            makers[drafter] = partial(_found, drafter, tokenizer)
+    else:
+        dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, run.dtype)
+        model = random_model(run.limits.config, dtype, run.device)
+        name = f"random weights of {run.limits.config}"
+        makers = {drafter: partial(shaped_as, drafter_folder(drafter)) for drafter in run.limits.drafters}
+    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+        figures: Figures = {"target": name, "forecast": run.limits.config is not None}
+        figures |= measure_limits(model, makers, run.limits) | {"config": plain}
+        text = limits_tables(figures)
+        write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
+        write_text(folder / "table.md", text + "\n")
+        for row in figures["passes"]:
+            log.write(row)
+        log.images(plot_limits(figures, folder))
+    if run.results is not None:
+        write_section(Path(run.results), f"limits {run.name}", text)
+    print(f"\n{text}\n{folder}")
+    return figures
+
+
+def _found(name: str, tokenizer: Any, target: Target) -> Drafter:
+    return find_drafter(name, target, tokenizer)
+
+
+def run_report(config: DictConfig) -> None:
+    """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out.
+    against: another run, whose speedups are set beside this one's instead."""
+    folder = Path(config.sweep)
+    if not config.sweep or not folder.is_dir():
+        raise FileNotFoundError(f"sweep={config.sweep}: there is no such folder")
+    if config.against is not None:
+        if not Path(config.against).is_dir():
+            raise FileNotFoundError(f"against={config.against}: there is no such folder")
+        print(agreement_table(agreement(folder, Path(config.against))))
+        return
+    points, broken = read_points(folder)
+    for path, why in broken:
+        print(f"skipped {path}: {why}")
+    if broken:
+        print(f"{len(broken)} of {len(points) + len(broken)} runs skipped")
+    if not points:
+        raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
+    text = f"{table(points)}\n\n{group_table(points)}"
+    write_text(folder / "table.md", text + "\n")
+    plot_points(points, folder)
+    print(f"\n{text}\n{folder}")
+
+
+class SweepTable(Callback):
+    """Ends a multirun in one table and one set of plots of all its points."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        run_report(OmegaConf.create({"sweep": config.hydra.sweep.dir, "against": None}))

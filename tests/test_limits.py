@@ -1,0 +1,106 @@
+"""What limits a pass: the table of costs against the machine, and what drafters can bring."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import compose_config, tiny_model
+from omegaconf import OmegaConf
+
+from selfspec.core.engine import Engine
+from selfspec.core.target import Target
+from selfspec.drafters.base import Calibration
+from selfspec.evaluation import limits
+from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
+from selfspec.measures import run_limits
+
+MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
+MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
+
+
+@pytest.fixture(autouse=True)
+def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "engine_for", lambda name, device: Engine(None))
+
+
+def test_weights_are_those_that_a_pass_reads() -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    table = model.get_input_embeddings().weight
+    size, products = weights_of(Target(model))
+    assert size == sum(p.numel() * 8 for p in model.parameters()) - table.numel() * 8
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert products == 2 * (size // 8 - norms)
+    tied = tiny_model(tie_word_embeddings=True)
+    assert weights_of(Target(tied))[0] == sum(p.numel() * 8 for p in tied.parameters())
+
+
+def test_the_machine_is_measured() -> None:
+    device = torch.device("cpu")
+    assert 1e8 < bandwidth(2**22, device) < 1e13
+    assert 1e8 < peak(torch.float32, device, 128) < 1e15
+
+
+def test_what_a_table_promises() -> None:
+    table = Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])
+    assert promised(table, 1) == 1.0
+    assert promised(table, 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+
+
+def test_limits_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "RESULTS.md").write_text("# Before\n<!-- limits small -->\n<!-- end -->\nafter\n")
+    config = compose_config(
+        "limits",
+        "name=small",
+        "wandb.mode=disabled",
+        f"limits.config={tmp_path / 'model.json'}",
+        "limits.sizes=[1,4,8]",
+        "limits.rounds=3",
+        "limits.drafters=[tiny-medusa,tiny-early-exit]",
+        f"results={tmp_path / 'RESULTS.md'}",
+    )
+    figures = run_limits(config, tmp_path / "run")
+    assert [row["nodes"] for row in figures["passes"]] == [1, 4, 8]
+    assert all(row["limit"] < row["eager"] for row in figures["passes"])
+    assert {(f["drafter"], f["engine"], f["T"]) for f in figures["forecasts"]} == {
+        (d, e, t) for d in ("tiny-medusa", "tiny-early-exit") for e in ("eager", "compiled") for t in (0.0, 1.0)
+    }
+    for found in figures["forecasts"]:
+        plain = next(row[found["engine"]] for row in figures["passes"] if row["nodes"] == 1)
+        assert found["speedup"] == pytest.approx(found["tau"] * plain / (found["pass"] + found["draft"]))
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert "a forecast" in text
+    assert text.startswith("# Before")
+    assert text.endswith("after\n")
+    assert "random weights of" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "run").glob("*.png")} == {"limits.png", "expected.png"}
+
+
+def test_limits_of_a_target_of_ones_own(tiny_folder: str, heads_folder: Path, tmp_path: Path) -> None:
+    config = compose_config(
+        "limits",
+        f"target={tiny_folder}",
+        "wandb.mode=disabled",
+        "limits.sizes=[1,2]",
+        "limits.rounds=3",
+        f"limits.drafters=[{heads_folder}]",
+    )
+    figures = run_limits(config, tmp_path / "run")
+    assert not figures["forecast"]
+    assert {f["nodes"] for f in figures["forecasts"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("limits.sizes=[2,4]", "must hold 1"),
+        ("limits.sizes=[1,2000]", "at most 1024"),
+        ("limits.rounds=1", "limits.rounds=1"),
+    ],
+)
+def test_bad_settings_are_named(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OmegaConf.to_object(compose_config("limits", override))
