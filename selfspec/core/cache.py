@@ -1,5 +1,5 @@
-"""The KV cache of tree decoding, and the attention masks over it. With `slots`, which serves the compiled engine, the
-only file that touches transformers' cache.
+"""The KV cache of tree decoding, and the attention masks over it. Only this file and `slots`, which serves the compiled
+engine, touch transformers' cache.
 
 A cache is what a stock model hands to each of its layers, so it also carries what a part of a model needs in one pass:
 the hidden states that enter its first layer, and the outputs of layers that are watched (see `selfspec.core.target`).

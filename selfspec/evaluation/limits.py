@@ -22,7 +22,7 @@ from selfspec.core.slots import Picking
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk
-from selfspec.drafters.base import Calibration, Drafter
+from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.plan import grow
 from selfspec.log import Figures
 
@@ -150,8 +150,8 @@ def promised(calibration: Calibration, nodes: int) -> float:
 def measure_limits(
     model: PreTrainedModel, drafters: dict[str, Callable[[Target], Drafter]], config: LimitsConfig
 ) -> Figures:
-    """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those without a table of
-    acceptance by depth are left out of the forecast."""
+    """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those that are not trained
+    have no table of acceptance by depth and are left out of the forecast."""
     eager = Target(model)
     fast = Target(model, tuples=eager.tuples, engine=engine_for("compiled", eager.device))
     targets = {"eager": eager, "compiled": fast}
@@ -167,6 +167,8 @@ def measure_limits(
     for name, make in drafters.items():
         for engine, target in targets.items():
             drafter = make(target)
+            if not isinstance(drafter, Trained):
+                continue
             for temperature in config.temperatures:
                 table = drafter.calibration["sampled" if temperature > 0 else "greedy"]
                 for n in (n for n in config.sizes if n > 1):
