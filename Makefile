@@ -14,11 +14,12 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
-# Trains heads live on the embedded target and measures them: the main job, small.
+# Trains heads live on the embedded target, answers five held-out instructions with them, and measures: the main job, small.
 demo: $(VENV)/.ready
 	$(BIN)/python train/heads.py +experiment=demo name=demo
+	$(BIN)/python eval/show.py drafter=runs/demo show.prompts=5
 	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=16 \
-		decode.temperature=0,1 decode.prompts=6
+		decode.temperature=0,0.7,1 decode.prompts=5
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest

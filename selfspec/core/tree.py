@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,10 +115,10 @@ class DraftTree:
         return "\n".join(self.render(row) for row in range(self.tokens.shape[0]))
 
 
-def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, prunable: bool = True) -> DraftTree:
-    """A tree of a drafter's own making, whose parents need no check."""
+def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, **more: Any) -> DraftTree:
+    """A tree of a drafter's own making, whose parents need no check. more: other fields of the tree."""
     tree = object.__new__(DraftTree)
-    tree.__dict__.update(_DEFAULTS, tokens=tokens, parents=parents, scores=scores, prunable=prunable)
+    tree.__dict__.update(_DEFAULTS, tokens=tokens, parents=parents, scores=scores, **more)
     return tree
 
 
@@ -138,4 +139,4 @@ def ancestors(parents: Tensor) -> Tensor:
 def chain(tokens: Tensor) -> DraftTree:
     """A tree without branches over tokens int64 [B, N]; with N = 1 just the root."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-    return DraftTree(tokens, parents.expand_as(tokens))
+    return trusted(tokens, parents.expand_as(tokens))

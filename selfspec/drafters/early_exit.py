@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import RowCache, Target
-from selfspec.core.tree import DraftTree, chain
+from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, share, training_dtype, whole
-from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.graph import drafted_by
+from selfspec.drafters.parts.growth import Growth, Ranking, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 from selfspec.drafters.parts.views import Tail
+
+# The layers below the exit with the target's cache, and the block's cache: as objects, or as tensors inside a graph
+Below = tuple[Target, RowCache] | Opened
+Block = RowCache | Opened | None
 
 
 @dataclass
@@ -87,71 +93,108 @@ class EarlyExit(Trained):
         return EarlyExitSession(self, target, rows)
 
 
+def tree_of(
+    drafter: EarlyExit, growth: Growth, ranking: Ranking, below: Below, block: Block, late: Tensor, behind: Tensor
+) -> tuple[Tensor, ...]:
+    """A tree behind roots, the exit's hidden states [B, N, H] on it, and the nodes that the block ran on; see
+    `drafted_by`. late: [B, 1, H], an accepted leaf's hidden state; behind: int64 [B], 1 where there is one that the
+    block is still to run on."""
+    hidden, roots = _below(drafter, below, chain(growth.tokens), 0), growth.tokens
+
+    def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+        nonlocal hidden, block
+        if d == 0:
+            states = torch.cat([torch.where(behind[:, None, None] > 0, late, hidden), hidden], 1)
+            both = _block(drafter, block, states, chain(roots.expand(-1, 2)), 0)
+            block = _kept(block, behind)
+            return both.gather(1, behind[:, None, None].expand(-1, 1, both.shape[-1])), None
+        stem, ran = growth.stem(), growth.expanded.shape[1]
+        new = _below(drafter, below, stem, ran)
+        hidden = torch.cat([hidden, new], 1)
+        above = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the block has kept the root
+        return _block(drafter, block, new, above, ran - 1), None
+
+    growth = grow(growth, step, drafter.depth, ranking)
+    nodes, ran = growth.best(), growth.expanded.shape[1]
+    if nodes[0].shape[1] > ran:
+        hidden = torch.cat([hidden, _below(drafter, below, trusted(*nodes), ran)], 1)
+    return *nodes, hidden, growth.expanded
+
+
+def _below(drafter: EarlyExit, below: Below, tree: DraftTree, ran: int) -> Tensor:
+    """The exit's hidden states [B, n, H] on the nodes behind `ran`."""
+    if isinstance(below, Opened):
+        at = torch.tensor(ran, device=tree.tokens.device)
+        return static_pass(below, None, tree.tokens[:, ran:], tree.parents, at)[1][drafter.config.exit - 1]
+    target, cache = below
+    return target.forward(tree, cache, False, (0, drafter.config.exit), ran=ran).hidden
+
+
+def _block(drafter: EarlyExit, block: Block, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
+    """Logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
+    if isinstance(block, Opened):
+        at = torch.tensor(ran, device=hidden.device)
+        logits = static_pass(block, hidden, tree.tokens[:, ran:], tree.parents, at)[0]
+    elif block is not None:
+        logits = drafter.tail.step(hidden, tree, block, ran).logits
+    else:
+        logits = drafter.along(hidden, tree.tokens[:, ran:])
+    assert logits is not None
+    return logits
+
+
+def _kept(block: Block, behind: Tensor) -> Block:
+    """The block's cache with late leaves and roots in it."""
+    if isinstance(block, Opened):
+        return block._replace(lengths=block.lengths + behind + 1)
+    if block is not None:
+        block.keep([list(range(n + 1)) for n in behind.tolist()])
+    return block
+
+
 class EarlyExitSession:
-    """What one call keeps. cache: keys and values of the exit block (None without one); late: per row [0 or 1, H],
-    the hidden state of an accepted leaf that the block has not run on yet; ran: nodes of the last tree it ran on, 0
-    while the prompt is read."""
+    """What one call keeps. cache: keys and values of the exit block (None without one); late: [B, 1, H], the hidden
+    state of an accepted leaf, and behind: for each row 1 where the block has not run on it yet; ran: nodes of the last
+    tree it ran on, 0 while the prompt is read."""
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
         self.cache: RowCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
-        self.late: list[Tensor] = []
+        self.late = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+        self.behind = [0] * rows
         self.ran = 0
 
     def propose(self, context: Context) -> DraftTree:
-        target, cache, config = context.target, context.cache, self.drafter.config
-        root, below = chain(context.roots[:, None]), (0, config.exit)
+        drafter, config = self.drafter, self.drafter.config
         if not max(context.lengths) or context.nodes == 1:  # one-token prompts: the cache is not made yet
             self.ran = 0
-            return root
-        hidden, expanded = target.forward(root, cache, False, below).hidden, 1
+            return chain(context.roots[:, None])
+        below, block = self._entered(context)
+        behind = torch.tensor(self.behind, device=context.roots.device)
+        given = (below, block, self.late, behind)
+        found = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob, reserve=True)
+        tokens, parents, scores, hidden, expanded = found
+        if isinstance(self.cache, SlotCache):
+            self.cache.keep([list(range(n + 1)) for n in self.behind])
+        self.ran, self.behind = expanded.shape[1], [0] * len(self.behind)
+        return trusted(tokens, parents, scores, prunable=False, start=config.exit, hidden=hidden)
 
-        def step(growth: Growth, d: int) -> tuple[Tensor, None]:
-            nonlocal hidden, expanded
-            if d == 0:
-                return self._first(hidden, context.roots), None
-            tree = growth.stem()
-            new = target.forward(tree, cache, False, below, ran=expanded).hidden
-            hidden = torch.cat([hidden, new], 1)
-            above = DraftTree(tree.tokens[:, 1:], tree.parents[:, 1:] - 1)  # the block has kept the root
-            scores = self._block(new, above, expanded - 1)
-            expanded = tree.tokens.shape[1]
-            return scores, None
-
-        tree = grown(self.drafter, context, step, config.depth, config.width, config.min_prob, reserve=True).tree()
-        if tree.tokens.shape[1] > expanded:
-            hidden = torch.cat([hidden, target.forward(tree, cache, False, below, ran=expanded).hidden], 1)
-        self.ran = expanded
-        return DraftTree(tree.tokens, tree.parents, tree.scores, prunable=False, start=config.exit, hidden=hidden)
-
-    def _block(self, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
-        """Logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
-        if self.cache is None:
-            return self.drafter.along(hidden, tree.tokens[:, ran:])
-        logits = self.drafter.tail.step(hidden, tree, self.cache, ran).logits
-        assert logits is not None
-        return logits
-
-    def _first(self, hidden: Tensor, roots: Tensor) -> Tensor:
-        """Logits [B, 1, V] at the roots; the block runs on late leaves and the roots, and keeps them in its cache."""
-        late = [len(part) for part in self.late]
-        if self.cache is None or not any(late):
-            scores = self._block(hidden, chain(roots[:, None]), 0)
-            if self.cache is not None:
-                self.cache.keep([[0]] * len(roots))
-        else:
-            states = hidden.new_zeros(len(roots), 2, hidden.shape[-1])
-            for row, part in enumerate(self.late):
-                states[row, : len(part)] = part
-                states[row, len(part)] = hidden[row, 0]
-            both = self._block(states, chain(roots[:, None].expand(-1, 2)), 0)
-            self.cache.keep([list(range(n + 1)) for n in late])
-            scores = both[torch.arange(len(late)), torch.tensor(late)][:, None]
-        self.late = [hidden.new_zeros(0, hidden.shape[-1]) for _ in late]
-        return scores
+    def _entered(self, context: Context) -> tuple[Below, Block]:
+        """The layers below the exit and the block, as `tree_of` takes them."""
+        target, cache, exit = context.target, context.cache, self.drafter.config.exit
+        if not isinstance(cache, SlotCache):
+            return (target, cache), self.cache
+        below = target.opened(cache, (0, exit), (), False, context.nodes)
+        tail = self.drafter.tail
+        if not isinstance(self.cache, SlotCache):
+            tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+            return below, None
+        layers = (tail.layer, tail.layer + 1)
+        return below, tail.target.opened(self.cache, layers, (tail.layer,), True, context.nodes + 2)
 
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:
+            self.late, self.behind = self.late[: len(accepted.rows)], [0] * len(accepted.rows)
             return
         states = accepted.features[self.drafter.config.exit - 1]
         if len(accepted.rows) < len(states):
@@ -161,8 +204,8 @@ class EarlyExitSession:
             tree = chain(states.new_zeros(states.shape[:2], dtype=torch.long))
             self.drafter.tail.step(states, tree, self.cache, logits=False)
             self.cache.keep(accepted.paths)
-            self.late = [states[0, :0] for _ in states]
+            self.late, self.behind = states[:, :1], [0] * len(states)
             return
         self.cache.keep([[node - 1 for node in path[1:] if node < self.ran] for path in accepted.paths])
         last = [path[-1] for path in accepted.paths]
-        self.late = [states[i, n : n + 1] if n >= self.ran else states[i, :0] for i, n in enumerate(last)]
+        self.late, self.behind = states[range(len(last)), last][:, None], [int(n >= self.ran) for n in last]

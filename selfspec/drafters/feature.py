@@ -236,7 +236,7 @@ class FeatureSession:
             return chain(context.roots[:, None])
         read = reader.read(context, drafter.vocabulary is None)
         entries = reader.entries(drafter.vocabulary is None, config.depth * config.width)
-        return drafted_by(tree_of, drafter, context, config.width, config.min_prob, *read, entries)
+        return trusted(*drafted_by(tree_of, drafter, context, (*read, entries), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
         self.reader.observe(accepted)

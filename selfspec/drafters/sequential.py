@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain
+from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
 from selfspec.drafters.parts.graph import drafted_by
@@ -273,7 +273,7 @@ class SequentialSession:
             self.hidden = self.reader.read(context, False)[1][:, 0]
         if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        return drafted_by(tree_of, drafter, context, config.width, config.min_prob, self.hidden)
+        return trusted(*drafted_by(tree_of, drafter, context, (self.hidden,), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is None:

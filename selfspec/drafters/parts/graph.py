@@ -11,19 +11,25 @@ from torch import Tensor
 
 from selfspec.core.contract import Context
 from selfspec.core.slots import filled
-from selfspec.core.tree import DraftTree, trusted
 from selfspec.drafters.base import Trained
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead
+from selfspec.drafters.parts.growth import Growth, Ranking, ahead
 from selfspec.drafters.parts.plan import Acceptance, grow
 
 # Grows a tree from its root on: (the drafter, the growth, how scores are ranked, what else it is given)
-Grower = Callable[..., Nodes]
+Grower = Callable[..., tuple[Tensor, ...]]
 
 
 def drafted_by(
-    grower: Grower, drafter: Trained, context: Context, width: int, min_prob: float, *given: Any
-) -> DraftTree:
-    """The tree of a drafter that grows it from tensors. given: what the grower needs beside, tensors with rows first.
+    grower: Grower,
+    drafter: Trained,
+    context: Context,
+    given: tuple[Any, ...],
+    width: int,
+    min_prob: float,
+    reserve: bool = False,
+) -> tuple[Tensor, ...]:
+    """The nodes of a tree, as `Growth.best` gives them, and what else the grower of a drafter gives, all with rows
+    first. given: what the grower needs beside, tensors with rows first; the rest is of `Growth`.
 
     The eager engine expands nodes as long as they are worth it, `width` at each depth at most. A graph can not end
     early: how many nodes it expands at each depth is set in advance, by the static tree for the drafter's calibration.
@@ -31,17 +37,15 @@ def drafted_by(
     engine, noise = context.target.engine, ahead(context, drafter.depth)
     calibration, device = drafter.calibration[context.mode], context.roots.device
     if engine is None:
-        growth = Growth(context.roots, context.nodes, width, min_prob)
-        return trusted(
-            *grower(drafter, growth, Ranking(calibration.inverse_temperature, noise, context.temperature), *given)
-        )
+        growth = Growth(context.roots, context.nodes, width, min_prob, reserve)
+        return grower(drafter, growth, Ranking(calibration.inverse_temperature, noise, context.temperature), *given)
     widths = expanded(tuple(map(tuple, calibration.acceptance)), context.nodes, width)
     factors = torch.tensor(calibration.inverse_temperature, device=device)
     temperature = torch.tensor(context.temperature, device=device)
     ranking = (factors, None if noise is None else filled(noise), temperature)
     rows, padded = len(context.roots), [filled(part) if isinstance(part, Tensor) else part for part in given]
-    found = engine.run(_graph, grower, drafter, filled(context.roots), context.nodes, widths, ranking, *padded)
-    return trusted(*(part[:rows] for part in found))
+    made = (filled(context.roots), context.nodes, widths, reserve)
+    return tuple(part[:rows] for part in engine.run(_graph, grower, drafter, *made, ranking, *padded))
 
 
 def _graph(
@@ -50,10 +54,11 @@ def _graph(
     roots: Tensor,
     nodes: int,
     widths: tuple[int, ...],
+    reserve: bool,
     ranking: tuple[Tensor, Tensor | None, Tensor],
     *given: Any,
-) -> Nodes:
-    return grower(drafter, Growth(roots, nodes, widths), Ranking(*ranking), *given)
+) -> tuple[Tensor, ...]:
+    return grower(drafter, Growth(roots, nodes, widths, reserve=reserve), Ranking(*ranking), *given)
 
 
 @lru_cache(maxsize=256)

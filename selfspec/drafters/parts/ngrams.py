@@ -42,4 +42,4 @@ def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True) -> D
         (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
     ]
     tokens, parents, probs = (torch.tensor(part, device=roots.device) for part in zip(*padded, strict=True))
-    return trusted(tokens, parents, probs, prunable)
+    return trusted(tokens, parents, probs, prunable=prunable)
