@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH = 2.13.0
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test slow gpu lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -26,6 +26,10 @@ test: $(VENV)/.ready
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+# Everything that needs a GPU, in ten minutes, with its results in notebooks/RESULTS.md.
+gpu: $(VENV)/.ready
+	$(BIN)/python eval/gpu.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

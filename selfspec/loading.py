@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import check_tokenizer, config_class, drafter_class, load_drafter, read_meta, weights_hash
-from selfspec.core.engine import engine_for
+from selfspec.core.engine import check_engine, engine_for
 from selfspec.core.probe import probe
 from selfspec.core.support import refuse
 from selfspec.core.target import Target
@@ -46,6 +46,7 @@ def load_target(
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
+    check_engine(engine)
     if device is not None:
         try:
             if torch.empty(0, device=device).is_meta:

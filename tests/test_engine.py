@@ -116,8 +116,11 @@ def test_drafters_are_traced_whole(kind: str) -> None:
     """By torch.compile's own interpreter of graphs, which builds no code."""
     target, options = buffered(tiny_model(num_hidden_layers=2), "eager"), Options(12, Sampling(0.7), 5)
     row = of_two_layers(kind)
-    plain = autoregressive(target, PROMPTS[2:], options)
-    assert speculative(target, PROMPTS[2:], options, built(row, target), 7).token_ids == plain.token_ids
+    plain, drafter = autoregressive(target, PROMPTS[2:], options), built(row, target)
+    for compiled in (True, False):
+        fast = speculative(target, PROMPTS[2:], options, drafter, 7)
+        assert fast.token_ids == plain.token_ids
+        assert (fast.stats.compiled > 0) == compiled
     assert target.engine is not None
     assert not target.engine.failed
 
@@ -187,6 +190,8 @@ def test_buckets_are_powers_of_two(count: int, size: int) -> None:
 
 # -- compiled
 
+NOT_COMPILED: dict[str, str] = {}  # families, and what stands against it
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -215,6 +220,34 @@ def test_compiled_is_lossless_and_compiles_nothing_twice(small: Any, folder: Pat
         counts.append(len(engine.compiled))
     assert counts[0] == counts[1] > 3
     assert plain.token_ids == autoregressive(Target(small), PROMPTS[2:3], options).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_drafter_compiled(row: Row, tmp_path: Path, temperature: float) -> None:
+    """200 tokens of every drafter: those of plain decoding, and nothing is compiled in the second call."""
+    target = buffered(tiny_model(num_hidden_layers=3, dtype=torch.float32), "inductor", tmp_path)
+    drafter, options = built(row, target), Options(200, Sampling(temperature), 5)
+    plain = autoregressive(target, PROMPTS[:2], options)
+    for compiled in (True, False):
+        fast = speculative(target, PROMPTS[:2], options, drafter, 8)
+        assert fast.token_ids == plain.token_ids
+        assert (fast.stats.compiled > 0) == compiled
+    assert target.engine is not None
+    assert not target.engine.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_compiled(name: str) -> None:
+    """Every family is compiled whole, or a reason is told and it runs as it is; its tokens are plain decoding's."""
+    target, options = buffered(build(name), "inductor"), Options(12, Sampling(1.0), seed=3)
+    prompts = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
+    plain = autoregressive(target, prompts, options)
+    drafter = RandomTrees([p + t for p, t in zip(prompts, plain.token_ids, strict=True)])
+    assert speculative(target, prompts, options, drafter, 7).token_ids == plain.token_ids
+    assert target.engine is not None
+    assert bool(target.engine.failed) == (name in NOT_COMPILED)
 
 
 def test_another_process_reads_what_was_compiled(small: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

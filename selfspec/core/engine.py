@@ -31,7 +31,7 @@ class Engine:
 
     backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
     process (None: nowhere); compiled: what was compiled or read, by what it was made for; seconds: how long that took;
-    failed: the reason for each function that runs as it is instead.
+    failed: the reason for each function that runs as it is instead; busy: seconds spent in functions, by name.
     """
 
     backend: str | None = "inductor"
@@ -40,6 +40,7 @@ class Engine:
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     seconds: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -51,7 +52,10 @@ class Engine:
         if made is None:
             with self._lock:  # another thread may have made it meanwhile
                 made = self.compiled.get(key) or self._make(key, function, args)
-        return made(*args)
+        start, name = time.perf_counter(), function.__name__
+        result = made(*args)
+        self.busy[name] = self.busy.get(name, 0.0) + time.perf_counter() - start
+        return result
 
     def _make(self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         start, what = time.perf_counter(), f"{function.__name__} {_told(args)}"
@@ -102,10 +106,15 @@ def cache_folder() -> Path:
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
 
 
-def engine_for(name: str, device: torch.device) -> Engine | None:
-    """The engine of this name; None for eager. Raises ValueError for an unknown one, and where none can compile."""
+def check_engine(name: str) -> None:
+    """Raises ValueError for an unknown engine."""
     if name not in ENGINES:
         raise ValueError(f"engine={name!r} must be one of {', '.join(ENGINES)}")
+
+
+def engine_for(name: str, device: torch.device) -> Engine | None:
+    """The engine of this name; None for eager. Raises ValueError for an unknown one, and where none can compile."""
+    check_engine(name)
     if name == "eager":
         return None
     if device.type not in ("cpu", "cuda"):

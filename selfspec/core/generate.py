@@ -172,7 +172,7 @@ def autoregressive(
     nodes are ignored; the signature is that of `speculative`."""
     stats = Stats()
     result: list[list[int]] = [[] for _ in prompts]
-    t0 = clock(target.device)
+    t0, compiled = clock(target.device), target.compiled
     rows = _Rows(target, prompts, options)
     rows.prefill(None, ())
     root = chain(rows.roots()[:, None])
@@ -202,6 +202,7 @@ def autoregressive(
         stats.nodes += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
+    stats.compiled = target.compiled - compiled
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
 
 
@@ -244,7 +245,7 @@ def speculative_steps(
     """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way."""
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
-    t0 = clock(target.device)
+    t0, compiled = clock(target.device), target.compiled
     rows = _Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
     session, reads, cache = _begin(drafter, target, len(prompts)), drafter.reads, rows.cache
@@ -284,4 +285,5 @@ def speculative_steps(
             yield added
             t1 = clock(target.device)
     finally:
+        stats.compiled += target.compiled - compiled
         cache.close()

@@ -11,13 +11,15 @@ class Stats:
 
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
-    max_new_tokens; accepted: passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row.
+    max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
+    passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row.
     """
 
     passes: int = 0
     calls: int = 0
     nodes: int = 0
     tokens: int = 0
+    compiled: int = 0
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     seconds_prefill: float = 0.0

@@ -155,6 +155,11 @@ class Target:
             self._tuples = returns_tuples(self.model)
         return self._tuples
 
+    @property
+    def compiled(self) -> int:
+        """How many functions its engine has compiled, or read from disk."""
+        return 0 if self.engine is None else len(self.engine.compiled)
+
     def cache(self, rows: int, capacity: int, limit: int = 0) -> RowCache:
         """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
         if self.engine is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,7 @@ from transformers import CompileConfig
 
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
-from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, regime
+from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, regime, timed
 from selfspec.log import Figures
 
 # Of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
@@ -55,9 +54,8 @@ def theirs(
 
 def _plain(spec: Spec, max_new_tokens: int, prompt: list[int], temperature: float, seed: int) -> Figures:
     """Plain decoding as an arm. Its true speedup is 1; any difference is the noise of the comparison."""
-    start = time.perf_counter()
-    result = spec.autoregressive([prompt], max_new_tokens, temperature, seed=[seed])
-    seconds, ids = time.perf_counter() - start, result.token_ids[0]
+    result, seconds = timed(spec, lambda: spec.autoregressive([prompt], max_new_tokens, temperature, seed=[seed]))
+    ids = result.token_ids[0]
     text = asdict(regime(spec, [prompt], [ids], Sampling(temperature)))
     return {"ids": ids, "passes": result.stats.calls, "text": text, "seconds": seconds}
 
@@ -65,10 +63,12 @@ def _plain(spec: Spec, max_new_tokens: int, prompt: list[int], temperature: floa
 def _drafted(
     spec: Spec, max_new_tokens: int, nodes: int | str, prompt: list[int], temperature: float, seed: int
 ) -> Figures:
-    result = spec.generate([prompt], max_new_tokens, temperature, seed=[seed], nodes=nodes)
+    call = partial(spec.generate, [prompt], max_new_tokens, temperature, seed=[seed], nodes=nodes)
+    result, seconds = timed(spec, call)
     s = result.stats
     return {
         "ids": result.token_ids[0],
+        "seconds": seconds,
         "passes": s.calls,
         "nodes_run": s.nodes,
         "decode": s.seconds - s.seconds_prefill,

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.benchmark import timed
 from selfspec.log import Figures, section, write_text
 
 
@@ -205,9 +207,8 @@ def _between_plain(
     """Some arms on one prompt, `between` of them at a time between two runs of plain decoding."""
 
     def plain() -> Figures:
-        start = time.perf_counter()
-        result = spec.autoregressive([ids], config.max_new_tokens, point.temperature, seed=[point.prompt.seed])
-        took = time.perf_counter() - start
+        call = partial(spec.autoregressive, [ids], config.max_new_tokens, point.temperature, seed=[point.prompt.seed])
+        result, took = timed(spec, call)
         s = result.stats
         return {"seconds": took, "ids": result.token_ids[0], "decode": s.seconds - s.seconds_prefill}
 
