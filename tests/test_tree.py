@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.parts.plan import grow
+from selfspec.drafters.parts.plan import static_tree
 
 
 @st.composite
@@ -65,7 +65,7 @@ def test_prints_itself_with_tokens_and_scores() -> None:
 @settings(max_examples=40, deadline=None)
 def test_grow_finds_the_best_tree(table: list[list[float]], nodes: int) -> None:
     table = [sorted(row, reverse=True) for row in table]
-    parents, ranks, chance = grow(table, nodes)
+    parents, ranks, chance = static_tree(table, nodes)
     assert parents[0] == -1
     assert all(p < n for n, p in enumerate(parents))
     assert len(parents) <= nodes

@@ -16,7 +16,7 @@ from conftest import compose_config, made, randomize, tiny_model
 from selfspec.api import Spec
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.parts.plan import grow
+from selfspec.drafters.parts.plan import static_tree
 from selfspec.evaluation import verifiers
 from selfspec.evaluation.verifiers import (
     Random,
@@ -183,7 +183,7 @@ def test_acceptance_on_a_target() -> None:
     chances = rejection_rates(spec, heads, [list(range(40))], 8, 1.0)
     assert len(chances) == 3
     assert all(0 < sum(row) <= 1 for row in chances)
-    parents = grow(chances, 8)[0]
+    parents = static_tree(chances, 8)[0]
     assert len(parents) == 8
     for verifier in (recursive_rejection, traversal):
         stats = acceptance_length(spec, heads, [[5, 9, 2], [8, 1, 30]], 20, 1.0, parents, verifier)

@@ -23,7 +23,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk
 from selfspec.drafters.base import Calibration, Drafter, Trained
-from selfspec.drafters.parts.plan import grow
+from selfspec.drafters.parts.plan import static_tree
 from selfspec.log import Figures
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
@@ -144,7 +144,7 @@ def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: i
 
 def promised(calibration: Calibration, nodes: int) -> float:
     """The acceptance length that the best static tree of so many nodes promises by a table of acceptance."""
-    return sum(grow(calibration.acceptance, nodes)[2])
+    return sum(static_tree(calibration.acceptance, nodes)[2])
 
 
 def measure_limits(

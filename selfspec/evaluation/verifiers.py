@@ -30,7 +30,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.data.questions import Asking
 from selfspec.drafters.base import Calibration, Drafter, Trained
-from selfspec.drafters.parts.plan import grow
+from selfspec.drafters.parts.plan import static_tree
 from selfspec.evaluation.metrics import bootstrap
 from selfspec.log import Figures
 from selfspec.training.calibrate import measure_along, write_samples
@@ -331,7 +331,7 @@ def compare(
             new = config.max_new_tokens
             return acceptance_length(spec, heads, prompts, new, temperature, parents, verifier, config.seed)
 
-        tree, single, n = grow(table, config.nodes)[0], list(range(-1, depth)), config.nodes
+        tree, single, n = static_tree(table, config.nodes)[0], list(range(-1, depth)), config.nodes
         arms = {
             "shared noise": (n, noisy(n)),
             "shared noise, table measured at this T": (n, noisy(n, sampled=tuned)),

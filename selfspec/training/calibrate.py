@@ -17,7 +17,7 @@ from selfspec.core.tree import chain
 from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained
 from selfspec.drafters.parts.growth import perturbed
 from selfspec.drafters.parts.ngrams import Tally
-from selfspec.drafters.parts.plan import grow
+from selfspec.drafters.parts.plan import static_tree
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
 NODES = (8, 16, 32)  # tree sizes whose acceptance length is told
@@ -84,7 +84,7 @@ def measure_along(
     acceptance = (right / tried.clamp(min=1)[:, None]).tolist()
     share = agree / max(1, positions)
     figures: Figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
-    figures["tau"] = {str(n): sum(grow(acceptance, n)[2]) for n in NODES}
+    figures["tau"] = {str(n): sum(static_tree(acceptance, n)[2]) for n in NODES}
     factors = [_FACTORS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
     return Calibration(acceptance, factors), figures
 

@@ -13,7 +13,7 @@ from selfspec.core.contract import Context
 from selfspec.core.slots import filled
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.growth import Growth, Ranking, ahead
-from selfspec.drafters.parts.plan import Acceptance, grow
+from selfspec.drafters.parts.plan import Acceptance, static_tree
 
 # Grows a tree from its root on: (the drafter, the growth, how scores are ranked, what else it is given)
 Grower = Callable[..., tuple[Tensor, ...]]
@@ -65,7 +65,7 @@ def _graph(
 def expanded(acceptance: Acceptance, nodes: int, width: int) -> tuple[int, ...]:
     """Nodes to expand at depth 1, 2, ...: one more than the static tree does, so that a tree grown for its context can
     choose; `width` at most, and none where the static tree expands none."""
-    parents, _, _ = grow(acceptance, nodes)
+    parents, _, _ = static_tree(acceptance, nodes)
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)

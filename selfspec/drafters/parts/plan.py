@@ -17,7 +17,7 @@ from selfspec.drafters.parts.growth import ahead, perturbed
 Acceptance = tuple[tuple[float, ...], ...]
 
 
-def grow(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple[list[int], list[int], list[float]]:
+def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple[list[int], list[int], list[float]]:
     """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
 
     acceptance[d][r]: the probability that the drafter's r-th choice at depth d + 1 is right, given that its parent was;
@@ -59,7 +59,7 @@ class Plan:
 @lru_cache(maxsize=256)
 def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> Plan:
     """The static tree of at most `nodes` nodes for these acceptance rates."""
-    parents, ranks, probs = grow(acceptance, nodes)
+    parents, ranks, probs = static_tree(acceptance, nodes)
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
