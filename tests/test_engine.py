@@ -13,11 +13,10 @@ from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from torch import Tensor, nn
 
-from selfspec.core.engine import Engine, engine_for, structure
+from selfspec.core.engine import Engine, bucket, engine_for, structure
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
-from selfspec.core.sampling import Sampling, pick
-from selfspec.core.slots import bucket
+from selfspec.core.sampling import Noise, Sampling, pick
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, chain
 from selfspec.core.verify import read_walk, verify, walk
@@ -298,6 +297,16 @@ def test_weights_are_inputs_of_compiled_code() -> None:
         first.weight = nn.Parameter(torch.randn(4, 4))
         torch.testing.assert_close(engine.run(_applied, first, x), first(x))
     assert len(engine.compiled) == 2
+
+
+def test_compiled_noise_is_the_noise() -> None:
+    rows = [3, 3, 2**63 + 5], [0, 1, 2], 500, torch.device("cpu")
+    noise, fast = Noise(*rows), Noise(*rows, Engine("inductor", quiet=True))
+    for positions, count in (([7, 9, 1], 4), ([9, 9, 2], 3)):
+        torch.testing.assert_close(fast.ahead(positions, count), noise.ahead(positions, count), rtol=1e-13, atol=1e-13)
+    for each in (noise, fast):
+        each.select(torch.tensor([2]))
+    torch.testing.assert_close(fast.ahead([40], 2), noise.ahead([40], 2), rtol=1e-13, atol=1e-13)
 
 
 def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,21 @@ def engine_for(name: str, device: torch.device) -> Engine | None:
     return Engine(folder=cache_folder() / "compiled")
 
 
+def bucket(count: int, smallest: int = 1) -> int:
+    """The least power of two, times `smallest`, that is at least `count`."""
+    size = smallest
+    while size < count:
+        size *= 2
+    return size
+
+
+def filled(rows: Tensor) -> Tensor:
+    """rows [B, ...] with idle ones behind them, up to a number that is compiled for; contiguous."""
+    if idle := bucket(len(rows)) - len(rows):
+        rows = torch.cat([rows, rows[:1].expand(idle, *rows.shape[1:])])
+    return rows.contiguous()
+
+
 def signature(argument: Any) -> Hashable:
     """What compiled code depends on: a tensor's layout, and anything else itself."""
     if isinstance(argument, Tensor):

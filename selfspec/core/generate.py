@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.engine import bucket
 from selfspec.core.options import Options, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
-from selfspec.core.slots import Picking, bucket
+from selfspec.core.slots import Picking
 from selfspec.core.stats import Stats
 from selfspec.core.target import Pass, Target
 from selfspec.core.tree import DraftTree, chain
@@ -65,7 +66,7 @@ class _Rows:
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
-            self.noise = Noise(seeds, ids, target.vocab_size, target.device)
+            self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
 
     def roots(self) -> Tensor:
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from selfspec.core.engine import Engine, filled
+
 # SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its mixer, as signed 64-bit integers.
 _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -34,6 +36,10 @@ def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, float64, from 52 of the hash bits: u = (n + 1/2) / 2**52 is never 0 or 1."""
     uniform = (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
+
+
+def _block(seeds: Tensor, sequences: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    return gumbel(noise_bits(seeds, sequences, positions, ids))
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,19 @@ def _number(name: str, value: object) -> float | None:
 class Noise:
     """The noise of B rows, made for a block of coming positions at once and reused until a row has passed them.
 
-    Verification and drafter read the same values, and rejected positions are read again in the next pass.
+    Verification and drafter read the same values, and rejected positions are read again in the next pass. A compiled
+    engine makes the same noise in one function, up to the last bit of a logarithm.
     """
 
-    def __init__(self, seeds: Sequence[int], sequences: Sequence[int], vocab: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        sequences: Sequence[int],
+        vocab: int,
+        device: torch.device,
+        engine: Engine | None = None,
+    ) -> None:
+        self.engine = engine
         self.seeds = torch.tensor([s - 2**64 if s >= 2**63 else s for s in seeds], device=device)[:, None, None]
         self.sequences = torch.tensor(list(sequences), device=device)[:, None, None]
         self.ids = torch.arange(vocab, device=device)
@@ -110,7 +125,11 @@ class Noise:
             self.starts, offsets = list(positions), [0] * len(positions)
             first = torch.tensor(positions, device=self.ids.device)[:, None, None]
             steps = torch.arange(max(self.width, count), device=self.ids.device)[:, None]
-            self.block = gumbel(noise_bits(self.seeds, self.sequences, first + steps, self.ids))
+            of_rows = self.seeds, self.sequences, first + steps
+            if self.engine is None:
+                self.block = _block(*of_rows, self.ids)
+            else:
+                self.block = self.engine.run(_block, *map(filled, of_rows), self.ids)[: len(positions)]
         if len(set(offsets)) == 1:
             return self.block[:, offsets[0] : offsets[0] + count]
         at = torch.tensor(offsets, device=self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)

@@ -15,28 +15,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.core.cache import PassCache, additive, enough
-from selfspec.core.engine import Engine
+from selfspec.core.engine import Engine, bucket
 from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import walk
 
 SMALLEST = 256  # slots of the smallest buffer
 LONG = 32  # a chain of more nodes needs no products to know who sees whom
 Buffers = list[tuple[Tensor, Tensor] | None]  # keys and values [B, heads, S, D] of each layer; None: it does not run
-
-
-def bucket(count: int, smallest: int = 1) -> int:
-    """The least power of two, times `smallest`, that is at least `count`."""
-    size = smallest
-    while size < count:
-        size *= 2
-    return size
-
-
-def filled(rows: Tensor) -> Tensor:
-    """rows [B, ...] with idle ones behind them, up to a number that is compiled for; contiguous."""
-    if idle := bucket(len(rows)) - len(rows):
-        rows = torch.cat([rows, rows[:1].expand(idle, *rows.shape[1:])])
-    return rows.contiguous()
 
 
 class _Layer(CacheLayerMixin):

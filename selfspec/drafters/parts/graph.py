@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Context
-from selfspec.core.slots import filled
+from selfspec.core.engine import filled
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.growth import Growth, Ranking, ahead
 from selfspec.drafters.parts.plan import Acceptance, static_tree

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.slots import filled
+from selfspec.core.engine import filled
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.growth import ahead, perturbed
