@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config
+from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
+
+from selfspec.core.capture import Captured, parts_of
+from selfspec.core.engine import Engine
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.drafters.medusa import Medusa
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {"limits": "limits", "compare": "compare", "audit": "audit", "heads": "train"}
@@ -38,6 +46,32 @@ def test_every_part_is_a_command_that_its_script_takes(gpu: Any, tmp_path: Path,
         OmegaConf.to_object(config)  # the schemas check their values
         assert (config.target.device if "train" in script else config.device) == device
         assert len(set(given)) == len(given)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA devices alone")
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_graphs_give_the_tokens_of_eager_passes(temperature: float) -> None:
+    model, options = tiny_model(dtype=torch.float32).to("cuda"), Options(60, Sampling(temperature), 5)
+    eager, target = Target(model), Target(model, engine=Engine("inductor", quiet=True))
+    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    prompts = [[5, 9, 2, 7, 7, 1], [8, 1, 30]]
+    for _ in range(3):  # as it is, captured, replayed
+        plain = autoregressive(eager, prompts, options)
+        assert autoregressive(target, prompts, options).token_ids == plain.token_ids
+        assert speculative(target, prompts, options, drafter, 8).token_ids == plain.token_ids
+    assert all(isinstance(function, Captured) for function in target.engine.compiled.values())
+
+
+def test_what_stays_and_what_is_copied() -> None:
+    """Tensors in lists and weights stay where they are, all others are loose; dicts and tuples keep their form."""
+    store, loose, layer = torch.zeros(3), torch.ones(2), torch.nn.Linear(2, 2)
+    found = list(parts_of(([(store, None)], {"x": loose}, layer, 5)))
+    assert [(part.data_ptr(), stays) for part, stays in found] == [
+        (store.data_ptr(), True),
+        (loose.data_ptr(), False),
+        (layer.weight.data_ptr(), True),
+        (layer.bias.data_ptr(), True),
+    ]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from selfspec.core.contract import Accepted, Context, Session
-from selfspec.core.engine import cache_folder
+from selfspec.core.engine import bucket, cache_folder
 from selfspec.core.generate import autoregressive, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -80,14 +80,20 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
                     f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
                     "they will be measured again"
                 )
-            return _interpolated(seconds)
+            return _by_nodes(seconds, target)
         costs: Figures = {}
         for each in ("greedy", "sampled"):
             measured = measure_costs(target, rows, float(each == "sampled"))
             costs[each] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
-        return _interpolated(list(costs[mode].values()))
+        return _by_nodes(list(costs[mode].values()), target)
+
+
+def _by_nodes(seconds: list[float], target: Target) -> list[float]:
+    """Costs of 0 to LARGEST nodes; a compiled engine runs as many as the next size that it compiles."""
+    line = _interpolated(seconds)
+    return line if target.engine is None else [line[0], *(line[bucket(n)] for n in range(1, LARGEST + 1))]
 
 
 def _interpolated(seconds: list[float]) -> list[float]:
@@ -154,6 +160,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         return (stats.seconds_target + stats.seconds_other) / stats.calls
 
     ratios: dict[int, list[float]] = {n: [] for n in SIZES}
+    step()  # compiles, where passes are compiled
     plain = [step()]
     bar = tqdm(range(_ROUNDS), desc="measure the cost of a pass", mininterval=1.0, leave=False)
     for _ in bar:

@@ -6,7 +6,8 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    tokens such promises brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time the draft took.
    Trees are cut to those nodes. The correction is slow, since one text must not decide for all others (Medusa at T=0
    went plain at 0.91x where drafting brought 1.14x).
-2. A drafter is asked for twice the nodes that recent trees kept; more would be cut.
+2. A drafter is asked for about twice the nodes that recent trees kept, more would be cut; a power of two, since a
+   compiled engine compiles every size.
 3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
    of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
 4. From the ninth pass of a call, drafting goes on only as long as drafted passes promise more tokens per second than
@@ -17,6 +18,7 @@ Nothing here can change the output. The rules, each with what it rests on (figur
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -59,7 +61,7 @@ class Experience:
     def nodes(self, costs: list[float]) -> int:
         """What a drafter is asked for (rules 2 and 3)."""
         if self.prunable:
-            return int(min(LARGEST, max(8, 2 * self.size)))
+            return int(2 ** round(math.log2(min(LARGEST, max(8, 2 * self.size)))))
         return max((n for n in (8, 16, 32) if costs[n] <= 1.25 * costs[1]), default=8)
 
     def expected(self, rows: int, promise: float) -> float:

@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from selfspec.core.capture import Captured, parts_of
+
 ENGINES = ("eager", "compiled")
 
 
@@ -25,9 +27,10 @@ class Engine:
     """Runs functions compiled by torch.compile, with full graphs and static shapes.
 
     Every combination of a function, the modules it is given and the shapes of its tensors is compiled as a function of
-    its own, so that nothing is compiled again behind its back and a call checks no guards. Weights are inputs of the
-    compiled code, not constants: what is trained later is seen. Arguments are tensors, modules, numbers, None, and
-    lists, tuples and dicts of them.
+    its own, so that nothing is compiled again behind its back and a call checks no guards. On CUDA devices it is then
+    captured as a graph (`selfspec.core.capture`). Weights are inputs of the compiled code, not constants: what is
+    trained later is seen. Arguments are tensors, modules, numbers, None, and lists, tuples and dicts of them; tensors
+    that are written to stand in lists.
 
     backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
     process (None: nowhere); compiled: what was compiled or read, by what it was made for; seconds: how long that took;
@@ -44,7 +47,7 @@ class Engine:
     _lock: Any = field(default_factory=threading.RLock)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), compiled on first use. Tensors among the arguments may be written to."""
+        """function(*args), compiled on first use. Tensors in lists among the arguments may be written to."""
         if self.backend is None:
             return function(*args)
         key = (function, *map(signature, args))
@@ -84,6 +87,8 @@ class Engine:
         self.seconds += took
         if not self.quiet and made is not function:
             print(f"{how} in {took:.1f} s: {what}", file=sys.stderr)
+        if made is not function and any(part.is_cuda for part, _ in parts_of(args)):
+            made = Captured(made)
         self.compiled[key] = made
         return made  # type: ignore[no-any-return]
 
