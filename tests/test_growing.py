@@ -249,7 +249,10 @@ def test_own_keys_and_values_are_those_of_verified_text(
         layer = {Feature: "layer", SequentialHeads: "prefix"}.get(kind)
         if layer is not None:
             own_layer = getattr(drafter, layer)
-            tail, states = own_layer.tail, own_layer.entry(own_layer.fused(out.features)[:, :-1], tokens[:, 1:])
+            tail, states = (
+                own_layer.tail,
+                own_layer.entry(own_layer.fused(own_layer.stacked(out.features))[:, :-1], tokens[:, 1:]),
+            )
         else:
             tail, states = drafter.tail, out.features[0]
         with torch.inference_mode():

@@ -144,7 +144,7 @@ class Feature(Trained):
         and itself (EAGLE-3's training-time test), which is attention over a tree.
         """
         n = tokens.shape[1] - 1
-        states = self.layer.fused({layer: part[:, :n] for layer, part in features.items()})
+        states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
         at = torch.arange(n, device=tokens.device)
         cache, result = TextCache(self.layer.tail.layer + 1, kept=True), []
         for step in range(steps):

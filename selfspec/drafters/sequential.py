@@ -221,7 +221,7 @@ class SequentialHeads(Trained):
         """What the heads read at each position but the last of whole texts, [B, S - 1, H]."""
         if self.prefix is None:
             return hidden[:, :-1]
-        states = self.prefix.fused({layer: part[:, :-1] for layer, part in features.items()})
+        states = self.prefix.fused(self.prefix.stacked({layer: part[:, :-1] for layer, part in features.items()}))
         return self.prefix.text(states, tokens[:, 1:], logits=False).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.engine import bucket, filled
 from selfspec.core.generate import PREFILL
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import Pass, RowCache, Target
@@ -48,10 +49,13 @@ class FeatureLayer(nn.Module):
             self._ready = fuse, mix
         return self
 
-    def fused(self, features: dict[int, Tensor]) -> Tensor:
-        """What stands for a position [..., H], from the outputs of the layers asked for."""
-        parts = torch.cat([features[layer].to(self.fuse.device) for layer in self.layers], -1)
-        return F.linear(parts, self._ready[0] if self._ready else self.fuse.t().to(parts.dtype))
+    def stacked(self, features: dict[int, Tensor]) -> Tensor:
+        """The outputs of the layers asked for, side by side [..., F*H]."""
+        return torch.cat([features[layer].to(self.fuse.device) for layer in self.layers], -1)
+
+    def fused(self, stacked: Tensor) -> Tensor:
+        """What stands for a position [..., H]."""
+        return F.linear(stacked, self._ready[0] if self._ready else self.fuse.t().to(stacked.dtype))
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input [..., H] from states [..., H] (fused features or its own output) and the tokens after."""
@@ -79,7 +83,8 @@ class FeatureLayer(nn.Module):
         tokens = tree.tokens[:, -count:]
         given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
         if isinstance(entries, Opened):
-            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, torch.tensor(ran))
+            at = torch.tensor(ran, device=tokens.device)
+            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, at)
             return logits, seen[-1], seen[self.tail.layer]
         cache, wanted = entries
         out = self.tail.step(given, tree, cache, ran, wanted)
@@ -96,16 +101,16 @@ class Reader:
     def __init__(self, layer: FeatureLayer) -> None:
         self.layer = layer
         self.cache: RowCache | None = None
-        self.pending: list[Tensor] = []  # per row [n, H]: fused features not read yet
+        self.pending: list[Tensor] = []  # per row [n, F*H]: features not read yet
 
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass kept."""
-        fused = self.layer.fused(accepted.features)
-        if self.cache is not None and len(accepted.rows) < len(fused):
-            self.cache.select(torch.tensor(accepted.rows, device=fused.device))
-        before = self.pending or [fused[0, :0]] * len(fused)
+        new = self.layer.stacked(accepted.features)
+        if self.cache is not None and len(accepted.rows) < len(new):
+            self.cache.select(torch.tensor(accepted.rows, device=new.device))
+        before = self.pending or [new[0, :0]] * len(new)
         self.pending = [
-            torch.cat([before[row], fused[row, path]]) for row, path in zip(accepted.rows, accepted.paths, strict=True)
+            torch.cat([before[row], new[row, path]]) for row, path in zip(accepted.rows, accepted.paths, strict=True)
         ]
 
     @property
@@ -122,6 +127,8 @@ class Reader:
         while max(map(len, self.pending)) > _FEW:
             self._read(context, [min(PREFILL, len(part) - 1) for part in self.pending], False)
         count = [len(part) for part in self.pending]
+        if isinstance(self.cache, SlotCache):
+            return self._read_in_graph(context, self.cache, count, logits)
         out = self._read(context, count, logits)
         rows, last = torch.arange(len(count)), torch.tensor(count) - 1
         found = None if out.logits is None else out.logits[rows, last][:, None]
@@ -129,16 +136,39 @@ class Reader:
 
     def _read(self, context: Context, count: list[int], logits: bool) -> Pass:
         assert self.cache is not None
-        states = self.pending[0].new_zeros(len(count), max(count), self.pending[0].shape[-1])
-        tokens = torch.zeros(states.shape[:2], dtype=torch.long)
-        for row, (part, n, first) in enumerate(zip(self.pending, count, self.cache.lengths, strict=True)):
-            states[row, :n] = part[:n]
-            tokens[row, :n] = torch.tensor(context.tokens[row][first + 1 : first + 1 + n])
-        tokens = tokens.to(states.device)
-        out = self.layer.tail.step(self.layer.entry(states, tokens), chain(tokens), self.cache, 0, logits)
-        self.cache.keep([list(range(n)) for n in count])
-        self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
+        stacked, tokens = self._next(context, self.cache, count)
+        given = self.layer.entry(self.layer.fused(stacked), tokens)
+        out = self.layer.tail.step(given, chain(tokens), self.cache, 0, logits)
+        self._keep(self.cache, count)
         return out
+
+    def _read_in_graph(
+        self, context: Context, cache: SlotCache, count: list[int], logits: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """`read` by a compiled engine, with logits at the last entries alone."""
+        tail, rows, wide = self.layer.tail, len(count), bucket(max(count))
+        stacked, tokens = self._next(context, cache, count)
+        stacked, tokens = F.pad(stacked, (0, 0, 0, wide - max(count))), F.pad(tokens, (0, wide - max(count)))
+        opened = tail.target.opened(cache, (tail.layer, tail.layer + 1), (tail.layer,), False, wide)
+        tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        last = torch.tensor(count, device=stacked.device) - 1
+        found = cache.engine.run(_at_last, self.layer, opened, logits, filled(stacked), filled(tokens), filled(last))
+        self._keep(cache, count)
+        scores, hidden, outputs = found
+        return None if scores is None else scores[:rows], hidden[:rows], outputs[:rows]
+
+    def _next(self, context: Context, cache: RowCache, count: list[int]) -> tuple[Tensor, Tensor]:
+        """The next `count` entries of each row: features [B, n, F*H] and the tokens after them, int64 [B, n]."""
+        stacked = self.pending[0].new_zeros(len(count), max(count), self.pending[0].shape[-1])
+        tokens = torch.zeros(stacked.shape[:2], dtype=torch.long)
+        for row, (part, n, first) in enumerate(zip(self.pending, count, cache.lengths, strict=True)):
+            stacked[row, :n] = part[:n]
+            tokens[row, :n] = torch.tensor(context.tokens[row][first + 1 : first + 1 + n])
+        return stacked, tokens.to(stacked.device)
+
+    def _keep(self, cache: RowCache, count: list[int]) -> None:
+        cache.keep([list(range(n)) for n in count])
+        self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
     def entries(self, logits: bool, nodes: int) -> Entries:
         """What `FeatureLayer.step` needs of the cache for so many nodes. What it writes is written over by the next."""
@@ -147,3 +177,15 @@ class Reader:
         if isinstance(self.cache, SlotCache):
             return self.layer.tail.target.opened(self.cache, (layer, layer + 1), (layer,), logits, nodes)
         return self.cache, logits
+
+
+def _at_last(
+    layer: FeatureLayer, opened: Opened, logits: bool, stacked: Tensor, tokens: Tensor, last: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Entries read, and what `Reader.read` gives of each row's last one, int64 [B]."""
+    given, at = layer.entry(layer.fused(stacked), tokens), torch.tensor(0, device=tokens.device)
+    _, seen, _ = static_pass(opened, given, tokens, chain(tokens).parents, at)
+    at = last[:, None, None].expand(-1, 1, given.shape[-1])
+    hidden, outputs = seen[-1].gather(1, at), seen[layer.tail.layer].gather(1, at)
+    scores = layer.tail.text(outputs, tokens[:, :1], block=False).logits if logits else None
+    return scores, hidden, outputs
