@@ -34,7 +34,7 @@ DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature"
 PARTS = {
     "passes of the embedded target": (
         LIMITS,
-        "limits.sizes=[1,8] limits.rounds=3 limits.drafters=[tiny-medusa] limits.temperatures=[0]",
+        "limits.sizes=[1,8] limits.rounds=3 limits.drafters=[tiny-medusa] limits.temperatures=[0] limits.starts=false",
         1,
     ),
     "passes of a Llama of 1B": (f"{LIMITS} limits.config=configs/models/llama_1b.json limits.drafters=[]", SMALL, 6),

@@ -27,22 +27,17 @@ from selfspec.evaluation.audit import audit, distribution_tests, distribution_ve
 from selfspec.evaluation.benchmark import bookkeeping, run_arms
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
+from selfspec.evaluation.comparison_tables import agreement_table, comparison_tables
 from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.limits import measure_limits, random_model
+from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import agreement, read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
 from selfspec.evaluation.show import show
-from selfspec.evaluation.tables import (
-    agreement_table,
-    audit_report,
-    comparison_tables,
-    group_table,
-    limits_tables,
-    rules_table,
-    table,
-)
+from selfspec.evaluation.starts import start_costs
+from selfspec.evaluation.tables import audit_report, group_table, rules_table, table
 from selfspec.evaluation.verifiers import compare
 from selfspec.loading import drafter_folder, find_drafter, load_target
 from selfspec.log import Figures, RunLog, write_section, write_text
@@ -227,6 +222,8 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
         figures |= measure_limits(model, makers, run.limits) | {"config": plain}
+        if run.limits.starts and run.limits.drafters and run.limits.config is None:
+            figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

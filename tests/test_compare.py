@@ -20,8 +20,8 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation.compare import Run, read_runs
 from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
+from selfspec.evaluation.comparison_tables import regime_table, verdict
 from selfspec.evaluation.price import held_bytes
-from selfspec.evaluation.tables import regime_table, verdict
 from selfspec.measures import run_compare
 
 

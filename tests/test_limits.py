@@ -15,6 +15,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
 from selfspec.evaluation import limits
 from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
+from selfspec.evaluation.starts import start_costs
 from selfspec.measures import run_limits
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
@@ -87,10 +88,23 @@ def test_limits_of_a_target_of_ones_own(tiny_folder: str, heads_folder: Path, tm
         "limits.sizes=[1,2]",
         "limits.rounds=3",
         f"limits.drafters=[{heads_folder}]",
+        "limits.starts=false",
     )
     figures = run_limits(config, tmp_path / "run")
     assert not figures["forecast"]
     assert {f["nodes"] for f in figures["forecasts"]} == {2}
+
+
+@pytest.mark.slow
+def test_starts(tiny_folder: str, heads_folder: Path) -> None:
+    """A second process reads what the first one compiled."""
+    eager, cold, warm = start_costs(str(heads_folder), tiny_folder, "float32", None).values()
+    assert eager["functions"] == 0
+    assert cold["functions"] == warm["functions"] > 3
+    assert warm["compiling"] < 0.5 * cold["compiling"]
+    assert warm["first"] < cold["first"]
+    with pytest.raises(ChildProcessError, match="no drafter at 'nothing/at/all'"):
+        start_costs("nothing/at/all", tiny_folder, "float32", None)
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,16 @@ class Engine:
     that are written to stand in lists.
 
     backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
-    process (None: nowhere); compiled: what was compiled or read, by what it was made for; seconds: how long that took;
-    failed: the reason for each function that runs as it is instead; busy: seconds spent in functions, by name.
+    process (None: nowhere); compiled: functions by what they were made for; made: (what, seconds, "compiled" or "read")
+    in the order of time; failed: the reason for each function that runs as it is instead; busy: seconds spent in
+    functions, by name.
     """
 
     backend: str | None = "inductor"
     folder: Path | None = None
     quiet: bool = False
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
-    seconds: float = 0.0
+    made: list[tuple[str, float, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
@@ -84,7 +85,7 @@ class Engine:
             else:
                 self._write(path, made)
         took = time.perf_counter() - start
-        self.seconds += took
+        self.made.append((what, took, how))
         if not self.quiet and made is not function:
             print(f"{how} in {took:.1f} s: {what}", file=sys.stderr)
         if made is not function and any(part.is_cuda for part, _ in parts_of(args)):

@@ -35,13 +35,14 @@ class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
     acceptance and drafts are taken; temperatures: by which acceptance is forecast; config: a model's
     config.json, or what transformers finds one by, for a target of random weights; the drafters' acceptance is then a
-    forecast."""
+    forecast; starts: whether new processes are timed too, with the first drafter, which compiles everything anew."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15
     drafters: list[str] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     config: str | None = None
+    starts: bool = True
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) != 1 or max(self.sizes) > 1024:
@@ -179,4 +180,7 @@ def measure_limits(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
                         | {"pass": costs[engine][n], "other": other, "speedup": ratio}
                     )
-    return {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
+    assert fast.engine is not None
+    made = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
+    figures = {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
+    return figures | {"compiled": made, "failed": fast.engine.failed}

@@ -1,0 +1,143 @@
+"""Markdown tables of a comparison, and of two runs set beside each other."""
+
+from __future__ import annotations
+
+from selfspec.evaluation.compare import Run
+from selfspec.evaluation.comparison import against, best_sizes, regimes
+from selfspec.evaluation.tables import interval, markdown
+from selfspec.log import Figures
+
+
+def main_table(rows: list[Figures]) -> str:
+    columns = [
+        "T",
+        "method",
+        "nodes",
+        "τ",
+        "tok/s",
+        "over plain",
+        "limit",
+        "predicted / measured",
+        "draft / target / other, ms",
+        "identical",
+    ]
+    lines = []
+    for row in rows:
+        nodes, forecast, parts, same = row["nodes"], "", "", ""
+        if "mean_nodes" in row:
+            nodes = f"{nodes} ({row['mean_nodes']:.1f})"
+        if "same" in row:
+            same = f"{row['same']}/{row['prompts']}"
+        if "predicted" in row:
+            forecast = f"{row['predicted']:.2f} / {row['decode']:.2f}"
+        if "milliseconds_per_pass" in row:
+            parts = " / ".join(f"{ms:.1f}" for ms in row["milliseconds_per_pass"].values())
+        limit = f"{row['limit']:.2f}x" if "limit" in row else ""
+        lines.append(
+            [
+                f"{row['T']:g}",
+                f"`{row['arm']}`",
+                nodes,
+                f"{row['tau']:.2f}",
+                f"{row['tokens_per_second']:.0f}",
+                interval(row["speedup"]),
+                limit,
+                forecast,
+                parts,
+                same,
+            ]
+        )
+    return markdown(columns, lines)
+
+
+def groups_table(best: list[Figures]) -> str:
+    """Speedup, τ and right answers by group of text, of every arm at its best size."""
+    groups = list(dict.fromkeys(group for row in best for group in row["groups"]))
+    lines = []
+    for row in best:
+        cells = []
+        for group in groups:
+            found = row["groups"].get(group)
+            right = f", {found['right']}/{found['of']} right" if found and found["of"] else ""
+            cells.append(f"{interval(found['speedup'])}, τ {found['tau']:.2f}{right}" if found else "")
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], interval(row["speedup"]), *cells])
+    return markdown(["T", "method", "nodes", "all", *groups], lines)
+
+
+def regime_table(rows: list[Figures]) -> str:
+    """What kind of text it is, by temperature and group; see `regimes`."""
+    columns = ["T", "group", "tokens", "entropy, nats", "mean top-1", "distinct 4-grams", "right"]
+    lines = [
+        [
+            f"{row['T']:g}",
+            row["group"],
+            str(row["tokens"]),
+            f"{row['entropy']:.2f}",
+            f"{row['top1']:.3f}",
+            f"{row['distinct_4grams']:.2f}",
+            f"{row['right']}/{row['of']}" if row["of"] else "",
+        ]
+        for row in rows
+    ]
+    return markdown(columns, lines)
+
+
+def price_table(prices: dict[str, Figures]) -> str:
+    """What each method takes beside the target."""
+    lines = []
+    for name, price in prices.items():
+        training = price.get("training")
+        took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
+        lines.append(
+            [
+                f"`{name}`",
+                f"{price['parameters'] / 1e6:.2f}M",
+                f"{price['disk'] / 1e6:.1f}",
+                f"{price['memory'] / 1e6:.1f}",
+                took,
+            ]
+        )
+    return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
+
+
+def verdict(best: list[Figures]) -> str:
+    """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
+    theirs = [row for row in best if row["arm"].startswith("hf_")]
+    names = list(dict.fromkeys(row["arm"] for row in theirs))
+    lines = []
+    for row in best:
+        if row["arm"] in (*names, "plain"):
+            continue
+        cells = []
+        for name in names:
+            beside = [run for other in theirs if other["arm"] == name for run in other["runs"]]
+            if (found := against(row["runs"], beside)) is None:
+                cells.append("")
+                continue
+            word = "wins " if found["low"] > 1 else "loses " if found["high"] < 1 else "level "
+            cells.append(f"{word if len(row['runs']) > 1 else ''}{interval(found)}")  # one prompt decides nothing
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
+    return markdown(["T", "drafter", "nodes", *(f"over `{name}`" for name in names)], lines)
+
+
+def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Figures]) -> str:
+    """All tables of a comparison."""
+    best = best_sizes(runs)
+    tables = [main_table(rows), groups_table(best), regime_table(regimes(runs)), price_table(prices)]
+    if any(row["arm"].startswith("hf_") for row in rows):
+        tables.append(verdict(best))
+    return "\n\n".join(tables)
+
+
+# -- two runs
+
+
+def agreement_table(pairs: list[Figures]) -> str:
+    """Speedups of two runs side by side, and whether their intervals overlap."""
+    lines = [[p["name"], interval(p["one"]), interval(p["other"]), "same" if p["same"] else "DIFFERS"] for p in pairs]
+    same = sum(p["same"] for p in pairs)
+    total = f"{same} of {len(pairs)} speedups have overlapping intervals ({100 * same / max(1, len(pairs)):.0f}%)."
+    return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"
+
+
+# -- limits
