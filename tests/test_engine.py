@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,40 @@ def test_drafters_are_traced_whole(kind: str) -> None:
         assert (fast.stats.compiled > 0) == compiled
     assert target.engine is not None
     assert not target.engine.failed
+
+
+def test_what_is_trained_after_compiling_is_seen() -> None:
+    """Decoding, training, decoding: drafts are those of the weights as they are."""
+    model, options = tiny_model(num_hidden_layers=2), Options(20, Sampling(0.7), 5)
+    traced, plain = buffered(model, "eager"), buffered(model)
+    drafters = [built(of_two_layers("feature"), target) for target in (traced, plain)]
+    seen, compiled = [], []
+    for step in range(3):
+        for drafter in drafters:
+            drafter.train()
+            torch.manual_seed(step)
+            with torch.no_grad():
+                for parameter in drafter.trained().values():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            drafter.eval()
+        found = [speculative(t, PROMPTS[:1], options, d, 7) for t, d in zip((traced, plain), drafters, strict=True)]
+        assert found[0].token_ids == found[1].token_ids
+        assert found[0].from_draft == found[1].from_draft
+        seen.append(found[0].from_draft)
+        compiled.append(found[0].stats.compiled)
+    assert compiled[0] > 0
+    assert len({str(drafts) for drafts in seen}) > 1
+
+
+def test_threads_and_dtypes_at_once() -> None:
+    """Threads over two targets of two dtypes, each compiled by its own engine: every call gives its own tokens."""
+    options = Options(20, Sampling(0.7), 5)
+    targets = [buffered(tiny_model(num_hidden_layers=2, dtype=d), "eager") for d in (torch.float64, torch.float32)]
+    jobs = [(target, built(of_two_layers("medusa"), target), [prompt]) for target in targets for prompt in PROMPTS[:3]]
+    alone = [autoregressive(Target(target.model), prompts, options).token_ids for target, _, prompts in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda job: speculative(job[0], job[2], options, job[1], 7).token_ids, jobs * 2))
+    assert found == alone * 2
 
 
 def of_two_layers(kind: str) -> Row:
