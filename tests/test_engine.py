@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from torch import Tensor, nn
 
+import selfspec.core.engine as engine_file
 from selfspec.core.engine import Engine, bucket, engine_for, structure
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -310,6 +312,27 @@ def test_a_damaged_file_is_compiled_anew(folder: Path, tmp_path: Path, capsys: p
     assert engine.run(_twice, x).tolist() == (x * 2).tolist()
     assert engine.run(_twice, x[:1]).tolist() == (x[:1] * 2).tolist()
     assert capsys.readouterr().err.count("compiled code is not kept") == 1
+
+
+def test_code_of_another_torch_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_file._here.cache_clear()
+    Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    engine_file._here.cache_clear()
+    Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))
+    engine_file._here.cache_clear()
+    assert len(list(tmp_path.glob("*.bin"))) == 2
+
+
+def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate("abc"):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(100))
+        os.utime(tmp_path / f"{name}.bin", (1000 - age, 1000 - age))
+    Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))
+    size = sum(p.stat().st_size for p in tmp_path.glob("*.bin")) - 300
+    monkeypatch.setattr(engine_file, "KEPT", size + 250)
+    engine_file._trim(tmp_path)
+    assert {p.stem for p in tmp_path.glob("?.bin")} == {"a", "b"}
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from selfspec.core.capture import Captured, parts_of
 
 ENGINES = ("eager", "compiled")
+KEPT = 2**30  # bytes of compiled code kept on disk; what was not used for longest goes first
 
 
 @dataclass(eq=False)
@@ -101,6 +102,7 @@ class Engine:
             scratch = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
             made.save_compiled_function(str(scratch))
             os.replace(scratch, path)
+            _trim(path.parent)
         except Exception as error:  # of the disk, or of what can not be pickled
             print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)
             self.folder = None
@@ -180,10 +182,21 @@ def _read(path: Path | None) -> Any:
         with path.open("rb") as file:
             made: Any = torch.compiler.load_compiled_function(file)
         made.disable_guard_check()
+        os.utime(path)  # it was used
     except Exception as error:
         print(f"compiled anew, since {path} can not be read: {error}", file=sys.stderr)
         return None
     return made
+
+
+def _trim(folder: Path) -> None:
+    """Delete what was not used for longest, where more than KEPT bytes lie there."""
+    found = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in folder.glob("*.bin")), reverse=True)
+    total = 0
+    for _, size, path in found:
+        total += size
+        if total > KEPT:
+            path.unlink(missing_ok=True)
 
 
 def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> str:
