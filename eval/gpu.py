@@ -80,7 +80,21 @@ def told(name: str, folder: Path, output: str) -> str:
             cells = [run["drafter"], run["dtype"], run["engine"], found["verdict"], found["rows"], found["tokens"]]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
         return "\n".join(lines)
-    return f"```\n{output.strip().splitlines()[-1]}\n```"
+    return f"```\n{(output.strip().splitlines() or ['nothing was printed'])[-1]}\n```"
+
+
+def run(name: str, typed: list[str], seconds: float) -> str:
+    """Run a part; what it measured, or why there is nothing."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=True
+        )
+    except subprocess.TimeoutExpired:
+        return f": stopped after {seconds:.0f} s, when the time was over"
+    except subprocess.CalledProcessError as error:
+        return f": failed\n\n```\n{error.stderr[-2000:]}\n```"
+    where = next(argument for argument in typed if argument.startswith("hydra.run.dir=")).split("=", 1)[1]
+    return f" (`python {' '.join(typed)}`)\n\n{told(name, Path(where), done.stdout)}"
 
 
 @hydra.main(config_path="../configs", config_name="gpu", version_base="1.3")
@@ -99,25 +113,16 @@ def main(config: DictConfig) -> None:
         for name, (_, _, needed) in PARTS.items():
             left, typed = end - time.monotonic(), command(name, folder, device)
             print(f"{name}: python {' '.join(typed)}", flush=True)
-            if memory < needed or left <= 0:
-                why = f"it needs {needed} GiB" if memory < needed else f"no time left of minutes={config.minutes}"
-                parts.append(f"**{name}**: not run, {why}")
-                continue
-            try:
-                done = subprocess.run(
-                    [sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=left, check=True
-                )
-            except subprocess.TimeoutExpired:
-                parts.append(f"**{name}**: stopped, no time left of minutes={config.minutes}")
-            except subprocess.CalledProcessError as error:
-                parts.append(f"**{name}**: failed\n\n```\n{error.stderr[-2000:]}\n```")
+            if memory < needed:
+                parts.append(f"**{name}**: not run, it needs {needed} GiB")
+            elif left <= 0:
+                parts.append(f"**{name}**: not run, no time left of minutes={config.minutes}")
             else:
-                where = next(a for a in typed if a.startswith("hydra.run.dir=")).split("=", 1)[1]
-                parts.append(f"**{name}** (`python {' '.join(typed)}`)\n\n{told(name, Path(where), done.stdout)}")
-        text = "\n\n".join(parts)
-        write_text(folder / "gpu.md", text + "\n")
-        if gpu:
-            write_section(Path(config.results), "gpu", text)
+                parts.append(f"**{name}**{run(name, typed, left)}")
+            text = "\n\n".join(parts)
+            write_text(folder / "gpu.md", text + "\n")
+            if gpu:
+                write_section(Path(config.results), "gpu", text)
         print(f"\n{text}\n{folder}")
         if any(": failed" in part for part in parts):
             sys.exit(1)

@@ -23,6 +23,7 @@ SCRIPTS = {
     "audit": "eval/audit.py",
     "verifiers": "eval/verifiers.py",
     "report": "eval/report.py",
+    "limits": "eval/limits.py",
 }
 
 
@@ -135,6 +136,9 @@ CASES = [
         "source_share=1.0 must lie in [0, 1)",
     ),
     ("decode", f"{EVAL} decode.lossy=rather", "lossy='rather' must be"),
+    ("decode", f"{EVAL} engine=fast", "engine='fast' must be one of eager, compiled"),
+    ("limits", "target=target limits.rounds=1", "limits.rounds=1 must be at least 3"),
+    ("limits", "target=target limits.drafters=[runs/nothing]", "no drafter at 'runs/nothing'"),
     ("decode", f"{EVAL} decode.prompts=4000", "of 4000 prompts of 128 tokens fit into the documents"),
     ("audit", f"{EVAL} audit.nodes=[]", "audit.nodes is empty"),
     ("audit", f"{EVAL} audit.seeds=[1180591620717411303424]", "does not fit into 64 bits"),

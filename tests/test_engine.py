@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -127,11 +129,12 @@ def test_drafters_are_traced_whole(kind: str) -> None:
     assert not target.engine.failed
 
 
-def test_what_is_trained_after_compiling_is_seen() -> None:
+@pytest.mark.parametrize("kind", ["feature", "medusa", "sequential_markov"])
+def test_what_is_trained_after_compiling_is_seen(kind: str) -> None:
     """Decoding, training, decoding: drafts are those of the weights as they are."""
     model, options = tiny_model(num_hidden_layers=2), Options(20, Sampling(0.7), 5)
     traced, plain = buffered(model, "eager"), buffered(model)
-    drafters = [built(of_two_layers("feature"), target) for target in (traced, plain)]
+    drafters = [built(of_two_layers(kind), target) for target in (traced, plain)]
     seen, compiled = [], []
     for step in range(3):
         for drafter in drafters:
@@ -312,6 +315,54 @@ def test_a_damaged_file_is_compiled_anew(folder: Path, tmp_path: Path, capsys: p
     assert engine.run(_twice, x).tolist() == (x * 2).tolist()
     assert engine.run(_twice, x[:1]).tolist() == (x[:1] * 2).tolist()
     assert capsys.readouterr().err.count("compiled code is not kept") == 1
+
+
+def test_names_of_compiled_code_are_the_same_in_every_process(small: Any) -> None:
+    """Of functions, modules and tensors; and others where the attention runs another kernel."""
+    other = tiny_model(num_hidden_layers=1, dtype=torch.float32)
+    other.config._attn_implementation = "eager"
+    assert structure(other) != structure(small)
+    program = """
+import torch, functools
+from selfspec.core.engine import _name
+from selfspec.drafters.feature import tree_of
+args = tree_of, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
+print(_name(tree_of, args, "inductor"))
+"""
+    names = [subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True) for _ in "ab"]
+    assert names[0].stdout == names[1].stdout
+    with pytest.raises(TypeError, match="can not be found again on disk"):
+        engine_file._shape(object())
+
+
+def test_compiled_functions_of_gone_modules_are_dropped() -> None:
+    engine, x = Engine("eager", quiet=True), torch.ones(1, 4)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    for module in (first, second):
+        engine.run(_applied, module, x)
+    engine.forget([first])
+    assert len(engine.compiled) == 1
+    engine.run(_applied, second, x)
+    assert len(engine.made) == 2
+
+
+def test_a_cast_after_compiling_is_refused_or_seen() -> None:
+    """A layer cast in place keeps its parameters, but not what was compiled for them."""
+    target = buffered(tiny_model(num_hidden_layers=2, dtype=torch.float32), "eager")
+    autoregressive(target, PROMPTS[:1], Options(4))
+    target.model.model.norm.bfloat16()
+    found = autoregressive(target, PROMPTS[:1], Options(12)).token_ids
+    assert found == autoregressive(Target(target.model), PROMPTS[:1], Options(12)).token_ids
+
+
+def test_a_failure_without_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", broken)
+    engine = Engine("inductor", quiet=True)
+    assert engine.run(_twice, torch.ones(1)).tolist() == [2.0]
+    assert list(engine.failed.values()) == ["AssertionError: AssertionError()"]
 
 
 def test_code_of_another_torch_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

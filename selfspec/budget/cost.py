@@ -114,7 +114,7 @@ def _interpolated(seconds: list[float]) -> list[float]:
 
 
 class _Trees:
-    """A drafter with one session, itself: trees of arbitrary tokens, all sizes in turn, timed from the end of one
+    """Drafter and session in one object: trees of arbitrary tokens, all sizes in turn, timed from the end of one
     `propose` to the start of the next."""
 
     reads: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _MOST = 16  # graphs kept of one function; each holds its inputs and outputs
+_capturing = threading.Lock()  # torch allows one capture at a time in a process
 
 
 @dataclass(frozen=True)
@@ -24,41 +25,60 @@ class _Graph:
 
 
 class Captured:
-    """A function on CUDA tensors that is captured where it is called a second time over the same storage.
+    """A function on tensors of one CUDA device that is captured where it is called a second time over the same storage.
 
-    Tensors in lists, which functions may write to, and weights of modules are used where they lie; there is a graph for
-    each set of their addresses. All other tensors are copied in, results are copied out. The first call over a storage
-    runs as it is: it loads kernels, which a capture can not.
+    Tensors in lists, which functions may write to, and parameters and buffers of modules are used where they lie; there
+    is a graph for each set of their addresses. A function may read no other storage. All other tensors are copied in,
+    results are copied out. The first call over a storage runs as it is: it loads kernels, which a capture can not. If a
+    capture fails, the function runs as it is from then on.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], note: Callable[[Exception | None], None]) -> None:
+        """note: told of every graph captured (None), or why none can be."""
+        self.function, self.note = function, note
         self.graphs: OrderedDict[tuple[int, ...], _Graph | None] = OrderedDict()
+        self.failed = False
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
+        """What the function gives, in tensors of its own. Raises what the function raises."""
         found = list(parts_of(args))
         place = tuple(tensor.data_ptr() for tensor, stays in found if stays)
         with self._lock:
-            if place not in self.graphs:
+            if self.failed or place not in self.graphs:
+                result = self.function(*args)
                 self.graphs[place] = None
                 while len(self.graphs) > _MOST:
                     self.graphs.popitem(last=False)
-                return self.function(*args)
+                return result
             self.graphs.move_to_end(place)
-            made = self.graphs[place] = self.graphs[place] or self._capture(args)
+            if (made := self.graphs[place]) is None:
+                try:
+                    made = self.graphs[place] = self._capture(args)
+                except RuntimeError as error:
+                    self.failed, self.graphs = True, OrderedDict()
+                    self.note(error)
+                    return self.function(*args)
             for own, (given, _) in zip(made.inputs, (pair for pair in found if not pair[1]), strict=True):
                 own.copy_(given)
             made.graph.replay()
-            return _mapped(made.outputs, Tensor.clone)
+            result = _mapped(made.outputs, Tensor.clone)
+            torch.cuda.current_stream().synchronize()  # another thread's replay must not overwrite what is copied
+            return result
 
     def _capture(self, args: Any) -> _Graph:
-        own = _mapped(args, Tensor.clone)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = self.function(*own)
+        own, graph = _mapped(args, _copied), torch.cuda.CUDAGraph()
+        with _capturing, torch.cuda.device(next(tensor.device for tensor, _ in parts_of(args) if tensor.is_cuda)):
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outputs = self.function(*own)
+        self.note(None)
         return _Graph(graph, [tensor for tensor, stays in parts_of(own) if not stays], outputs)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, for which the function was compiled."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def parts_of(argument: Any, stays: bool = False) -> Iterator[tuple[Tensor, bool]]:

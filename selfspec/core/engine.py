@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from selfspec.core.capture import Captured, parts_of
@@ -27,16 +28,16 @@ KEPT = 2**30  # bytes of compiled code kept on disk; what was not used for longe
 class Engine:
     """Runs functions compiled by torch.compile, with full graphs and static shapes.
 
-    Every combination of a function, the modules it is given and the shapes of its tensors is compiled as a function of
-    its own, so that nothing is compiled again behind its back and a call checks no guards. On CUDA devices it is then
-    captured as a graph (`selfspec.core.capture`). Weights are inputs of the compiled code, not constants: what is
-    trained later is seen. Arguments are tensors, modules, numbers, None, and lists, tuples and dicts of them; tensors
-    that are written to stand in lists.
+    Every combination of a function, the modules it is given and the layouts of its tensors has a compiled function of
+    its own, so torch never compiles one again and a call checks no guards. On CUDA devices it is then captured as a
+    graph (`selfspec.core.capture`). Weights are inputs of the compiled code, not constants: what is trained later is
+    seen. Arguments are tensors, modules, functions, numbers, None, and lists, tuples and dicts of them. Tensors that
+    the function writes to stand in lists.
 
     backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
-    process (None: nowhere); compiled: functions by what they were made for; made: (what, seconds, "compiled" or "read")
-    in the order of time; failed: the reason for each function that runs as it is instead; busy: seconds spent in
-    functions, by name.
+    process (None: nowhere); compiled: functions by what they were made for; made: (what, seconds, "compiled", "read" or
+    "not compiled") in the order of time; failed: the reason for each function that runs as it is instead; captured:
+    graphs captured so far; busy: seconds spent in functions, by name.
     """
 
     backend: str | None = "inductor"
@@ -45,6 +46,7 @@ class Engine:
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     made: list[tuple[str, float, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    captured: int = 0
     busy: dict[str, float] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
@@ -64,7 +66,7 @@ class Engine:
 
     def _make(self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         start, what = time.perf_counter(), f"{function.__name__} {_told(args)}"
-        path = None if self.folder is None else self.folder / f"{_name(function, args, str(self.backend))}.bin"
+        path = self._path(function, args)
         made: Any
         made, how = _read(path), "read"
         if made is None:
@@ -81,7 +83,7 @@ class Engine:
                 made.disable_guard_check()
             except Exception as error:  # torch raises many kinds, and the function itself is still right
                 made, how = function, "not compiled"
-                self.failed[what] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
                 print(f"not compiled, runs as it is: {what}: {self.failed[what]}", file=sys.stderr)
             else:
                 self._write(path, made)
@@ -89,23 +91,47 @@ class Engine:
         self.made.append((what, took, how))
         if not self.quiet and made is not function:
             print(f"{how} in {took:.1f} s: {what}", file=sys.stderr)
-        if made is not function and any(part.is_cuda for part, _ in parts_of(args)):
-            made = Captured(made)
+        if made is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
+            made = Captured(made, partial(self._note, what))
         self.compiled[key] = made
         return made  # type: ignore[no-any-return]
+
+    def _note(self, what: str, error: Exception | None) -> None:
+        """A graph was captured, or can not be."""
+        if error is None:
+            self.captured += 1
+            return
+        self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
+        print(f"not captured as a graph, launched kernel by kernel: {what}: {self.failed[what]}", file=sys.stderr)
+
+    def _path(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Path | None:
+        """Where the compiled function lies on disk; None where nothing is kept, or it can not be named."""
+        if self.folder is None:
+            return None
+        try:
+            return self.folder / f"{_name(function, args, str(self.backend))}.bin"
+        except TypeError as error:
+            print(f"compiled code is not kept: {error}", file=sys.stderr)
+            return None
 
     def _write(self, path: Path | None, made: Any) -> None:
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-            made.save_compiled_function(str(scratch))
-            os.replace(scratch, path)
+            made.save_compiled_function(str(path))
             _trim(path.parent)
-        except Exception as error:  # of the disk, or of what can not be pickled
+        except OSError as error:
             print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)
             self.folder = None
+        except Exception as error:  # of what can not be pickled
+            print(f"compiled code is not kept: {error}", file=sys.stderr)
+
+    def forget(self, modules: Iterable[nn.Module]) -> None:
+        """Drop what was compiled for modules that are no longer used."""
+        gone = {id(module) for module in modules}
+        with self._lock:
+            self.compiled = {key: made for key, made in self.compiled.items() if not _holds(key, gone)}
 
 
 def cache_folder() -> Path:
@@ -127,6 +153,10 @@ def engine_for(name: str, device: torch.device) -> Engine | None:
         return None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"engine=compiled serves CPUs and CUDA devices, not {device}; take engine=eager")
+    if not hasattr(torch.compiler, "load_compiled_function"):
+        raise ValueError(
+            f"engine=compiled needs a newer torch than {torch.__version__}; upgrade it, or take engine=eager"
+        )
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -157,9 +187,9 @@ def filled(rows: Tensor) -> Tensor:
 
 
 def signature(argument: Any) -> Hashable:
-    """What compiled code depends on: a tensor's layout, and anything else itself."""
+    """The key of an argument: the layout of a tensor, the object itself of all else."""
     if isinstance(argument, Tensor):
-        shape = argument.shape  # how far it is to the second of one does not matter
+        shape = argument.shape  # the stride of a dimension of size 1 has no effect
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, argument.stride(), strict=True))
         return shape, strides, argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
@@ -182,37 +212,50 @@ def _read(path: Path | None) -> Any:
         with path.open("rb") as file:
             made: Any = torch.compiler.load_compiled_function(file)
         made.disable_guard_check()
-        os.utime(path)  # it was used
     except Exception as error:
         print(f"compiled anew, since {path} can not be read: {error}", file=sys.stderr)
         return None
+    with suppress(OSError):  # of a file that another user owns
+        os.utime(path)
     return made
 
 
 def _trim(folder: Path) -> None:
     """Delete what was not used for longest, where more than KEPT bytes lie there."""
-    found = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in folder.glob("*.bin")), reverse=True)
-    total = 0
-    for _, size, path in found:
+    found, total = [], 0
+    for path in folder.glob("*.bin"):
+        with suppress(FileNotFoundError):  # another process trims too
+            found.append((path.stat().st_mtime, path.stat().st_size, path))
+    for _, size, path in sorted(found, reverse=True):
         total += size
         if total > KEPT:
             path.unlink(missing_ok=True)
 
 
+def _ambient() -> tuple[Hashable, ...]:
+    """What compiled code depends on beside its arguments and the machine."""
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return (*modes, torch.is_autocast_enabled("cuda"), torch.get_num_threads(), torch.get_default_dtype())
+
+
 def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> str:
-    """A name for compiled code by all that it depends on: this package's source, versions, processor, threads, the
-    structure of modules and the layouts of tensors."""
-    from_where = f"{function.__module__}.{function.__qualname__}"
-    parts = [from_where, backend, _here(), str(torch.get_num_threads()), str(torch.is_inference_mode_enabled())]
-    return hashlib.sha256("\n".join(parts + [_shape(a) for a in args]).encode()).hexdigest()[:24]
+    """A name for compiled code by all that it depends on: sources, versions, the machine, modes of torch, the structure
+    of modules and the layouts of tensors."""
+    parts = [_shape(function), backend, _here(), str(_ambient()), *map(_shape, args)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
 @cache
 def _here() -> str:
+    from torch._inductor import config as inductor  # slow to import
+
     sources = sorted(Path(__file__).parents[1].glob("*/**/*.py"))
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
-    return f"{own} {torch.__version__} {transformers.__version__} {sys.version} {device}"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = [torch.backends.cpu.get_cpu_capability(), *devices]
+    settings = inductor.get_config_copy()
+    return f"{own} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"
 
 
 def _shape(argument: Any) -> str:
@@ -220,27 +263,45 @@ def _shape(argument: Any) -> str:
         return structure(argument)
     if isinstance(argument, (list, tuple)):
         return f"({', '.join(map(_shape, argument))})"
-    return str(signature(argument))
+    if isinstance(argument, dict):
+        return f"({', '.join(f'{name}: {_shape(part)}' for name, part in argument.items())})"
+    if isinstance(argument, (Tensor, torch.dtype, str, int, float, type(None))):
+        return str(signature(argument))
+    if hasattr(argument, "__qualname__"):
+        return f"{argument.__module__}.{argument.__qualname__} {_source(argument.__module__)}"
+    if isinstance(argument, partial):
+        return f"{_shape(argument.func)} {_shape(argument.args)}"
+    raise TypeError(f"a compiled function is given {argument!r}, by which its code can not be found again on disk")
+
+
+@cache
+def _source(module: str) -> str:
+    """The hash of a module's source, where it has a file."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def structure(module: nn.Module) -> str:
-    """What the graph of a module depends on beside its inputs: classes, configs, layouts of tensors, hooks, and the
-    numbers and names that its parts hold."""
+    """What the graph of a module depends on beside its inputs: classes and their sources, configs, layouts of tensors,
+    hooks, and the numbers and names that its parts hold."""
     told, configs = [], dict[int, Any]()
     for name, part in module.named_modules():
         held = {k: v for k, v in sorted(vars(part).items()) if isinstance(v, _PLAIN) or k in _ADAPTER}
         tensors = {k: signature(t) for k, t in (*part._parameters.items(), *part._buffers.items()) if t is not None}
-        hooks = [_hook(h) for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
-        told.append(f"{name} {type(part).__module__}.{type(part).__qualname__} {held} {tensors} {hooks}")
+        hooks = [_shape(h) for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+        told.append(f"{name} {_shape(type(part))} {held} {tensors} {hooks}")
         if (config := getattr(part, "config", None)) is not None:
             configs[id(config)] = config
-    told += [c.to_json_string() if hasattr(c, "to_json_string") else repr(c) for c in configs.values()]
+    for config in configs.values():
+        kernels = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+        told.append(f"{config.to_json_string() if hasattr(config, 'to_json_string') else repr(config)} {kernels}")
     return "\n".join(told)
+
+
+def _holds(key: Any, gone: set[int]) -> bool:
+    """Whether a key of compiled code is one of these objects, or has one inside."""
+    return id(key) in gone or (isinstance(key, tuple) and any(_holds(part, gone) for part in key))
 
 
 _PLAIN = (bool, int, float, str, torch.dtype)
 _ADAPTER = ("scaling", "_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
-
-
-def _hook(hook: Any) -> str:
-    return f"{hook.func.__qualname__}{hook.args}" if isinstance(hook, partial) else repr(hook)

@@ -59,7 +59,7 @@ class _Rows:
         self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
-        # Passes of a compiled engine walk their trees where nothing warps but a temperature, and nobody looks on.
+        # Passes of a compiled engine walk their trees if nothing warps but a temperature and no logits are recorded.
         unseen = not (options.relaxed or options.record or self.rules.processors)
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
         self.walks = target.engine is not None and unseen and plain
@@ -79,7 +79,7 @@ class _Rows:
                 self.records[self.alive[row]].append((raw.clone(), processed.clone()))
         if self.noise is None:
             return pick(scores, None), scores
-        # All rows of a walk stand at one depth, so the first speaks for all.
+        # All rows stand at one depth of their trees, so the first row's offset holds for every row.
         noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 
@@ -113,12 +113,11 @@ class _Rows:
     def prefill(self, session: Session | None, reads: tuple[int, ...]) -> None:
         """Cache every prompt but its last token, which becomes the root."""
         prompts = [tokens[:-1] for tokens in self.tokens]
-        size = PREFILL if self.target.engine is None else CHUNKS[-1]
-        for start in range(0, max(map(len, prompts)), size):
+        start, longest = 0, max(map(len, prompts))
+        while start < longest:
+            size, width = piece(self.target, longest - start)
             parts = [prompt[start : start + size] for prompt in prompts]
-            width = max(map(len, parts))
-            if self.target.engine is not None:
-                width = next(chunk for chunk in CHUNKS if chunk >= width)
+            start += size
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
             out = self.target.forward(tree, self.cache, False, reads=reads)
@@ -158,6 +157,14 @@ class _Rows:
         self.alive = [self.alive[i] for i in going]
         self.tokens = [self.tokens[i] for i in going]
         self.left = [self.left[i] for i in going]
+
+
+def piece(target: Target, left: int) -> tuple[int, int]:
+    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has."""
+    if target.engine is None:
+        return PREFILL, min(PREFILL, left)
+    size = min(left, CHUNKS[-1])
+    return size, next(chunk for chunk in CHUNKS if chunk >= size)
 
 
 def clock(device: torch.device) -> float:

@@ -98,8 +98,8 @@ def _number(name: str, value: object) -> float | None:
 class Noise:
     """The noise of B rows, made for a block of coming positions at once and reused until a row has passed them.
 
-    Verification and drafter read the same values, and rejected positions are read again in the next pass. A compiled
-    engine makes the same noise in one function, up to the last bit of a logarithm.
+    Verification and drafter read the same values, and rejected positions are read again in the next pass. The noise
+    of a compiled engine may differ in the last bit of the logarithms.
     """
 
     def __init__(

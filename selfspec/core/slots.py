@@ -20,7 +20,7 @@ from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import walk
 
 SMALLEST = 256  # slots of the smallest buffer
-LONG = 32  # a chain of more nodes needs no products to know who sees whom
+LONG = 32  # longer chains get a triangular mask without products
 Buffers = list[tuple[Tensor, Tensor] | None]  # keys and values [B, heads, S, D] of each layer; None: it does not run
 
 
@@ -127,12 +127,13 @@ class Picking:
     noise: Tensor | None
     temperature: float
 
-    def tensors(self, idle: int) -> tuple[Tensor | None, Tensor | None]:
-        """Noise, with idle rows behind, and temperature float32 []."""
+    def tensors(self, idle: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Noise, with idle rows behind, and the temperature [], in the dtype that logits of `dtype` are warped in."""
         if self.noise is None:
             return None, None
         noise = nn.functional.pad(self.noise, (0, 0, 0, 0, 0, idle)) if idle else self.noise.contiguous()
-        return noise, torch.tensor(self.temperature, dtype=torch.float32, device=noise.device)
+        exact = torch.promote_types(dtype, torch.float32)
+        return noise, torch.tensor(self.temperature, dtype=exact, device=noise.device)
 
 
 def static_pass(
@@ -188,25 +189,21 @@ class SlotCache:
     def __init__(
         self, like: Sequence[tuple[Tensor, Tensor] | None], rows: int, capacity: int, limit: int, engine: Engine
     ):
-        """like: keys and values of one token in each layer, None where a layer keeps none. MemoryError where `limit`
-        slots a row would not fit."""
+        """like: keys and values of one token in each layer, None where a layer keeps none; limit: slots a row that will
+        be needed at most."""
         self.like, self.engine, self.limit = like, engine, limit
         self.lengths = [0] * rows
         self.idle = bucket(rows) - rows
         self.capacity = bucket(capacity, SMALLEST)
         self.buffers: Buffers = [None for _ in like]
         self._closed = False
-        wide = bucket(max(limit, capacity), SMALLEST) * bucket(rows)
-        sizes: dict[torch.device, int] = {}
-        for pair in like:
-            for part in pair or ():
-                sizes[part.device] = sizes.get(part.device, 0) + wide * part.numel() * part.itemsize
-        enough(sizes, rows, wide // bucket(rows))
 
     def begin(self, start: int, stop: int, nodes: int) -> Buffers:
-        """Buffers of layers start to stop - 1, with room for so many nodes; None for the others.
+        """Buffers of layers start to stop - 1, with room for so many nodes; None for the others. They are those of this
+        pass: a later one may need larger ones.
 
-        Raises ValueError where the call that the cache was made for has ended.
+        Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
+        most does not fit.
         """
         if self._closed:
             raise ValueError(
@@ -219,8 +216,17 @@ class SlotCache:
             for layer, pair in enumerate(self.buffers):
                 if pair is not None:
                     self.buffers[layer] = self._grown(pair[0]), self._grown(pair[1])
-        for layer in range(start, stop):
-            if self.buffers[layer] is None and (like := self.like[layer]) is not None:
+        missing = {
+            layer: like
+            for layer, like in enumerate(self.like)
+            if start <= layer < stop and like is not None and self.buffers[layer] is None
+        }
+        if missing:
+            slots, sizes = bucket(max(self.limit, self.capacity), SMALLEST), dict[torch.device, int]()
+            for part in (part for like in missing.values() for part in like):
+                sizes[part.device] = sizes.get(part.device, 0) + rows * slots * part.numel() * part.itemsize
+            enough(sizes, rows, slots)
+            for layer, like in missing.items():
                 self.buffers[layer] = (
                     like[0].new_zeros(rows, like[0].shape[1], self.capacity, like[0].shape[3]),
                     like[1].new_zeros(rows, like[1].shape[1], self.capacity, like[1].shape[3]),
@@ -240,6 +246,7 @@ class SlotCache:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
         if any(path != list(range(len(path))) for path in paths):
             depth = bucket(max(map(len, paths)))
+            assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
             padded = [path + list(range(len(path), depth)) for path in paths] + [list(range(depth))] * self.idle
             for device in {pair[0].device for pair in self.buffers if pair is not None}:
                 stores = [
@@ -276,7 +283,7 @@ def padded(tree: DraftTree, ran: int, rows: int) -> tuple[Tensor, Tensor | None,
     if n > nodes or idle:
         tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
     if not ran and n > LONG and tree.is_chain:
-        return tokens, None, nodes
+        return tokens.contiguous(), None, nodes
     if wide > parents.shape[1] or idle:
         parents = nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
-    return tokens, parents, nodes
+    return tokens.contiguous(), parents.contiguous(), nodes

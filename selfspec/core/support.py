@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def refuse(model: PreTrainedModel) -> None:
-    """Raises ValueError, with the reason, for a model whose kind can not be served."""
+    """Raises ValueError, with the reason, for a model that can not be served."""
     config = model.config.get_text_config()
     name = type(model).__name__
     if model.config.is_encoder_decoder:

@@ -121,12 +121,9 @@ class Target:
         """A snapshot of what views copy; when it changes, parts are built anew."""
         found: list[object] = [self.model.config.get_text_config()._attn_implementation]
         for m in self.model.modules():
-            found += [
-                id(m),
-                *m._forward_hooks,
-                *m._forward_pre_hooks,
-                *map(id, (*m._parameters.values(), *m._buffers.values())),
-            ]
+            found += [id(m), *m._forward_hooks, *m._forward_pre_hooks]
+            tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+            found += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
             found += [str(getattr(m, name, "")) for name in _ADAPTER_STATE]
         return found
 
@@ -146,7 +143,13 @@ class Target:
             )
         if (structure := self._structure()) != self._built_from:
             refuse(self.model)
+            self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
+
+    def forget(self) -> None:
+        """What was compiled for this target's parts is dropped; they will not be used again."""
+        if self.engine is not None:
+            self.engine.forget([m for part in self._parts.values() for m in (part, part.get_decoder())])
 
     @property
     def tuples(self) -> bool:
@@ -157,8 +160,8 @@ class Target:
 
     @property
     def compiled(self) -> int:
-        """How many functions its engine has compiled, or read from disk."""
-        return 0 if self.engine is None else len(self.engine.compiled)
+        """How many functions its engine has compiled, read from disk or captured as graphs."""
+        return 0 if self.engine is None else len(self.engine.made) + self.engine.captured
 
     def cache(self, rows: int, capacity: int, limit: int = 0) -> RowCache:
         """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
@@ -261,7 +264,7 @@ class Target:
         opened = self.opened(cache, layers, reads, logits and stop == self.n_layers, wide)
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, cache.idle))
-        drawn = None if picking is None else picking.tensors(cache.idle)
+        drawn = None if picking is None else picking.tensors(cache.idle, self.dtype)
         at = torch.tensor(ran, device=tokens.device)
         out, seen, walked = cache.engine.run(static_pass, opened, hidden, tokens, parents, at, drawn)
         seen = {layer: found[:rows, :nodes] for layer, found in seen.items()}

@@ -53,9 +53,10 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, noise: Tensor | None, 
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
     logits: [B, N, V]; tokens, parents: int64 [B, N]; noise: float64 [B, D, V] of the positions behind the root, for D
-    above every depth; temperature: float32 []. Returns int64 [B, 2, N]: the target's pick at every node (-1 where no
-    token has a finite score), and 1 where the node is on the path. A child is right if it holds the pick of its parent
-    and no sibling before it does; a node is on the path if it and all its ancestors are right.
+    above every depth; temperature: [], in the dtype that logits are warped in. Returns int64 [B, 2, N]: the target's
+    pick at every node (-1 where no token has a finite score), and 1 where the node is on the path. A child is right if
+    it holds the pick of its parent and no sibling before it does; a node is on the path if it and all its ancestors are
+    right.
     """
     seen = ancestors(parents)
     if noise is not None and temperature is not None:

@@ -116,6 +116,21 @@ class Trained(Drafter):
         with the text between as the path."""
 
 
+class Ready(nn.Module):
+    """Weights laid out for decoding, made anew whenever a drafter leaves training mode. They are buffers, so that
+    whoever asks a drafter for its storage finds them, and are neither trained nor saved."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        for i, weight in enumerate(weights):
+            self.register_buffer(f"weight_{i}", weight, persistent=False)
+        self.count = len(weights)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, f"weight_{i}") for i in range(self.count))
+
+
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts beside a target of this dtype are trained: at least float32. Hidden states keep the
     target's own in decoding, so a drafter casts its weights when it leaves training mode (see `Medusa.train`)."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.engine import bucket
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree, chain, trusted
@@ -97,8 +98,8 @@ def tree_of(
     drafter: EarlyExit, growth: Growth, ranking: Ranking, below: Below, block: Block, late: Tensor, behind: Tensor
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, the exit's hidden states [B, N, H] on it, and the nodes that the block ran on; see
-    `drafted_by`. late: [B, 1, H], an accepted leaf's hidden state; behind: int64 [B], 1 where there is one that the
-    block is still to run on."""
+    `drafted_by`. late: [B, 1, H], an accepted leaf's hidden state; behind: int64 [B], 1 where the block has not yet run
+    on that leaf."""
     hidden, roots = _below(drafter, below, chain(growth.tokens), 0), growth.tokens
 
     def step(growth: Growth, d: int) -> tuple[Tensor, None]:
@@ -190,7 +191,7 @@ class EarlyExitSession:
             tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
             return below, None
         layers = (tail.layer, tail.layer + 1)
-        return below, tail.target.opened(self.cache, layers, (tail.layer,), True, context.nodes + 2)
+        return below, tail.target.opened(self.cache, layers, (tail.layer,), True, bucket(context.nodes) + 2)
 
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:

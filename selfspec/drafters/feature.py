@@ -24,7 +24,18 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.base import (
+    Batch,
+    DrafterConfig,
+    Ready,
+    Sample,
+    Trained,
+    one_of,
+    positive,
+    share,
+    training_dtype,
+    whole,
+)
 from selfspec.drafters.parts.feature_layer import Entries, FeatureLayer, Reader
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
@@ -104,7 +115,7 @@ class Feature(Trained):
         self.register_buffer("vocabulary", few)
         if few is not None:
             self._check_head()
-        self._few: Tensor | None = None  # lm_head's rows of a reduced vocabulary
+        self.few: Ready | None = None  # lm_head's rows of a reduced vocabulary
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -125,7 +136,7 @@ class Feature(Trained):
         Raises ValueError for a map of the draft vocabulary that names a token twice or one that does not exist.
         """
         super().train(mode)
-        self._few = None
+        self.few = None
         if not mode and (ids := self.vocabulary) is not None:
             if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.head.out_features:
                 raise ValueError(
@@ -133,7 +144,7 @@ class Feature(Trained):
                     f"{self.head.out_features - 1}; it names {len(ids.unique())}, from {int(ids.min())} to "
                     f"{int(ids.max())}"
                 )
-            self._few = self.head.weight[ids]
+            self.few = Ready(self.head.weight.detach()[ids])
         return self
 
     def unrolled(self, tokens: Tensor, features: dict[int, Tensor], steps: int) -> list[Tensor]:
@@ -187,7 +198,7 @@ class Feature(Trained):
 
     def few_logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of the reduced vocabulary from hidden states behind the final norm; None where it is not reduced."""
-        return None if self._few is None else F.linear(hidden, self._few)
+        return None if self.few is None else F.linear(hidden, self.few.weights[0])
 
     def session(self, target: Target, rows: int) -> FeatureSession:
         return FeatureSession(self)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, training_dtype, whole
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
 from selfspec.drafters.parts.plan import PlanSession
 from selfspec.drafters.parts.views import SharedHeads
@@ -64,7 +64,7 @@ class Medusa(Trained):
             self.view = view(target.lm_head)  # keeps a bias, should the target have one
             self.full = nn.Parameter(self.view.weight.detach().to(dtype).repeat(heads, 1, 1))
         self.compute_dtype = target.dtype
-        self._stacked: tuple[Tensor, ...] | None = None
+        self.ready: Ready | None = None
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Block weights [L, K, H, H], biases [L, K, 1, H]; then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
@@ -78,13 +78,13 @@ class Medusa(Trained):
         super().train(mode)
         with torch.no_grad():
             ready = (w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
-            self._stacked = None if mode else tuple(ready)
+            self.ready = None if mode else Ready(*ready)
         return self
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """Logits [K, n, V] of the first `heads` heads for hidden states [n, H] (post-norm, as lm_head reads them)."""
         heads = heads or self.depth
-        weights = self._stacked or self._weights()
+        weights = self._weights() if self.ready is None else self.ready.weights
         x = hidden.expand(heads, -1, -1)  # [K, n, H]
         for weight, bias in zip(weights[0], weights[1], strict=True):
             x = x + F.silu(torch.baddbmm(bias[:heads].to(x.dtype), x, weight[:heads].to(x.dtype)))

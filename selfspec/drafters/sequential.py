@@ -24,7 +24,18 @@ from torch.nn import functional as F
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.base import (
+    Batch,
+    DrafterConfig,
+    Ready,
+    Sample,
+    Trained,
+    one_of,
+    positive,
+    share,
+    training_dtype,
+    whole,
+)
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
@@ -67,20 +78,20 @@ class SequentialConfig(DrafterConfig):
         share("min_prob", self.min_prob)
 
 
-@dataclass(frozen=True)
 class _Weights:
-    """What decoding multiplies with, laid out once: [out, in], contiguous, what all heads share side by side."""
+    """What decoding multiplies with, by name; all [out, in] and contiguous, what all heads share side by side.
 
-    a: Tensor  # [K, H, r] LoRA of all heads, and b [K, r, V]
-    b: Tensor
-    narrow: Tensor  # [K, r, H], and columns [K, V, r]: the same for rows of a shortlist
-    columns: Tensor
-    start: Tensor  # [K*H, H], for hydra [K*H, 2H]: the first block and the root's part of the path
-    bias: Tensor  # [L, K, 1, H]
-    deep: Tensor  # [L - 1, K, H, H], and across: the same transposed
-    across: Tensor
-    path: list[Tensor]  # per head: of the drafted tokens' embeddings
-    correction: Tensor | None  # [V, correction] (markov)
+    a: [K, H, r], LoRA of all heads, and b: [K, r, V]; narrow: [K, r, H], and columns: [K, V, r], the same for rows of a
+    shortlist; start: [K*H, H], for hydra [K*H, 2H], the first block and the root's part of the path; bias:
+    [L, K, 1, H]; deep: [L - 1, K, H, H], and across: the same transposed; path: per head, of the drafted tokens'
+    embeddings; correction: [V, correction] (markov).
+    """
+
+    def __init__(self, ready: Ready, heads: int) -> None:
+        weights = ready.weights
+        self.a, self.b, self.narrow, self.columns, self.start, self.bias, self.deep, self.across = weights[:8]
+        self.path = weights[8 : 8 + heads]
+        self.correction = weights[8 + heads] if len(weights) > 8 + heads else None
 
 
 class SequentialHeads(Trained):
@@ -115,30 +126,33 @@ class SequentialHeads(Trained):
         self.shared = SharedHeads(target, heads, config.rank, dtype)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.compute_dtype = target.dtype
-        self._ready: _Weights | None = None
+        self.laid: Ready | None = None
 
     def train(self, mode: bool = True) -> SequentialHeads:
         """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
         with torch.no_grad():
-            self._ready = None if mode else self._laid_out()
+            self.laid = None if mode else self._laid_out()
         return self
 
-    def _laid_out(self) -> _Weights:
+    def _laid_out(self) -> Ready:
+        """In the order of `_Weights`."""
+
         def ready(weight: Tensor) -> Tensor:
             return weight.detach().to(self.compute_dtype).contiguous()
 
         width = self.weight.shape[-1]
         a, b = self.shared.weights()
-        start, correction = ready(self.weight[0].flatten(0, 1)), None
+        start, correction = ready(self.weight[0].flatten(0, 1)), []
         if self.config.form == "hydra":  # the root's part is known to all heads at once, the drafted tokens' is not
             roots = torch.cat([w[:width].t() for w in self.path])
             start, path = torch.cat([start, ready(roots)], 1), [ready(w[width:].t()) for w in self.path]
         else:
-            path, correction = list(ready(self.path[0].transpose(1, 2))), ready(self.path[1].t())
+            path, correction = list(ready(self.path[0].transpose(1, 2))), [ready(self.path[1].t())]
         narrow, columns = ready(a.transpose(1, 2)), ready(b.transpose(1, 2))
         deep, across = ready(self.weight[1:]), ready(self.weight[1:].transpose(-1, -2))
-        return _Weights(ready(a), ready(b), narrow, columns, start, ready(self.bias), deep, across, path, correction)
+        shared = ready(a), ready(b), narrow, columns, start, ready(self.bias), deep, across
+        return Ready(*shared, *path, *correction)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
@@ -150,8 +164,8 @@ class SequentialHeads(Trained):
 
     @property
     def ready(self) -> _Weights:
-        assert self._ready is not None, "call eval() before decoding"
-        return self._ready
+        assert self.laid is not None, "call eval() before decoding"
+        return _Weights(self.laid, self.depth)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The products of decoding, called as a module so that benchmarks can time them: `from_root` of two tensors,

@@ -179,7 +179,8 @@ def _text(spec: Spec, ids: list[int]) -> str:
 def bookkeeping(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:
     """Share of a call's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
     choices, the walk, the cache. Passes and products are calls of modules, told apart by hooks, or compiled functions
-    (all but those that move what the cache holds); they are measured in runs of their own that no speedup counts."""
+    (all but those that move what the cache holds); they are measured in runs of their own that no speedup counts. Not
+    for compiled functions on a GPU, whose launches say nothing of their time: NaN."""
     depth, start, inside = 0, 0.0, 0.0
 
     def enter(*_: object) -> None:
@@ -200,6 +201,8 @@ def bookkeeping(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nod
         return spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes).stats
 
     if (engine := spec.target.engine) is not None:
+        if spec.target.device.type == "cuda":
+            return float("nan")
         run(prompts[0])
         engine.busy.clear()
         seconds = sum(run(prompt).seconds for prompt in prompts)

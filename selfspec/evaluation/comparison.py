@@ -61,20 +61,24 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
     order, rows = _order(runs), []
     for (temperature, arm), own in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
         sizes, told = [], []
+        halves = _halves(own)
         for half in (0, 1):
-            others = [run for run in own if _half(run) != half] or own
+            others = [run for run in own if halves[run.question] != half] or own
             chosen = max(
                 dict.fromkeys(r.nodes for r in others), key=lambda n: _speed([r for r in others if r.nodes == n])
             )
-            found = [run for run in own if _half(run) == half and run.nodes == chosen]
+            found = [run for run in own if halves[run.question] == half and run.nodes == chosen]
             told += found
             sizes += [chosen] if found else []
-        rows.append(_row(temperature, arm, ", ".join(dict.fromkeys(sizes)), told, None) | {"runs": told})
+        if told:
+            rows.append(_row(temperature, arm, ", ".join(dict.fromkeys(sizes)), told, None) | {"runs": told})
     return rows
 
 
-def _half(run: Run) -> int:
-    return zlib.crc32(run.question.encode()) % 2
+def _halves(runs: list[Run]) -> dict[str, int]:
+    """By question, in which half it is; of one question alone, the only half."""
+    questions = sorted({run.question for run in runs}, key=lambda question: zlib.crc32(question.encode()))
+    return {question: i % 2 for i, question in enumerate(questions)}
 
 
 def _speed(runs: list[Run]) -> float:
@@ -108,7 +112,7 @@ def _right(runs: list[Run]) -> dict[str, int]:
 
 
 def regimes(runs: list[Run]) -> list[Figures]:
-    """What kind of text plain decoding writes, by temperature and group: entropy in nats and largest probability of a
+    """What the text of plain decoding is like, by temperature and group: entropy in nats and largest probability of a
     token's distribution, distinct 4-grams, right answers."""
     rows = []
     plain = [run for run in runs if run.regime is not None]

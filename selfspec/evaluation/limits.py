@@ -14,14 +14,15 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.engine import engine_for
 from selfspec.core.generate import clock, speculative
 from selfspec.core.options import Options
-from selfspec.core.sampling import Sampling
+from selfspec.core.sampling import Sampling, pick
 from selfspec.core.slots import Picking
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.verify import read_walk
+from selfspec.core.verify import read_walk, verify
 from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.plan import static_tree
 from selfspec.log import Figures
@@ -33,9 +34,9 @@ _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 @dataclass
 class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
-    acceptance and drafts are taken; temperatures: by which acceptance is forecast; config: a model's
-    config.json, or what transformers finds one by, for a target of random weights; the drafters' acceptance is then a
-    forecast; starts: whether new processes are timed too, with the first drafter, which compiles everything anew."""
+    acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
+    or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
+    new processes are timed too, with the first drafter, which compiles everything anew."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15
@@ -52,8 +53,8 @@ class LimitsConfig:
 
 
 def random_model(config: str, dtype: torch.dtype, device: str | None) -> PreTrainedModel:
-    """A target of random weights. config: a file, a folder or a hub id. Raises OSError and ValueError for one that is
-    none."""
+    """A target of random weights. config: a config.json, or a folder or hub id with one. Raises OSError and ValueError
+    where there is none."""
     made = AutoConfig.from_pretrained(config)
     torch.manual_seed(0)
     with torch.device(device or "cpu"):
@@ -118,7 +119,7 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
                 if out.walked is not None:
                     return read_walk(out.walked)
                 assert out.logits is not None
-                return out.logits.argmax(-1).tolist()
+                return verify(tree, out.logits, lambda logits, rows, ahead: (pick(logits, None), logits))
 
             run()  # compiles
             calls[name, n] = run
@@ -132,15 +133,39 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
 
 
 def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a draft, and of everything that is neither draft nor pass, over short calls."""
+    """Median seconds of a draft, and of everything that is neither draft nor pass, over short calls. The first draft of
+    a call, which reads the prompt, does not count."""
     made = random.Random(1)
     prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
-    found: list[tuple[float, float]] = []
+    drafts, others = [], []
     for seed in range(rounds + 1):
-        stats = speculative(target, [prompt], Options(12, Sampling(temperature), seed), drafter, nodes).stats
-        found.append((stats.seconds_draft / stats.calls, stats.seconds_other / stats.calls))
-    drafts, others = zip(*found[1:], strict=True)  # the first call compiles
+        timed = _Timed(drafter)
+        stats = speculative(target, [prompt], Options(16, Sampling(temperature), seed), timed, nodes).stats
+        if seed and not stats.compiled:
+            drafts += timed.seconds[1:]
+            others.append(stats.seconds_other / stats.calls)
     return statistics.median(drafts), statistics.median(others)
+
+
+class _Timed:
+    """Drafter and session in one object: another drafter's, with the seconds that each of its drafts takes."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.reads = drafter, drafter.reads
+        self.seconds: list[float] = []
+
+    def session(self, target: Target, rows: int) -> Session:
+        self.inner = self.drafter.session(target, rows)
+        return self
+
+    def propose(self, context: Context) -> DraftTree:
+        start = clock(context.roots.device)
+        tree = self.inner.propose(context)
+        self.seconds.append(clock(context.roots.device) - start)
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        self.inner.observe(accepted)
 
 
 def promised(calibration: Calibration, nodes: int) -> float:

@@ -1,4 +1,4 @@
-"""Instructions with one right answer, or with answers that can be checked: thousands of each kind from a few words."""
+"""Instructions with one right answer, or with answers that can be checked: thousands of each task from a few words."""
 
 from __future__ import annotations
 

@@ -157,11 +157,16 @@ def _same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other
 
 
-def same_code(code: str) -> Callable[[str], bool]:
-    """Right where the answer is the same Python program, blanks and quotes aside."""
+def same_code(code: str, documented: bool = True) -> Callable[[str], bool]:
+    """Right where the answer is the same Python program, blanks and quotes aside; docstrings too where it need not be
+    documented."""
 
     def tree(text: str) -> str:
-        return ast.dump(ast.parse(text))
+        program = ast.parse(text)
+        for node in () if documented else ast.walk(program):
+            if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and ast.get_docstring(node) is not None:
+                del node.body[0]
+        return ast.dump(program)
 
     def parse(text: str) -> str:
         try:

@@ -51,7 +51,7 @@ def function(pool: Pool, rng: Random) -> list[Turn]:
             f"Please write `{name}({a}, {b})`. It returns {words}.",
         ]
     )
-    return [Turn(ask, fenced("python", text), same_code(text))]
+    return [Turn(ask, fenced("python", text), same_code(text, documented=False))]
 
 
 def tests(pool: Pool, rng: Random) -> list[Turn]:

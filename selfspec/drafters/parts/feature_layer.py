@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.engine import bucket, filled
-from selfspec.core.generate import PREFILL
+from selfspec.core.generate import piece
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Ready
 from selfspec.drafters.parts.views import Tail
 
 _FEW = 16  # entries that are read together with the root's; more, as behind a prompt, are read without logits
@@ -38,15 +39,14 @@ class FeatureLayer(nn.Module):
         self.mix = nn.Parameter(torch.zeros(2 * hidden, hidden, device=target.device, dtype=dtype))
         self.tail = Tail(target, 0 if full else rank, dtype, "feature", full=full)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
-        self._ready: tuple[Tensor, Tensor] | None = None
+        self.ready: Ready | None = None
 
     def train(self, mode: bool = True) -> FeatureLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
         super().train(mode)
-        self._ready = None
+        self.ready = None
         if not mode:
-            fuse, mix = (w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix))
-            self._ready = fuse, mix
+            self.ready = Ready(*(w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix)))
         return self
 
     def stacked(self, features: dict[int, Tensor]) -> Tensor:
@@ -55,13 +55,14 @@ class FeatureLayer(nn.Module):
 
     def fused(self, stacked: Tensor) -> Tensor:
         """What stands for a position [..., H]."""
-        return F.linear(stacked, self._ready[0] if self._ready else self.fuse.t().to(stacked.dtype))
+        return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.ready is None else self.ready.weights[0])
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input [..., H] from states [..., H] (fused features or its own output) and the tokens after."""
         after = F.rms_norm(F.embedding(tokens.to(self.embedding.device), self.embedding), states.shape[-1:]).to(states)
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
-        return states + F.linear(both, self._ready[1] if self._ready else self.mix.t().to(states.dtype))
+        weight = self.mix.t().to(states.dtype) if self.ready is None else self.ready.weights[1]
+        return states + F.linear(both, weight)
 
     def text(
         self,
@@ -124,8 +125,8 @@ class Reader:
         if self.cache is None:
             made = context.cache
             self.cache = self.layer.tail.target.cache(len(self.pending), made.capacity, made.limit)
-        while max(map(len, self.pending)) > _FEW:
-            self._read(context, [min(PREFILL, len(part) - 1) for part in self.pending], False)
+        while (longest := max(map(len, self.pending))) > _FEW:
+            self._read(context, [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending], False)
         count = [len(part) for part in self.pending]
         if isinstance(self.cache, SlotCache):
             return self._read_in_graph(context, self.cache, count, logits)
@@ -171,7 +172,8 @@ class Reader:
         self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
     def entries(self, logits: bool, nodes: int) -> Entries:
-        """What `FeatureLayer.step` needs of the cache for so many nodes. What it writes is written over by the next."""
+        """What `FeatureLayer.step` needs of the cache for so many nodes. What is written through it is temporary: the
+        next pass writes over it."""
         assert self.cache is not None
         layer = self.layer.tail.layer
         if isinstance(self.cache, SlotCache):

@@ -19,8 +19,8 @@ Nodes = tuple[Tensor, Tensor, Tensor]  # tokens, parents and path probabilities 
 def perturbed(logits: Tensor, noise: Tensor, temperature: float | Tensor) -> Tensor:
     """Scores that rank children when sampling: logits / T plus the target's noise, weighted less.
 
-    A drafter's distribution is a mixture over what it can not see, so the target's own is sharper, and the more so
-    the lower the temperature: less noise than the target's ranks best (measured, see notebooks/LOG.md).
+    A drafter does not see the whole prefix, so its distribution is flatter than the target's, and the more so the lower
+    the temperature. Less noise than the target's therefore ranks best: 0.85 T^2 of it (fitted in notebooks/LOG.md).
     """
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     weight = 0.85 * temperature**2
@@ -44,8 +44,8 @@ class Growth:
         self, roots: Tensor, nodes: int, width: int | Sequence[int], min_prob: float = 0.0, reserve: bool = False
     ) -> None:
         """roots: int64 [B]; nodes: the budget, root included; width: nodes expanded at each depth at most, or at depth
-        1, 2, ... and none beyond; min_prob: no node is expanded whose path
-        probability is below this in every row."""
+        1, 2, ... and none beyond; min_prob: the m-th node of a depth is expanded only if its path probability reaches
+        this in some row."""
         self.nodes, self.width, self.reserve = nodes, width, reserve
         self.depth = 0  # of the nodes that were added last
         self.floor = math.log(min_prob) if min_prob > 0 else -math.inf
@@ -121,13 +121,11 @@ class Ranking:
     temperature: Tensor | float
 
 
-def grown(
-    drafter: Drafter, context: Context, step: Step, depth: int, width: int, min_prob: float = 0.0, reserve: bool = False
-) -> Growth:
+def grown(drafter: Drafter, context: Context, step: Step, depth: int, width: int, min_prob: float = 0.0) -> Growth:
     """A tree grown by a drafter's own steps, see `grow`."""
     factors = drafter.calibration[context.mode].inverse_temperature
     ranking = Ranking(factors, ahead(context, depth), context.temperature)
-    return grow(Growth(context.roots, context.nodes, width, min_prob, reserve), step, depth, ranking)
+    return grow(Growth(context.roots, context.nodes, width, min_prob), step, depth, ranking)
 
 
 def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:

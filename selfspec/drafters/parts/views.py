@@ -111,7 +111,9 @@ class Tail(Adapted):
         super().train(False)
         self.training = mode
         if not mode:  # built before it takes the place of the old, which a call may be using
-            self._views[False] = self._merged()
+            old, self._views[False] = self._views.get(False), self._merged()
+            if old is not None:
+                old.forget()
         return self
 
     @property
