@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml
 demo: $(VENV)/.ready
 	$(BIN)/python train/heads.py +experiment=demo name=demo
 	$(BIN)/python eval/show.py drafter=runs/demo show.prompts=5
-	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=16 \
+	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
 		decode.temperature=0,0.7,1 decode.prompts=5
 
 test: $(VENV)/.ready
