@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml
 # Trains heads live on the embedded target, answers five held-out instructions with them, and measures: the main job, small.
 demo: $(VENV)/.ready
 	$(BIN)/python train/heads.py +experiment=demo name=demo
-	$(BIN)/python eval/show.py drafter=runs/demo show.prompts=5
+	$(BIN)/python eval/show.py drafter=runs/demo+prompt_lookup tree.nodes=8 show.prompts=5
 	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
 		decode.temperature=0,0.7,1 decode.prompts=5
 
