@@ -17,11 +17,13 @@ _capturing = threading.Lock()  # torch allows one capture at a time in a process
 
 @dataclass(frozen=True)
 class _Graph:
-    """inputs: copies of the loose tensors, which every replay is given anew; outputs: overwritten by every replay."""
+    """inputs: copies of the loose tensors, which every replay is given anew; outputs: overwritten by every replay;
+    copied: the event behind the copies of the last outputs, for which a replay on another stream waits."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: Any
+    copied: torch.cuda.Event
 
 
 class Captured:
@@ -33,8 +35,8 @@ class Captured:
     capture fails, the function runs as it is from then on.
     """
 
-    def __init__(self, function: Callable[..., Any], note: Callable[[Exception | None], None]) -> None:
-        """note: told of every graph captured (None), or why none can be."""
+    def __init__(self, function: Callable[..., Any], note: Callable[[Exception], None]) -> None:
+        """note: told why the function can not be captured."""
         self.function, self.note = function, note
         self.graphs: OrderedDict[tuple[int, ...], _Graph | None] = OrderedDict()
         self.failed = False
@@ -45,7 +47,9 @@ class Captured:
         found = list(parts_of(args))
         place = tuple(tensor.data_ptr() for tensor, stays in found if stays)
         with self._lock:
-            if self.failed or place not in self.graphs:
+            if self.failed:
+                return self.function(*args)
+            if place not in self.graphs:
                 result = self.function(*args)
                 self.graphs[place] = None
                 while len(self.graphs) > _MOST:
@@ -59,11 +63,12 @@ class Captured:
                     self.failed, self.graphs = True, OrderedDict()
                     self.note(error)
                     return self.function(*args)
+            made.copied.wait()
             for own, (given, _) in zip(made.inputs, (pair for pair in found if not pair[1]), strict=True):
                 own.copy_(given)
             made.graph.replay()
             result = _mapped(made.outputs, Tensor.clone)
-            torch.cuda.current_stream().synchronize()  # another thread's replay must not overwrite what is copied
+            made.copied.record()
             return result
 
     def _capture(self, args: Any) -> _Graph:
@@ -72,8 +77,7 @@ class Captured:
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 outputs = self.function(*own)
-        self.note(None)
-        return _Graph(graph, [tensor for tensor, stays in parts_of(own) if not stays], outputs)
+        return _Graph(graph, [t for t, stays in parts_of(own) if not stays], outputs, torch.cuda.Event())
 
 
 def _copied(tensor: Tensor) -> Tensor:

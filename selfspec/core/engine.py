@@ -36,8 +36,8 @@ class Engine:
 
     backend: torch.compile's, or None to run the functions as they are; folder: where compiled code is kept for the next
     process (None: nowhere); compiled: functions by what they were made for; made: (what, seconds, "compiled", "read" or
-    "not compiled") in the order of time; failed: the reason for each function that runs as it is instead; captured:
-    graphs captured so far; busy: seconds spent in functions, by name.
+    "not compiled") in the order of time; failed: the reason for each function that runs as it is instead; busy: seconds
+    spent in functions, by name.
     """
 
     backend: str | None = "inductor"
@@ -46,15 +46,14 @@ class Engine:
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     made: list[tuple[str, float, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    captured: int = 0
     busy: dict[str, float] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), compiled on first use. Tensors in lists among the arguments may be written to."""
+        """function(*args), compiled on first use; as it is, with a line that says so, where it can not be compiled."""
         if self.backend is None:
             return function(*args)
-        key = (function, *map(signature, args))
+        key = (function, _ambient(), *map(signature, args))
         made = self.compiled.get(key)
         if made is None:
             with self._lock:  # another thread may have made it meanwhile
@@ -92,15 +91,12 @@ class Engine:
         if not self.quiet and made is not function:
             print(f"{how} in {took:.1f} s: {what}", file=sys.stderr)
         if made is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
-            made = Captured(made, partial(self._note, what))
+            made = Captured(made, partial(self._uncaptured, what))
         self.compiled[key] = made
         return made  # type: ignore[no-any-return]
 
-    def _note(self, what: str, error: Exception | None) -> None:
-        """A graph was captured, or can not be."""
-        if error is None:
-            self.captured += 1
-            return
+    def _uncaptured(self, what: str, error: Exception) -> None:
+        """A function can not be captured as a graph."""
         self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
         print(f"not captured as a graph, launched kernel by kernel: {what}: {self.failed[what]}", file=sys.stderr)
 

@@ -160,11 +160,12 @@ class Target:
 
     @property
     def compiled(self) -> int:
-        """How many functions its engine has compiled, read from disk or captured as graphs."""
-        return 0 if self.engine is None else len(self.engine.made) + self.engine.captured
+        """How many functions its engine has compiled or read from disk."""
+        return 0 if self.engine is None else len(self.engine.made)
 
     def cache(self, rows: int, capacity: int, limit: int = 0) -> RowCache:
-        """An empty cache for `capacity` slots a row; refused at once where `limit` slots would not fit into memory."""
+        """An empty cache for `capacity` slots a row; its first pass raises MemoryError where `limit` slots would not
+        fit."""
         if self.engine is not None:
             return SlotCache(self._one_token(), rows, capacity, limit, self.engine)
         return TreeCache(self.n_layers, rows, capacity, self.dtype, limit)

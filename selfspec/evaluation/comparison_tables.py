@@ -65,7 +65,7 @@ def groups_table(best: list[Figures]) -> str:
 
 
 def regime_table(rows: list[Figures]) -> str:
-    """What kind of text it is, by temperature and group; see `regimes`."""
+    """What the text is like, by temperature and group; see `regimes`."""
     columns = ["T", "group", "tokens", "entropy, nats", "mean top-1", "distinct 4-grams", "right"]
     lines = [
         [
@@ -138,6 +138,3 @@ def agreement_table(pairs: list[Figures]) -> str:
     same = sum(p["same"] for p in pairs)
     total = f"{same} of {len(pairs)} speedups have overlapping intervals ({100 * same / max(1, len(pairs)):.0f}%)."
     return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"
-
-
-# -- limits

@@ -137,13 +137,16 @@ def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: i
     a call, which reads the prompt, does not count."""
     made = random.Random(1)
     prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
-    drafts, others = [], []
-    for seed in range(rounds + 1):
+    drafts: list[float] = []
+    others: list[float] = []
+    seed = 0
+    while len(others) < rounds:
         timed = _Timed(drafter)
         stats = speculative(target, [prompt], Options(16, Sampling(temperature), seed), timed, nodes).stats
-        if seed and not stats.compiled:
+        if seed and not stats.compiled:  # the first call warms up
             drafts += timed.seconds[1:]
             others.append(stats.seconds_other / stats.calls)
+        seed += 1
     return statistics.median(drafts), statistics.median(others)
 
 

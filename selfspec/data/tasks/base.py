@@ -158,7 +158,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def same_code(code: str, documented: bool = True) -> Callable[[str], bool]:
-    """Right where the answer is the same Python program, blanks and quotes aside; docstrings too where it need not be
+    """Right where the answer is the same Python program, blanks and quotes aside, and docstrings where it need not be
     documented."""
 
     def tree(text: str) -> str:
