@@ -194,6 +194,22 @@ def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
         past.tokens, past.seconds = 50.0, 100 * DEAR[0]
 
 
+def test_a_text_that_pays_is_not_given_up_for_others(llama: Target) -> None:
+    """Calls before it were a little slower than plain decoding; this one begins with drafts, and goes on with them."""
+    for tau, drafted in ((1.9, 40), (0.5, _TRIAL)):
+        spy = _Spy([tau / 2] * 2)
+        sized, _, past = auto(spy, FREE, limit=40)
+        past.calls, past.tokens, past.seconds = 1, 95.0, 100 * FREE[0]
+        past.draft, past.passes = 50 * 0.6e-3, 50.0
+        session: Any = sized.session(llama, 1)
+        for length in range(5, 45):
+            session.propose(context(llama, length))
+            if session.last is not None:
+                session.last.draft = 0.6e-3  # seconds: more than half a plain step
+        assert len(spy.asked) <= 40
+        assert (len(spy.asked) == 40) == (drafted == 40), (tau, len(spy.asked))
+
+
 def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:
     costs = [1e-3] + [1.1e-3] * LARGEST
     sized, forecast = session_of(_Spy([0.5, 0.25]), costs, llama)

@@ -10,9 +10,12 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    compiled engine compiles every size.
 3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
    of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
-4. From the ninth pass of a call, drafting goes on only as long as drafted passes promise more tokens per second than
-   plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of the
-   call is plain. Where earlier calls say so, a call is plain from its first pass, but for every eighth, which tries.
+4. From the ninth pass of a call, drafting goes on only as long as its drafted passes promise more tokens per second
+   than plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of
+   the call is plain. Earlier calls count as 24 passes in that, for texts differ: with prompt lookup at T=0.7 some
+   decode plainly at best, others three times as fast (as 96 where trees can not be cut: lookahead has to collect
+   first). Where earlier calls were slower than plain decoding by a tenth,
+   a call is plain from its first pass, but for every eighth, which tries.
 5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
 """
 
@@ -32,6 +35,8 @@ from selfspec.core.tree import DraftTree, chain
 _TRIAL = 8  # a drafter that does not pay after so many passes is given up; every so many calls it is tried again
 _HOPE = 1.25  # speedup that drafting is believed to bring at first
 _HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
+_EARLIER = {True: 24, False: 96}  # passes that earlier calls count as when a call is judged; as above
+_LOSS = 0.9  # speedup below which a call is not even begun with drafts
 _KEEP, _STEADY = 0.99, 0.998  # weight that a pass keeps with every further pass: of times, of what promises are worth
 
 
@@ -53,10 +58,10 @@ class Experience:
     size: float = LARGEST / 4
     prunable: bool = True
 
-    def pays(self, costs: list[float]) -> bool:
-        """Whether drafting brings more tokens per second than plain steps."""
+    def speedup(self, costs: list[float]) -> float:
+        """Tokens per second of drafted passes over those of plain steps, as believed so far."""
         hoped = _HOPED[self.prunable]
-        return (self.tokens + hoped * _HOPE) / (self.seconds + hoped * costs[0]) >= 1 / costs[0]
+        return (self.tokens + hoped * _HOPE) / (self.seconds / costs[0] + hoped)
 
     def nodes(self, costs: list[float]) -> int:
         """What a drafter is asked for (rules 2 and 3)."""
@@ -68,14 +73,16 @@ class Experience:
         """Tokens that a pass over trees of this promise is expected to emit."""
         return rows + promise * self.kept / self.promised
 
-    def book(self, tokens: float, rows: int, promise: float, draft: float, cost: float) -> None:
-        """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds."""
+    def book(self, tokens: float, rows: int, promise: float, draft: float, cost: float) -> float:
+        """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds. Returns
+        what the pass is worth: tokens per row."""
         if promise > 0:
             self.promised = _STEADY * self.promised + promise
             self.kept = _STEADY * self.kept + tokens - rows
         self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
-        worth = self.expected(rows, promise) if self.prunable and promise > 0 else tokens
-        self.tokens, self.seconds = _KEEP * self.tokens + worth / rows, _KEEP * self.seconds + cost + draft
+        worth = (self.expected(rows, promise) if self.prunable and promise > 0 else tokens) / rows
+        self.tokens, self.seconds = _KEEP * self.tokens + worth, _KEEP * self.seconds + cost + draft
+        return worth
 
 
 @dataclass
@@ -111,7 +118,7 @@ class Auto:
         """costs: as `pass_costs` gives them; limit: new tokens of each of the rows at most."""
         self.drafter, self.costs, self.past, self.forecast, self.limit = drafter, costs, past, forecast, limit
         past.calls += 1
-        self.plain = not past.pays(costs) and past.calls % _TRIAL > 0
+        self.plain = past.speedup(costs) < _LOSS and past.calls % _TRIAL > 0
         self.reads = () if self.plain else drafter.reads
 
     def session(self, target: Target, rows: int) -> Session:
@@ -138,6 +145,7 @@ class AutoSession:
         self.inner, self.rows, self.limit = inner, rows, auto.limit
         self.costs, self.past, self.forecast = auto.costs, auto.past, auto.forecast
         self.end = 0  # of the longest row
+        self.earlier, self.tokens, self.steps = auto.past.speedup(auto.costs), 0.0, 0.0  # of earlier calls; of this one
         self.last: _Drafted | None = None
         self.root: DraftTree | None = None
 
@@ -145,8 +153,12 @@ class AutoSession:
         past, rows, length = self.past, len(context.lengths), sum(map(len, context.tokens))
         self.end = self.end or self.limit + max(map(len, context.tokens))
         if (last := self.last) is not None and last.rows == rows:
-            past.book(length - last.length, rows, last.promise, last.draft / past.slow, self._cost(last.nodes))
-        if self.inner is None or (self.forecast.passes >= _TRIAL and not past.pays(self.costs)):
+            draft, cost = last.draft / past.slow, self._cost(last.nodes)
+            self.tokens += past.book(length - last.length, rows, last.promise, draft, cost)
+            self.steps += (draft + cost) / self.costs[0]
+        weight = _EARLIER[past.prunable]
+        lost = self.tokens + weight * self.earlier < self.steps + weight
+        if self.inner is None or (self.forecast.passes >= _TRIAL and lost):
             return self._root(context)
         start, plain = clock(context.roots.device), 1 / self.costs[0]
         asked = replace(context, nodes=past.nodes(self.costs), rate=plain / past.slow)
