@@ -40,7 +40,7 @@ from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import audit_report, group_table, rules_table, table
 from selfspec.evaluation.verifiers import compare
 from selfspec.loading import drafter_folder, find_drafter, load_target
-from selfspec.log import Figures, RunLog, write_section, write_text
+from selfspec.log import Figures, RunLog, section, write_section, write_text
 from selfspec.runs import as_plain, build_data, open_run, tokenizer_of, typed
 
 
@@ -168,6 +168,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
     run = typed(CompareRun, config)
     path = folder / "runs.jsonl"
+    place = "compare" if run.engine == "eager" else f"compare {run.engine}"
+    if run.compare.results is not None:
+        section(Path(run.compare.results), place)  # refused before anything is measured
     changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
     plain = open_run(config, folder, path, ("wandb", *(f"compare.{key}" for key in changing)))
     if not run.compare.drafters:
@@ -197,7 +200,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
             log.write(row)
         log.images(plot_comparison(rows, folder))
     if run.compare.results is not None:
-        write_section(Path(run.compare.results), "compare", text)
+        write_section(Path(run.compare.results), place, text)
     print(f"\n{text}\n{folder}")
     return rows
 

@@ -76,7 +76,7 @@ class Engine:
                     backend=self.backend,  # type: ignore[arg-type]
                     fullgraph=True,
                     dynamic=False,
-                    options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+                    options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **_options(str(self.backend))},
                 )
                 made = compiling.aot_compile((args, {}))
                 made.disable_guard_check()
@@ -128,6 +128,15 @@ class Engine:
         gone = {id(module) for module in modules}
         with self._lock:
             self.compiled = {key: made for key, made in self.compiled.items() if not _holds(key, gone)}
+
+
+def _options(backend: str) -> dict[str, Any]:
+    """What the backend is told beside."""
+    if backend != "inductor":
+        return {}
+    from selfspec.core.products import options  # slow to import
+
+    return options()
 
 
 def cache_folder() -> Path:
@@ -245,11 +254,13 @@ def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> 
 def _here() -> str:
     from torch._inductor import config as inductor  # slow to import
 
+    from selfspec.core.products import as_sums
+
     sources = sorted(Path(__file__).parents[1].glob("*/**/*.py"))
     own = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = [torch.backends.cpu.get_cpu_capability(), *devices]
+    machine = [torch.backends.cpu.get_cpu_capability(), as_sums(), *devices]
     settings = inductor.get_config_copy()
     return f"{own} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"
 

@@ -31,7 +31,7 @@ from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.benchmark import timed
-from selfspec.log import Figures, section, write_text
+from selfspec.log import Figures, write_text
 
 
 @dataclass
@@ -41,7 +41,8 @@ class CompareConfig:
     questions of each group; seed: of all noise, from which every prompt gets its own; methods: of transformers, a
     subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
     transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
-    decoding; results: a Markdown file whose lines between <!-- compare --> and <!-- end --> the tables replace."""
+    decoding; results: a Markdown file whose lines between <!-- compare --> (of a compiled engine: <!-- compare
+    compiled -->) and <!-- end --> the tables replace."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
@@ -77,8 +78,6 @@ class CompareConfig:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
         for temperature in self.temperatures:
             Sampling(temperature)
-        if self.results is not None:
-            section(Path(self.results), "compare")
 
 
 @dataclass
