@@ -60,9 +60,14 @@ def write_text(path: Path, text: str) -> None:
 def section(path: Path, name: str) -> tuple[str, str]:
     """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file.
 
-    Raises ValueError where there is none.
+    Raises ValueError where there is none, or no such file.
     """
-    text = path.read_text() if path.is_file() else ""
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file; give one that has lines <!-- {name} --> and <!-- end -->")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}); give a Markdown file for the tables") from error
     head, mark, rest = text.partition(f"<!-- {name} -->\n")
     _, end, tail = rest.partition("<!-- end -->")
     if not mark or not end:

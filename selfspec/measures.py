@@ -21,7 +21,7 @@ from selfspec.core.target import Target
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.evaluation.answers import answer_files, write_answers
+from selfspec.evaluation.answers import answer_files, check_ids, write_answers
 from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.benchmark import bookkeeping, run_arms
@@ -67,8 +67,10 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
     plain = as_plain(config)
     run = typed(EvalRun, config)
     spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
-    files = {} if run.decode.answers is None else answer_files(folder / run.decode.answers, run.decode.arms)
+    files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
+    if files:
+        check_ids(questions)
     with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}

@@ -53,6 +53,9 @@ def typed(kind: type[R], config: DictConfig) -> R:
     """A config as the dataclass it was composed from, checked."""
     found = OmegaConf.to_object(config)
     assert isinstance(found, kind)
+    name = getattr(found, "name", "run")
+    if not name.strip("/") or name.startswith("/") or ".." in Path(name).parts:
+        raise ValueError(f"name={name!r} must name a folder below runs/")
     return found
 
 

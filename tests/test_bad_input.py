@@ -58,6 +58,19 @@ def place(
     weights = (place / "cut" / "model.safetensors").read_bytes()
     (place / "cut" / "model.safetensors").write_bytes(weights[:1000])
     (place / "surrogate.jsonl").write_text('{"prompt": "\\ud800"}\n')
+    (place / "bytes").write_bytes(b"\xff\x80")
+    for name, line in {
+        "text_turns": '{"turns": "hello"}',
+        "nan": '{"prompt": "word", "question_id": NaN}',
+        "twice": '{"question_id": 1, "prompt": "word"}\n{"question_id": 1, "prompt": "word word"}',
+    }.items():
+        (place / f"{name}.jsonl").write_text(line + "\n")
+    for name, point in {"half": "{}", "other_run": '{"rows": [{"arm": "x"}]}'}.items():
+        (place / name).mkdir()
+        (place / name / "compare.json").write_text(point)
+    damaged = {"label": "x", "config": {"tree": {"nodes": 4}}, "arms": None, "speedup": {}, "identical": {}}
+    (place / "damaged").mkdir()
+    (place / "damaged" / "summary.json").write_text(json.dumps(damaged))
     (place / "no_tokenizer").mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(tiny_folder) / name, place / "no_tokenizer" / name)
@@ -112,7 +125,6 @@ CASES = [
     ("decode", "drafter=heads target=other", "was made for target"),
     ("decode", "drafter=types", "was altered: weights_hash is not what was written"),
     ("decode", "drafter=prompt_lookup target=cut", "its weights are no whole safetensors file"),
-    ("decode", f"{EVAL} decode.questions=surrogate.jsonl", "surrogate.jsonl, line 1: a turn without text"),
     ("decode", f"{EVAL} decode.top_k=0", "top_k=0.0 must be an integer of at least 1"),
     ("target", "name=x data=text data.root=text pretrain.length=0", "pretrain.length=0 must be at least 1"),
     ("target", "name=x data=text data.root=text pretrain.model.hidden_size=7", "must be a multiple of twice"),
@@ -129,7 +141,23 @@ CASES = [
     ("decode", f"{EVAL} decode.until_width=-1", "decode.until_width=-1.0 must be above 0"),
     ("target", "name=x data=text data.root=text pretrain.init=target", "pretrain.instruct.steps=0 the second"),
     ("report", "sweep=empty against=nowhere", "against=nowhere: there is no such folder"),
-    ("report", "sweep=empty against=empty", "have no measurement in common"),
+    ("report", "sweep=empty against=text", "empty holds no finished run with a speedup"),
+    ("report", "sweep=empty against=empty", "are the same folder, empty"),
+    ("report", "sweep=half against=other_run", "half/compare.json is no whole comparison (KeyError('rows'))"),
+    ("report", "sweep=other_run against=half", "compare.json is no whole comparison (KeyError('nodes'))"),
+    ("report", "sweep=damaged", "holds no finished run"),
+    ("decode", f"{EVAL} decode.answers=records.jsonl", "the run writes its own records.jsonl"),
+    ("decode", f"{EVAL} decode.answers=/dev/null/x/a.jsonl", "choose another folder"),
+    ("decode", f"{EVAL} decode.answers=new/", "decode.answers='new/' must name a file"),
+    ("decode", f"{EVAL} decode.questions=", "decode.questions is empty"),
+    ("decode", f"{EVAL} decode.groups=[]", "decode.groups is empty"),
+    ("decode", f"{EVAL} decode.questions=text_turns.jsonl", "line 1: turns must be a list of texts, not 'hello'"),
+    ("decode", f"{EVAL} decode.questions=nan.jsonl", "line 1: not JSON (NaN is no number of JSON)"),
+    ("decode", f"{EVAL} decode.questions=surrogate.jsonl", "half of a surrogate pair"),
+    ("decode", f"{EVAL} decode.questions=twice.jsonl decode.chat=false decode.answers=a.jsonl", "have the id 1"),
+    ("compare", "target=target compare.results=bytes", "bytes is no text"),
+    ("compare", "target=target compare.results=empty", "'empty' is no file"),
+    ("compare", "target=target name=a/../../x", "name='a/../../x' must name a folder below runs/"),
     (
         "target",
         "name=x data=text data.root=text pretrain.instruct.source_share=1",

@@ -136,7 +136,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
         ("compare.groups=[poems]", r"compare.groups holds \['poems'\]"),
         ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
         ("compare.prompts=0", "compare.prompts=0"),
-        ("compare.results=nowhere.md", "nowhere.md has no lines <!-- compare -->"),
+        ("compare.results=nowhere.md", "is no file; give one that has lines <!-- compare -->"),
     ],
 )
 def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: Path) -> None:

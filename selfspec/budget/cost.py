@@ -8,6 +8,7 @@ import json
 import platform
 import random
 import statistics
+import sys
 import threading
 from pathlib import Path
 
@@ -81,13 +82,24 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
                     "they will be measured again"
                 )
             return _by_nodes(seconds, target)
+        kept = _made(path.parent)
         costs: Figures = {}
         for each in ("greedy", "sampled"):
             measured = measure_costs(target, rows, float(each == "sampled"))
             costs[each] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
+        if kept:
+            write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
         return _by_nodes(list(costs[mode].values()), target)
+
+
+def _made(folder: Path) -> bool:
+    """Whether files can be kept in a folder; says so where they can not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"costs are not kept for later runs: {error}; set SELFSPEC_CACHE to a folder of yours", file=sys.stderr)
+        return False
+    return True
 
 
 def _by_nodes(seconds: list[float], target: Target) -> list[float]:

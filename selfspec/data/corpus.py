@@ -224,10 +224,14 @@ class JsonLines:
         return self.validation()
 
 
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def parse(line: str, place: str) -> dict[str, Any]:
     """A line as a JSON object. Raises ValueError that names the place."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from error
     if not isinstance(record, dict):

@@ -36,7 +36,11 @@ class Asking:
     max_new_tokens: int = 128
 
     def check(self, place: str) -> None:
-        """Raises ValueError for a number below 1, named as a field of `place`."""
+        """Raises ValueError for a number below 1 and for what is empty, named as a field of `place`."""
+        if self.questions == "":
+            raise ValueError(f"{place}.questions is empty; give {', '.join(SETS)} or a file, or null for the default")
+        if self.groups is not None and not self.groups:
+            raise ValueError(f"{place}.groups is empty; give at least one, or null for all")
         for name in ("prompts", "prompt_tokens", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{place}.{name}={getattr(self, name)} must be at least 1")
@@ -179,8 +183,10 @@ def _question(line: str, place: str, stem: str, number: int) -> Question:
     record = parse(line if not line.lstrip().startswith('"') else f'{{"prompt": {line}}}', place)
     system, turns = _turns(record, place)
     for turn in turns:
-        if not isinstance(turn, str) or not turn.strip() or any(0xD800 <= ord(c) < 0xE000 for c in turn):
+        if not isinstance(turn, str) or not turn.strip():
             raise ValueError(f"{place}: a turn without text: {turn!r:.80}")
+        if any(0xD800 <= ord(c) < 0xE000 for c in turn):
+            raise ValueError(f"{place}: a turn with half of a surrogate pair, which is no text: {turn!r:.80}")
     own = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"{stem}-{number}")
     group = record.get("category", record.get("subject", stem))
     return Question(str(own), str(group), tuple(turns), system, record=record)
@@ -189,6 +195,8 @@ def _question(line: str, place: str, stem: str, number: int) -> Question:
 def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:
     """(what the system says, what the user says)"""
     turns = record.get("turns")
+    if turns is not None and not isinstance(turns, list):
+        raise ValueError(f"{place}: turns must be a list of texts, not {turns!r:.80}")
     if isinstance(turns, list) and turns:
         return None, turns
     messages = record.get("messages", record.get("conversations"))

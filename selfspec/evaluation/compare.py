@@ -247,6 +247,6 @@ def read_runs(path: Path) -> list[Run]:
             if number == len(lines) and not line.endswith("\n"):
                 break
             raise ValueError(
-                f"{path}, line {number} is no run ({error}); delete it, or choose another name="
+                f"{path}, line {number} is no run ({error}); delete this line, or choose another name="
             ) from error
     return runs

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 from selfspec.evaluation.records import Record
 from selfspec.log import Figures, write_text
+
+OWN = ("records.jsonl", "summary.json", "figures.jsonl", "decode.log")  # files of a benchmark's run folder
 
 
 def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
@@ -29,9 +33,7 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
         try:
             point = json.loads((home / "summary.json").read_text())
-            wrong = (
-                not isinstance(point, dict) or not {"label", "config", "arms", "speedup", "identical"} <= point.keys()
-            )
+            wrong = not _whole(point)
         except FileNotFoundError:
             broken.append((home, "summary.json is missing: the run did not end"))
         except ValueError as error:
@@ -44,10 +46,25 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     return points, broken
 
 
+def _whole(point: Any) -> bool:
+    """Whether this is what `write_point` wrote, as far as tables and plots read it."""
+    try:
+        ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
+        texts = point["label"], point["config"]["tree"]["nodes"], point["identical"]
+        return isinstance(point["arms"], dict) and all(map(isinstance, ratios, repeat((int, float)))) and bool(texts)
+    except (TypeError, KeyError, AttributeError):
+        return False
+
+
 def agreement(one: Path, other: Path) -> list[Figures]:
     """Speedups over plain decoding that two runs both measured, sweeps of eval/decode.py or comparisons: `same` where
     their intervals overlap. Raises ValueError where they have none in common."""
+    if one.resolve() == other.resolve():
+        raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
     first, second = _ratios(one), _ratios(other)
+    for folder, found in ((one, first), (other, second)):
+        if not found:
+            raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
     pairs = []
     for name in (name for name in first if name in second):
         a, b = first[name], second[name]
@@ -61,7 +78,12 @@ def _ratios(folder: Path) -> dict[str, Figures]:
     """Speedups with intervals by what they are of."""
     comparison = folder / "compare.json"
     if comparison.is_file():
-        return dict(_compared(json.loads(comparison.read_text())["rows"]))
+        try:
+            return dict(_compared(json.loads(comparison.read_text())["rows"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{comparison} is no whole comparison ({error!r}); run its eval/compare.py again"
+            ) from error
     points, broken = read_points(folder)
     for path, why in broken:
         print(f"skipped {path}: {why}")
