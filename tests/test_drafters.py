@@ -23,6 +23,7 @@ from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.lookahead import Lookahead
+from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
@@ -84,6 +85,9 @@ TABLE = {
     "early_exit_free": of(EarlyExit, 0, exit=2, rank=0, min_prob=0.0),
     "feature": of(Feature, layers=[0, 1, 2]),
     "feature_lora": of(Feature, layers=[2], train="lora", rank=4, depth=7, width=5, min_prob=0.0),
+    "mask": of(Mask, masks=4, rank=4, correction=8, anchors=4),
+    "mask_alone": of(Mask, masks=3, rank=4, correction=0, anchors=2, width=2),
+    "mask_free": of(Mask, 0, masks=3, rank=0, correction=0),
     "feature_few": of(Feature, layers=[1, 2], vocabulary=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }

@@ -270,7 +270,8 @@ def speculative_steps(
             assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
             t2 = clock(target.device)
             picking, layers = rows.picking(tree), (tree.start, target.n_layers)
-            out = target.forward(tree, cache, True, layers, tree.hidden, reads, picking=picking)
+            runner: Target = target if tree.through is None else tree.through
+            out = runner.forward(tree, cache, True, layers, tree.hidden, reads, picking=picking)
             t3 = clock(target.device)
             paths, emitted = rows.accepted(tree, out)
             cache.keep(paths)

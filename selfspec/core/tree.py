@@ -20,7 +20,8 @@ class DraftTree:
     scores: float [B, N], the probability that each node lies on the accepted path, by which trees are sized and mixed.
     prunable: False where the pass must run exactly this tree (early exit: its nodes are in the target's cache already;
     lookahead: some nodes work for later passes). start, hidden: where the drafter has run the target's layers below
-    `start` on the nodes, their output [B, N, H]; verification then begins at that layer.
+    `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through: where some nodes run
+    through an adapter, the view of the target that the pass runs on; all others compute there what the target computes.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
@@ -31,6 +32,7 @@ class DraftTree:
     prunable: bool = True
     start: int = 0
     hidden: Tensor | None = None
+    through: Any = None
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents

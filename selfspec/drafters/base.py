@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from selfspec.core.cache import TextCache
 from selfspec.core.contract import Session
 from selfspec.core.options import integer
 from selfspec.core.target import Target
@@ -40,13 +41,14 @@ class DrafterConfig:
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index."""
+    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text."""
 
     tokens: Tensor
     mask: Tensor
     hidden: Tensor
     logits: Tensor
     features: dict[int, Tensor]
+    cache: TextCache
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
+from selfspec.core.cache import TextCache
 from selfspec.core.target import Target
 from selfspec.data.corpus import Document
 from selfspec.data.prompts import sample_prompts
@@ -60,10 +61,11 @@ class DraftLoss(nn.Module):
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        cache = TextCache(self.target.n_layers, kept=True)
         with torch.no_grad():
-            out = self.target.text(batch["tokens"], reads=self.drafter.reads)
+            out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache)
         assert out.logits is not None
-        return self.drafter.loss(Batch(batch["tokens"], batch["mask"], out.hidden, out.logits, out.features))
+        return self.drafter.loss(Batch(batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache))
 
 
 def train_drafter(

@@ -1,0 +1,280 @@
+"""Mask tokens that ride in the verification tree: the pass that verifies one draft writes the next.
+
+Behind some nodes v of the draft tree ride mask rows, seen by nothing else. Row j of a group stands j positions behind
+v, reads the kept text, v's path and the rows before it, and forecasts the token at one position more. On these rows
+alone an adapter is active (`parts/gated.py`). Where the walk ends, the rows behind that node are the next draft: a
+forecast for each depth, corrected by the parent token, which is known by then.
+
+Nearest work: BiTA (arXiv 2401.12522) and parallel prompt decoding (2405.18628) ride with trained prompt embeddings
+alone; UNO (2609.04010) has an adapter on the rows, in a pass of its own; mask-token probing (2603.17942) trains
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.core.cache import TextCache, additive
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.parts.gated import GatedTarget
+from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+from selfspec.drafters.parts.plan import Acceptance, static_tree
+
+
+@dataclass
+class MaskConfig(DrafterConfig):
+    """masks: K, rows of a group at most; rank: of the LoRA on mask rows, 0 for none (nothing is trained but the
+    correction then, if it has a rank); maps: names of the linear maps of the target's layers that it is put into (None:
+    the last of each block, which is what attention and MLP write); correction: rank of the parent token's correction, 0
+    for none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded;
+    anchors: groups per row of a batch in training; loss: kl (to the target's own distribution) or ce (to the text);
+    depth_decay: weight of each row's loss relative to the one before it.
+
+    Raises ValueError for values outside their range.
+    """
+
+    masks: int = 6
+    rank: int = 64
+    maps: list[str] | None = None
+    correction: int = 128
+    width: int = 4
+    min_prob: float = 0.05
+    anchors: int = 24
+    loss: str = "kl"
+    depth_decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("masks", "width", "anchors"):
+            whole(name, getattr(self, name))
+        for name in ("rank", "correction"):
+            whole(name, getattr(self, name), 0, why=" (0: none)")
+        if self.rank and self.maps is not None and not self.maps:
+            raise ValueError("drafter.maps is empty; name linear maps such as o_proj, or take drafter.rank=0")
+        share("min_prob", self.min_prob)
+        one_of("loss", self.loss, LOSSES)
+        positive("depth_decay", self.depth_decay)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of a pass are shared out: nodes, of the draft tree, root included; riders: how many nodes have a
+    first, second, ... mask row behind them."""
+
+    nodes: int
+    riders: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def layout(acceptance: Acceptance, rows: int) -> Layout:
+    """The rows that are expected to bring the most, best first: a node by the probability that the walk reaches it, the
+    j-th mask row behind a node by the probability that the walk ends there and that the next one gets j deep."""
+    parents, _, probs = static_tree(acceptance, rows)
+    falling = list(probs)  # the probability that the walk ends at a node: that it gets there, and no further
+    for node in range(1, len(parents)):
+        falling[parents[node]] -= probs[node]
+    deep, reached = [], 1.0
+    for depth in acceptance:
+        deep.append(reached)  # the j-th row is needed where the next walk gets to depth j - 1
+        reached *= min(1.0, sum(depth))
+    ends = sorted(falling, reverse=True)
+    gains = [(probs[node], "node", 0) for node in range(1, len(parents))]
+    gains += [(end * share_of, "row", j) for end in ends for j, share_of in enumerate(deep)]
+    gains.sort(key=lambda gain: -gain[0])
+    nodes, riders = 1, [0] * len(acceptance)
+    for _, what, j in gains[: rows - 1]:
+        if what == "node":
+            nodes += 1
+        else:
+            riders[j] += 1
+    riders = [min(count, nodes) for count in riders]
+    return Layout(nodes, tuple(riders))
+
+
+class Mask(Trained):
+    """K mask tokens and a gated adapter.
+
+    Parameters: K*H, rank * (inputs + outputs) of every map named, and K*H*correction + correction*V.
+    """
+
+    config: MaskConfig
+
+    def __init__(self, target: Target, config: MaskConfig) -> None:
+        super().__init__(config, config.masks)
+        dtype = training_dtype(target.dtype)
+        self.gated = GatedTarget(target, config.masks, config.rank, config.maps, dtype, "mask")
+        hidden, made = target.hidden_size, {"device": target.device, "dtype": dtype}
+        self.start: nn.Parameter | None = None
+        if config.correction:
+            start = torch.randn(config.masks, hidden, config.correction, **made) / math.sqrt(hidden)  # type: ignore[arg-type]
+            self.start = nn.Parameter(start)
+            self.out = nn.Parameter(torch.zeros(config.correction, target.vocab_size, **made))  # type: ignore[arg-type]
+        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        self.target, self.vocab = target, target.vocab_size
+
+    def corrected(self, logits: Tensor, parents: Tensor, depth: int) -> Tensor:
+        """Logits [..., V] of a depth (from 0) with what the parent token, int64 [...], says."""
+        if self.start is None:
+            return logits
+        found = F.embedding(parents.to(self.embedding.device), self.embedding)
+        unit = F.rms_norm(found, found.shape[-1:]).to(self.start.dtype)
+        return logits + (unit @ self.start[depth] @ self.out).to(logits.dtype)
+
+    def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache) -> Tensor:
+        """Logits [B, A, K, V] of groups behind positions `anchors`, int64 [B, A], of whole texts, tokens int64 [B, S],
+        whose keys and values `cache` holds."""
+        rows, count, masks = *anchors.shape, self.config.masks
+        device, length = tokens.device, tokens.shape[1]
+        step = torch.arange(1, masks + 1, device=device)
+        ids = (self.vocab - 1 + step).expand(rows, count, -1).flatten(1)
+        positions = (anchors[:, :, None] + step).flatten(1)
+        group = torch.arange(count, device=device).repeat_interleave(masks)
+        order = torch.arange(count * masks, device=device)
+        own = (group[:, None] == group) & (order[:, None] >= order)  # [A*K, A*K]
+        text = torch.arange(length, device=device) <= anchors.repeat_interleave(masks, 1)[:, :, None]  # [B, A*K, S]
+        places = torch.cat([torch.arange(length, device=device).expand(rows, -1), positions], 1)  # [B, S + A*K]
+
+        def mask(window: int | None) -> Tensor:
+            seen = torch.cat([text, own.expand(rows, -1, -1)], 2)
+            if window is not None:
+                seen = seen & (positions[:, :, None] - places[:, None] < window)
+            return additive(seen, self.target.dtype)[:, None]
+
+        view = self.gated.behind(0)
+        limit = (self.target.max_positions or 2**62) - 1
+        out = view.text(ids, True, cache=cache, masks=view.per_type(mask), positions=positions.clamp(max=limit))
+        assert out.logits is not None
+        return out.logits.unflatten(1, (count, masks))
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, masks = batch.tokens, self.config.masks
+        room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
+        generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
+        anchors = torch.stack([torch.randperm(room, generator=generator)[: self.config.anchors] for _ in tokens])
+        anchors = anchors.sort(1).values.to(tokens.device)
+        draft = self.along(tokens, anchors, batch.cache)  # [B, A, K, V]
+        losses, counts = [], []
+        for j in range(masks):
+            at = anchors + 1 + j
+            parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
+            wanted = batch.logits.gather(1, at[:, :, None].expand(-1, -1, batch.logits.shape[-1]))
+            losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
+            counts.append(batch.mask.gather(1, at + 1))
+        means = masked_mean(torch.stack(losses), torch.stack(counts))
+        return decayed(self.config.loss, means, self.config.depth_decay)
+
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        tokens = sample.tokens[None].to(self.target.device)
+        cache = TextCache(self.target.n_layers, kept=True)
+        self.target.text(tokens, False, cache=cache)
+        draft = self.along(tokens, at[None].to(tokens.device), cache)[0]  # [n, K, V]
+        found = [self.corrected(draft[:, j], tokens[0, at + 1 + j], j) for j in range(self.depth)]
+        return torch.stack(found)
+
+    def session(self, target: Target, rows: int) -> MaskSession:
+        return MaskSession(self)
+
+
+class MaskSession:
+    """What one call keeps. forecast: logits [B, K, V] behind each row's last kept token, None before the first; known:
+    bool [B, K], whether a depth has any; groups: for each row and node of the last tree its mask rows, by index;
+    parents: of its nodes."""
+
+    def __init__(self, drafter: Mask) -> None:
+        self.drafter = drafter
+        self.forecast: Tensor | None = None
+        self.known: Tensor | None = None
+        self.groups: list[list[list[int]]] = []
+        self.parents: list[list[int]] = []
+
+    def propose(self, context: Context) -> DraftTree:
+        drafter, config = self.drafter, self.drafter.config
+        if context.nodes == 1:
+            self.groups = []
+            return chain(context.roots[:, None])
+        table = drafter.calibration[context.mode].acceptance
+        plan = layout(tuple(map(tuple, table)), context.nodes)
+        if self.forecast is None:  # the first pass: nothing to verify yet
+            tree = chain(context.roots[:, None])
+            plan = Layout(
+                1, tuple(min(1, context.nodes - 1 - j) if j < context.nodes - 1 else 0 for j in range(config.masks))
+            )
+        else:
+            tree = self._grown(context, plan.nodes)
+        return self._ridden(tree, plan)
+
+    def _grown(self, context: Context, nodes: int) -> DraftTree:
+        """The draft tree from the forecast."""
+        forecast, known, drafter = self.forecast, self.known, self.drafter
+        assert forecast is not None
+        assert known is not None
+
+        def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+            parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
+            logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
+            return logits.masked_fill(~known[:, d, None, None], -1e9), None
+
+        return grown(
+            drafter, replace(context, nodes=nodes), step, drafter.depth, drafter.config.width, drafter.config.min_prob
+        ).tree()
+
+    def _ridden(self, tree: DraftTree, plan: Layout) -> DraftTree:
+        """The tree with mask rows behind the nodes at which the walk ends most likely, depth by depth."""
+        rows, nodes = tree.tokens.shape
+        scores = torch.ones_like(tree.tokens, dtype=torch.float64) if tree.scores is None else tree.scores.double()
+        ends = scores.clone()
+        above = tree.parents.clamp(min=0)
+        ends.scatter_add_(1, above[:, 1:], -scores[:, 1:])
+        order = ends.argsort(dim=1, descending=True, stable=True)
+        tokens, parents, last = [tree.tokens], [tree.parents], order
+        groups: list[list[list[int]]] = [[[] for _ in range(nodes)] for _ in range(rows)]
+        first = nodes
+        for j, count in enumerate(min(count, nodes) for count in plan.riders):
+            if not count:
+                break
+            last = last[:, :count]
+            tokens.append(torch.full_like(last, self.drafter.vocab + j))
+            parents.append(last)
+            for row, hosts in enumerate(order[:, :count].tolist()):
+                for i, node in enumerate(hosts):
+                    groups[row][node].append(first + i)
+            last = torch.arange(first, first + count, device=last.device).expand(rows, -1)
+            first += count
+        self.groups, self.parents = groups, tree.parents.tolist()
+        ridden = torch.cat([scores, scores.new_zeros(rows, first - nodes)], 1)
+        view = self.drafter.gated.behind(nodes)
+        return trusted(torch.cat(tokens, 1), torch.cat(parents, 1), ridden, prunable=False, through=view)
+
+    def observe(self, accepted: Accepted) -> None:
+        if accepted.logits is None or not self.groups:
+            self.forecast, self.groups = None, []
+            return
+        masks, found = self.drafter.config.masks, []
+        for row, path in zip(accepted.rows, accepted.paths, strict=True):
+            found.append(self._rows(row, path[-1], masks))
+        index = torch.tensor(found, device=accepted.logits.device)
+        logits = accepted.logits[accepted.rows]
+        self.known = index >= 0
+        self.forecast = logits.gather(1, index.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
+
+    def _rows(self, row: int, node: int, masks: int) -> list[int]:
+        """For each depth the mask row that forecasts it behind a node: its own, or its nearest ancestor's that reaches
+        as far; -1 where there is none."""
+        found = [-1] * masks
+        behind = 0
+        while node >= 0:
+            own = self.groups[row][node]
+            for j in range(behind, len(own)):
+                if found[j - behind] < 0:
+                    found[j - behind] = own[j]
+            node, behind = self.parents[row][node], behind + 1
+        return found

@@ -1,0 +1,139 @@
+"""Views of the target whose last rows of a pass run through an adapter: mask tokens under a gated LoRA.
+
+Which rows are gated follows from their place: the first `plain` rows compute exactly what the target computes, all rows
+behind them are mask rows. So the gate is a slice, fixed when the view is built, and no state is set from outside.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from selfspec.core.support import layer_stack, view
+from selfspec.core.target import Target
+from selfspec.drafters.parts.views import Adapted, inject
+
+
+class _GatedLinear(nn.Module):
+    """A linear map, and what LoRA adds to it on the rows behind the first `plain`."""
+
+    def __init__(self, base: nn.Module, a: Tensor, b: Tensor, scale: float, plain: int) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, a, b
+        self.scale, self.plain = scale, plain
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, N, in] -> [B, N, out]
+        out: Tensor = self.base(x)
+        rows = x[:, self.plain :]
+        added = F.linear(F.linear(rows, self.a.to(rows.dtype)), self.b.to(rows.dtype)) * self.scale
+        return torch.cat([out[:, : self.plain], out[:, self.plain :] + added], 1)
+
+
+class _WithMasks(nn.Module):
+    """Token embeddings, continued by those of mask tokens: id V + j is the j-th mask."""
+
+    def __init__(self, base: nn.Module, masks: Tensor, vocab: int) -> None:
+        super().__init__()
+        self.base, self.masks, self.vocab = base, masks, vocab
+
+    def forward(self, ids: Tensor) -> Tensor:
+        known: Tensor = self.base(ids.clamp(max=self.vocab - 1))
+        masked = F.embedding((ids - self.vocab).clamp(min=0), self.masks).to(known.dtype)
+        return torch.where((ids < self.vocab)[..., None], known, masked)
+
+
+class GatedTarget(Adapted):
+    """Mask embeddings and a LoRA on linear maps of the target's layers, and the views in which they run.
+
+    Parameters: masks * H, and rank * (inputs + outputs) of every map so named.
+    """
+
+    def __init__(
+        self, target: Target, masks: int, rank: int, maps: list[str] | None, dtype: torch.dtype, adapter: str
+    ) -> None:
+        """maps: names of linear maps, such as o_proj; the adapter is in each layer's (None: see `_maps`). Raises
+        ValueError for a name that no layer has."""
+        super().__init__()
+        self.target, self.dtype, self.adapter = target, target.dtype, adapter  # of target: no submodule
+        model = view(target.model)
+        wanted = _maps(model, maps) if rank else {}
+        if rank:
+            inject(model, rank, list(wanted), adapter, dtype)
+        self.adapters = {adapter: model} if rank else {}
+        self.maps = nn.ModuleList([_at(model, name) for name in wanted])
+        table = target.model.get_input_embeddings().weight
+        mean = table.detach().to(dtype).mean(0)
+        scale = table.detach().to(dtype).std()
+        # Every mask begins near the mean of all tokens; a little noise tells them apart.
+        made = torch.randn(masks, table.shape[1], generator=torch.Generator().manual_seed(0)).to(mean)
+        if rank:
+            self.masks = nn.Parameter(mean + 0.1 * scale * made)
+        else:
+            self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
+        self._names = list(wanted)
+        self._views: dict[int, Target] = {}
+
+    def train(self, mode: bool = True) -> GatedTarget:
+        """Views are built anew from what was trained."""
+        super().train(mode)
+        self._views = {}
+        return self
+
+    def behind(self, plain: int) -> Target:
+        """The target with its rows behind the first `plain` gated. Shares all weights; built once."""
+        views = self._views
+        if plain not in views:
+            model = view(self.target.model)
+            for name, module in zip(self._names, self.maps, strict=True):
+                layer = cast(LoraLayer, module)
+                a, b = (cast(nn.Linear, part[self.adapter]).weight for part in (layer.lora_A, layer.lora_B))
+                scale = float(layer.scaling[self.adapter])
+                gated = _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain)
+                _put(model, name, gated)
+            vocab = self.target.vocab_size
+            model.set_input_embeddings(_WithMasks(model.get_input_embeddings(), self._ready(self.masks), vocab))
+            views[plain] = Target(model, frozen=False, tuples=self.target.tuples, engine=self.target.engine)
+        return views[plain]
+
+    def _ready(self, weight: Tensor) -> Tensor:
+        """The tensor itself while training; in decoding a copy in the target's dtype."""
+        if self.training:
+            return weight
+        return nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
+
+
+def _maps(model: PreTrainedModel, names: list[str] | None) -> dict[str, nn.Module]:
+    """Linear maps of the layers with these last names, by their paths; with None the last of each block of a layer.
+    None beside a mixture's experts, which are run by rows of their own."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    mixtures = tuple(path.removesuffix("experts") for path in paths.values() if path.endswith(".experts"))
+    blocks: list[list[str]] = []
+    for layer in layer_stack(model):
+        for block in layer.children():
+            inside = [paths[id(m)] for m in block.modules() if isinstance(m, (nn.Linear, Conv1D))]
+            blocks.append([path for path in inside if not (mixtures and path.startswith(mixtures))])
+    if names is None:
+        return {block[-1]: _at(model, block[-1]) for block in blocks if block}
+    every = [path for block in blocks for path in block]
+    if missing := set(names) - {path.rsplit(".", 1)[-1] for path in every}:
+        known = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in every}))
+        raise ValueError(
+            f"drafter.maps: no layer of {type(model).__name__} has a linear map {', '.join(sorted(missing))}; there "
+            f"are {known}"
+        )
+    return {path: _at(model, path) for path in every if path.rsplit(".", 1)[-1] in names}
+
+
+def _at(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path)
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
