@@ -37,7 +37,8 @@ class MaskConfig(DrafterConfig):
     correction then, if it has a rank); maps: names of the linear maps of the target's layers that it is put into (None:
     the last of each block, which is what attention and MLP write); correction: rank of the parent token's correction, 0
     for none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded;
-    anchors: groups per row of a batch in training; loss: kl (to the target's own distribution) or ce (to the text);
+    anchors: groups per row of a batch in training; loss: one of
+    `parts.losses.LOSSES`;
     depth_decay: weight of each row's loss relative to the one before it.
 
     Raises ValueError for values outside their range.

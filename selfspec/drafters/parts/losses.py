@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from selfspec.drafters.base import Batch
 
-LOSSES = ("kl", "ce")
+LOSSES = ("kl", "ce", "tv", "lk", "accept")
 _CHUNK = 128  # positions at a time, so that a chunk's logits stay in the processor's cache
 
 
@@ -44,16 +45,77 @@ class _KL(torch.autograd.Function):
         return gradient * upstream[0][:, None].to(gradient.dtype), None
 
 
+class _Chunked(torch.autograd.Function):
+    """A rule of `RULES` on logits [N, V], per position; its gradient is formed in the same sweep, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, draft: Tensor, target: Tensor, rule: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        exact = torch.promote_types(draft.dtype, torch.float32)
+        losses = torch.empty(len(draft), dtype=exact, device=draft.device)
+        gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
+        for first in range(0, len(draft), _CHUNK):
+            part = slice(first, first + _CHUNK)
+            log_p = torch.log_softmax(target[part].detach().to(exact), -1)
+            with torch.enable_grad():
+                own = draft[part].detach().to(exact).requires_grad_(gradient is not None)
+                found = rule(torch.log_softmax(own, -1), log_p)
+                if gradient is not None:
+                    gradient[part] = torch.autograd.grad(found.sum(), own)[0]
+            losses[part] = found.detach()
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0][:, None].to(gradient.dtype), None, None
+
+
+def _tv(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
+
+
+def _lk(log_q: Tensor, log_p: Tensor) -> Tensor:
+    apart = _tv(log_q, log_p)
+    weight = torch.exp(-3 * (1 - apart.detach()))  # of KL; it turns into total variation as the two agree
+    return weight * (log_p.exp() * (log_p - log_q)).sum(-1) + (1 - weight) * apart
+
+
+def shared(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """How often argmax(log_q + g) is argmax(log_p + g) for Gumbel noise g: log probabilities [..., V] to [...].
+
+    The sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x) (arXiv 2408.07978, section 3). The first of the two is
+    the larger where p_y / q_y is above p_x / q_x, so that sorting by this ratio leaves two running sums.
+    """
+    order = (log_p - log_q).argsort(-1, descending=True)
+    p, q = log_p.gather(-1, order).exp(), log_q.gather(-1, order).exp()
+    above, below = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    tiny = torch.finfo(p.dtype).tiny
+    return (p * q / (above * q + below.clamp(min=0) * p).clamp(min=tiny)).sum(-1)
+
+
+def _accept(log_q: Tensor, log_p: Tensor) -> Tensor:
+    return -shared(log_q, log_p).clamp(min=1e-30).log()
+
+
+RULES = {"tv": _tv, "lk": _lk, "accept": _accept}
+
+
 def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
     """How far draft logits [..., V] are from what they should predict, in nats [...]; gradients reach `draft` alone.
 
     kl: KL(target || draft) to the target's own next-token distribution, from its logits [..., V];
-    ce: cross-entropy to the text's next token, int64 [...].
+    ce: cross-entropy to the text's next token, int64 [...];
+    tv: total variation, which is how often a draw is rejected; lk: KL turning into total variation (arXiv 2602.23881);
+    accept: minus the logarithm of how often the two pick alike under shared noise, by which drafts are verified here.
     """
     if loss == "kl":
         losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
     elif loss == "ce":
         losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
+    elif loss in RULES:
+        losses = _Chunked.apply(draft.flatten(0, -2), target.flatten(0, -2), RULES[loss])  # type: ignore[no-untyped-call]
     else:
         raise ValueError(f"loss={loss!r} must be one of {', '.join(LOSSES)}")
     return losses.view(tokens.shape)

@@ -1,0 +1,61 @@
+"""Losses: what they say of two distributions, and that their gradients are those of what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfspec.drafters.parts.losses import LOSSES, RULES, distance, shared
+
+
+def logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
+    return spread * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 6.0])
+def test_shared_is_how_often_both_pick_alike(spread: float) -> None:
+    p, q = (logits(4, 9, seed=seed, spread=spread).log_softmax(-1) for seed in (0, 1))
+    noise = torch.rand(200_000, 1, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    noise = -(-noise.log()).log()
+    often = ((p + noise).argmax(-1) == (q + noise).argmax(-1)).double().mean(0)
+    torch.testing.assert_close(shared(q, p), often, atol=0.005, rtol=0)
+    torch.testing.assert_close(shared(p, p), torch.ones(4, dtype=torch.float64))
+
+
+def test_what_total_variation_and_lk_say() -> None:
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
+    assert RULES["tv"](q, p).item() == pytest.approx(0.5)
+    far, near = logits(1, 9, seed=0, spread=30.0).log_softmax(-1), logits(1, 9, seed=1).log_softmax(-1)
+    apart = RULES["tv"](near, far)
+    kl = (far.exp() * (far - near)).sum(-1)
+    weight = torch.exp(-3 * (1 - apart))
+    torch.testing.assert_close(RULES["lk"](near, far), weight * kl + (1 - weight) * apart)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_the_loss(loss: str) -> None:
+    """More positions than a chunk holds."""
+    draft, target = logits(2, 80, 11, seed=0).requires_grad_(), logits(2, 80, 11, seed=1)
+    tokens = torch.randint(11, (2, 80), generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(2, 80, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = distance(loss, draft, target, tokens)
+    (found * weights).sum().backward()
+    own = draft.detach().clone().requires_grad_()
+    log_q, log_p = own.log_softmax(-1), target.log_softmax(-1)
+    rules = {"kl": lambda: (log_p.exp() * (log_p - log_q)).sum(-1)}
+    rules["ce"] = lambda: -log_q.gather(-1, tokens[..., None])[..., 0]
+    plain = rules[loss]() if loss in rules else RULES[loss](log_q, log_p)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if loss == "ce" else {}  # in float32
+    torch.testing.assert_close(found.double(), plain, **tolerance)
+    (plain * weights).sum().backward()
+    torch.testing.assert_close(draft.grad, own.grad, **tolerance)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_fall_towards_the_target(loss: str) -> None:
+    target = logits(1, 3, 11, seed=1)
+    tokens = target.argmax(-1)
+    near, far = target + 0.1 * logits(1, 3, 11, seed=2), logits(1, 3, 11, seed=3)
+    assert (distance(loss, near, target, tokens) < distance(loss, far, target, tokens)).all()
+    assert distance(loss, 1e4 * far, target, tokens).isfinite().all()
