@@ -27,6 +27,7 @@ from selfspec.core.tree import DraftTree, ancestors, chain
 from selfspec.core.verify import read_walk, verify, walk
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
+from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 
@@ -115,7 +116,7 @@ def test_every_drafter_over_buffers(row: Row, temperature: float, rows: int) -> 
         assert fast.from_draft == speculative(eager, PROMPTS[:rows], options, drafter, 13).from_draft
 
 
-@pytest.mark.parametrize("kind", ["medusa", "sequential_markov", "feature", "early_exit", "early_exit_free"])
+@pytest.mark.parametrize("kind", ["medusa", "sequential_markov", "feature", "early_exit", "early_exit_free", "mask"])
 def test_drafters_are_traced_whole(kind: str) -> None:
     """By torch.compile's own interpreter of graphs, which builds no code."""
     target, options = buffered(tiny_model(num_hidden_layers=2), "eager"), Options(12, Sampling(0.7), 5)
@@ -170,6 +171,7 @@ def of_two_layers(kind: str) -> Row:
         "sequential_markov": of(SequentialHeads, heads=3, form="markov", rank=4, correction=8, prefix=False),
         "feature": of(Feature, layers=[0, 1], depth=3, width=2, unroll=1),
         "early_exit": of(EarlyExit, exit=1, rank=4, width=2, depth=2),
+        "mask": of(Mask, masks=3, rank=4, correction=8, width=2),
         "early_exit_free": of(EarlyExit, exit=1, rank=0, width=2, depth=2),
     }
     return made_of[kind]

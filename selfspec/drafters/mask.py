@@ -26,7 +26,8 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.growth import Growth, grown
+from selfspec.drafters.parts.graph import drafted_by
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
@@ -185,6 +186,44 @@ class Mask(Trained):
         return MaskSession(self)
 
 
+def tree_of(
+    drafter: Mask, growth: Growth, ranking: Ranking, forecast: Tensor, known: Tensor, riders: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """A tree behind roots from forecasts [B, K, V] of its depths, where `known`, bool [B, K], with mask rows behind it;
+    see `drafted_by` and `ridden`."""
+
+    def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+        parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
+        logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
+        return logits.masked_fill(~known[:, d, None, None], -1e9), None
+
+    return ridden(drafter.vocab, grow(growth, step, drafter.depth, ranking).best(), riders)
+
+
+def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """A tree with mask rows behind the nodes at which the walk ends most likely: behind riders[j] of them a j-th row.
+
+    Returns tokens, parents and scores [B, N + R], for each mask row the node of its group, int64 [B, R], and the N
+    tokens of the tree alone. Rows stand depth by depth, so that parents come first.
+    """
+    tokens, parents, scores = nodes
+    count = tokens.shape[1]
+    ends = scores.double().scatter_add(1, parents[:, 1:], -scores[:, 1:].double())
+    order = ends.argsort(dim=1, descending=True, stable=True)
+    made, above, hosts, last, first = [tokens], [parents], [], order, count
+    for j, wanted in enumerate(riders):
+        if not (width := min(wanted, count)):
+            break
+        made.append(torch.full_like(order[:, :width], vocab + j))
+        above.append(last[:, :width])
+        hosts.append(order[:, :width])
+        last = torch.arange(first, first + width, device=order.device).expand_as(order[:, :width])
+        first += width
+    spare = scores.new_zeros(len(scores), first - count)
+    place = torch.cat(hosts, 1) if hosts else order[:, :0]
+    return torch.cat(made, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), place, tokens
+
+
 class MaskSession:
     """What one call keeps. forecast: logits [B, K, V] behind each row's last kept token, None before the first; known:
     bool [B, K], whether a depth has any; groups: for each row and node of the last tree its mask rows, by index;
@@ -203,57 +242,27 @@ class MaskSession:
             self.groups = []
             return chain(context.roots[:, None])
         table = drafter.calibration[context.mode].acceptance
-        plan = layout(tuple(map(tuple, table)), context.nodes)
-        if self.forecast is None:  # the first pass: nothing to verify yet
-            tree = chain(context.roots[:, None])
-            plan = Layout(
-                1, tuple(min(1, context.nodes - 1 - j) if j < context.nodes - 1 else 0 for j in range(config.masks))
-            )
+        if self.forecast is None or self.known is None:  # the first pass: nothing to verify yet
+            root = chain(context.roots[:, None])
+            riders = tuple(int(j < context.nodes - 1) for j in range(config.masks))
+            nodes = root.tokens, root.parents, torch.ones_like(root.tokens, dtype=torch.float64)
+            found = ridden(drafter.vocab, nodes, riders)
         else:
-            tree = self._grown(context, plan.nodes)
-        return self._ridden(tree, plan)
+            plan = layout(tuple(map(tuple, table)), context.nodes)
+            asked, given = replace(context, nodes=plan.nodes), (self.forecast, self.known, plan.riders)
+            found = drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob)
+        tokens, parents, scores, hosts, counts = found
+        self._note(parents, hosts, counts.shape[1])
+        view = drafter.gated.behind(counts.shape[1])
+        return trusted(tokens, parents, scores, prunable=False, through=view)
 
-    def _grown(self, context: Context, nodes: int) -> DraftTree:
-        """The draft tree from the forecast."""
-        forecast, known, drafter = self.forecast, self.known, self.drafter
-        assert forecast is not None
-        assert known is not None
-
-        def step(growth: Growth, d: int) -> tuple[Tensor, None]:
-            parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
-            logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
-            return logits.masked_fill(~known[:, d, None, None], -1e9), None
-
-        return grown(
-            drafter, replace(context, nodes=nodes), step, drafter.depth, drafter.config.width, drafter.config.min_prob
-        ).tree()
-
-    def _ridden(self, tree: DraftTree, plan: Layout) -> DraftTree:
-        """The tree with mask rows behind the nodes at which the walk ends most likely, depth by depth."""
-        rows, nodes = tree.tokens.shape
-        scores = torch.ones_like(tree.tokens, dtype=torch.float64) if tree.scores is None else tree.scores.double()
-        ends = scores.clone()
-        above = tree.parents.clamp(min=0)
-        ends.scatter_add_(1, above[:, 1:], -scores[:, 1:])
-        order = ends.argsort(dim=1, descending=True, stable=True)
-        tokens, parents, last = [tree.tokens], [tree.parents], order
-        groups: list[list[list[int]]] = [[[] for _ in range(nodes)] for _ in range(rows)]
-        first = nodes
-        for j, count in enumerate(min(count, nodes) for count in plan.riders):
-            if not count:
-                break
-            last = last[:, :count]
-            tokens.append(torch.full_like(last, self.drafter.vocab + j))
-            parents.append(last)
-            for row, hosts in enumerate(order[:, :count].tolist()):
-                for i, node in enumerate(hosts):
-                    groups[row][node].append(first + i)
-            last = torch.arange(first, first + count, device=last.device).expand(rows, -1)
-            first += count
-        self.groups, self.parents = groups, tree.parents.tolist()
-        ridden = torch.cat([scores, scores.new_zeros(rows, first - nodes)], 1)
-        view = self.drafter.gated.behind(nodes)
-        return trusted(torch.cat(tokens, 1), torch.cat(parents, 1), ridden, prunable=False, through=view)
+    def _note(self, parents: Tensor, hosts: Tensor, nodes: int) -> None:
+        """Which mask rows stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask row."""
+        self.parents = parents[:, :nodes].tolist()
+        self.groups = [[[] for _ in range(nodes)] for _ in self.parents]
+        for groups, own in zip(self.groups, hosts.tolist(), strict=True):
+            for i, node in enumerate(own):
+                groups[node].append(nodes + i)
 
     def observe(self, accepted: Accepted) -> None:
         if accepted.logits is None or not self.groups:
