@@ -78,28 +78,26 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout(acceptance: Acceptance, rows: int) -> Layout:
-    """The rows that are expected to bring the most, best first: a node by the probability that the walk reaches it, the
-    j-th mask row behind a node by the probability that the walk ends there and that the next one gets j deep."""
-    parents, _, probs = static_tree(acceptance, rows)
-    falling = list(probs)  # the probability that the walk ends at a node: that it gets there, and no further
-    for node in range(1, len(parents)):
-        falling[parents[node]] -= probs[node]
-    deep, reached = [], 1.0
-    for depth in acceptance:
-        deep.append(reached)  # the j-th row is needed where the next walk gets to depth j - 1
-        reached *= min(1.0, sum(depth))
-    ends = sorted(falling, reverse=True)
-    gains = [(probs[node], "node", 0) for node in range(1, len(parents))]
-    gains += [(end * share_of, "row", j) for end in ends for j, share_of in enumerate(deep)]
-    gains.sort(key=lambda gain: -gain[0])
-    nodes, riders = 1, [0] * len(acceptance)
-    for _, what, j in gains[: rows - 1]:
-        if what == "node":
-            nodes += 1
-        else:
-            riders[j] += 1
-    riders = [min(count, nodes) for count in riders]
-    return Layout(nodes, tuple(riders))
+    """The layout that is expected to emit most, by acceptance rates.
+
+    A pass emits, beside the bonus token, the probability that its walk gets to depth d, times the probability that the
+    walk before ended at a node with a d-th mask row behind it; summed over d. For every number of nodes the mask rows
+    are given best first to the likeliest ends of walks; the best of all is taken.
+    """
+    best, found = 0.0, Layout(rows, (0,) * len(acceptance))
+    for count in range(1, rows):
+        parents, _, probs = static_tree(acceptance, count)
+        depths, ends = [0], list(probs)
+        for node in range(1, len(parents)):
+            depths.append(depths[parents[node]] + 1)
+            ends[parents[node]] -= probs[node]
+        deep = [sum(p for p, d in zip(probs, depths, strict=True) if d == 1 + j) for j in range(len(acceptance))]
+        gains = [(-end * deep[j], j) for end in ends for j in range(len(acceptance)) if end * deep[j] > 0]
+        taken = sorted(gains)[: rows - count]
+        if (worth := -sum(gain for gain, _ in taken)) > best:
+            riders = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
+            best, found = worth, Layout(count, riders)
+    return found
 
 
 class Mask(Trained):

@@ -6,6 +6,7 @@ behind them are mask rows. So the gate is a slice, fixed when the view is built,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -62,9 +63,9 @@ class GatedTarget(Adapted):
         super().__init__()
         self.target, self.dtype, self.adapter = target, target.dtype, adapter  # of target: no submodule
         model = view(target.model)
-        wanted = _maps(model, maps) if rank else {}
+        wanted = _maps(model, maps) if rank else []
         if rank:
-            inject(model, rank, list(wanted), adapter, dtype)
+            inject(model, rank, wanted, adapter, dtype)
         self.adapters = {adapter: model} if rank else {}
         self.maps = nn.ModuleList([_at(model, name) for name in wanted])
         table = target.model.get_input_embeddings().weight
@@ -76,7 +77,7 @@ class GatedTarget(Adapted):
             self.masks = nn.Parameter(mean + 0.1 * scale * made)
         else:
             self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
-        self._names = list(wanted)
+        self._names = wanted
         self._views: dict[int, Target] = {}
 
     def train(self, mode: bool = True) -> GatedTarget:
@@ -108,26 +109,47 @@ class GatedTarget(Adapted):
         return nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
 
 
-def _maps(model: PreTrainedModel, names: list[str] | None) -> dict[str, nn.Module]:
-    """Linear maps of the layers with these last names, by their paths; with None the last of each block of a layer.
-    None beside a mixture's experts, which are run by rows of their own."""
+def _maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
+    """Paths of the linear maps of the layers with these last names; with None of the last of each block of a layer, of
+    those whose rows can be told apart.
+
+    Blocks with a mixture of experts are left out in all layers: PEFT would match the experts too.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
-    mixtures = tuple(path.removesuffix("experts") for path in paths.values() if path.endswith(".experts"))
-    blocks: list[list[str]] = []
-    for layer in layer_stack(model):
-        for block in layer.children():
-            inside = [paths[id(m)] for m in block.modules() if isinstance(m, (nn.Linear, Conv1D))]
-            blocks.append([path for path in inside if not (mixtures and path.startswith(mixtures))])
+    blocks = [(name, block) for layer in layer_stack(model) for name, block in layer.named_children()]
+    mixed = {name for name, block in blocks if any(path.endswith("experts") for path, _ in block.named_modules())}
+    inside = [
+        [paths[id(m)] for m in block.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        for name, block in blocks
+        if name not in mixed
+    ]
+    flat = _flat_rows(model, [path for block in inside for path in block])
     if names is None:
-        return {block[-1]: _at(model, block[-1]) for block in blocks if block}
-    every = [path for block in blocks for path in block]
-    if missing := set(names) - {path.rsplit(".", 1)[-1] for path in every}:
-        known = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in every}))
+        return [block[-1] for block in inside if block and block[-1] not in flat]
+    every = {path: path.rsplit(".", 1)[-1] for block in inside for path in block if path not in flat}
+    if missing := set(names) - set(every.values()):
         raise ValueError(
-            f"drafter.maps: no layer of {type(model).__name__} has a linear map {', '.join(sorted(missing))}; there "
-            f"are {known}"
+            f"drafter.maps: no layer of {type(model).__name__} has a linear map {', '.join(sorted(missing))} whose "
+            f"rows can be gated; there are {', '.join(sorted(set(every.values())))}"
         )
-    return {path: _at(model, path) for path in every if path.rsplit(".", 1)[-1] in names}
+    return [path for path, last in every.items() if last in names]
+
+
+def _flat_rows(model: PreTrainedModel, paths: list[str]) -> set[str]:
+    """Which of these maps are given rows without a batch, [B * N, H], by a pass over two tokens."""
+    flat: set[str] = set()
+
+    def look(path: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        if given[0].ndim != 3:
+            flat.add(path)
+
+    looked = view(model)
+    for path in paths:
+        _at(looked, path).register_forward_pre_hook(partial(look, path))
+    with torch.no_grad():
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_output_embeddings().weight.device)
+        looked.get_decoder()(input_ids=tokens, use_cache=False)
+    return flat
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:

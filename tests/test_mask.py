@@ -1,0 +1,147 @@
+"""Mask rows that ride in the verification tree: tree rows compute what they compute without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, made, randomize, tiny_model
+from families import FAMILIES, build
+from torch import Tensor
+
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.mask import Layout, Mask, MaskSession, layout, ridden
+
+PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
+
+
+def trees(vocab: int, rows: int) -> tuple[DraftTree, tuple[Tensor, ...]]:
+    """A tree of random tokens and the same with mask rows behind all nodes."""
+    tokens = torch.randint(vocab, (rows, 7), generator=torch.Generator().manual_seed(0))
+    parents = PARENTS.expand(rows, -1)
+    scores = torch.tensor([[1.0, 0.6, 0.39, 0.33, 0.2, 0.1, 0.03]], dtype=torch.float64).expand(rows, -1)
+    return DraftTree(tokens, parents), ridden(vocab, (tokens, parents, scores), (7, 4, 1))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tree_rows_are_the_targets_own(name: str) -> None:
+    """Logits with riders and without, in float64, behind prompts of different lengths."""
+    target = Target(build(name))
+    drafter = made(Mask, target, masks=3, rank=4, correction=0)
+    randomize(drafter)
+    drafter.eval()
+    tree, (tokens, parents, *_) = trees(target.vocab_size, 2)
+    found = []
+    for view, both in ((target, tree), (drafter.gated.behind(7), DraftTree(tokens, parents))):
+        cache = target.cache(2, 40)
+        target.forward(chain(torch.arange(18).view(2, 9) % target.vocab_size), cache, logits=False)
+        cache.keep([list(range(9)), list(range(5))])
+        found.append(view.forward(both, cache))
+    plain, ridden_ = found
+    assert plain.logits is not None
+    assert ridden_.logits is not None
+    torch.testing.assert_close(ridden_.logits[:, :7], plain.logits, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(ridden_.logits[:, 7:8], plain.logits[:, :1])
+
+
+def test_the_adapter_runs_on_mask_rows_alone() -> None:
+    """Other weights of the adapter change the mask rows' logits and nothing else."""
+    target = Target(tiny_model())
+    drafter = made(Mask, target, masks=3, rank=4, correction=0)
+    tree, (tokens, parents, *_) = trees(VOCAB, 1)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in drafter.trained().values():
+                parameter.normal_(std=0.2)
+        drafter.eval()
+        out = drafter.gated.behind(7).forward(DraftTree(tokens, parents), target.cache(1, 40))
+        found.append(out.logits)
+        drafter.train()
+    assert torch.equal(found[0][:, :7], found[1][:, :7])
+    assert not torch.allclose(found[0][:, 7:], found[1][:, 7:])
+    torch.testing.assert_close(found[0][:, :7], target.forward(tree, target.cache(1, 40)).logits)
+
+
+def test_rows_ride_where_the_walk_ends() -> None:
+    tree, (tokens, parents, scores, hosts, own) = trees(VOCAB, 1)
+    ends = [0.01, 0.27, 0.09, 0.33, 0.2, 0.07, 0.03]  # what is left of each node's probability behind its children
+    order = sorted(range(7), key=lambda node: -ends[node])
+    assert torch.equal(own, tree.tokens)
+    assert hosts[0].tolist() == [*order, *order[:4], order[0]]
+    assert tokens[0, 7:].tolist() == [VOCAB] * 7 + [VOCAB + 1] * 4 + [VOCAB + 2]
+    assert parents[0, 7:].tolist() == [*order, 7, 8, 9, 10, 14]
+    assert scores[0, 7:].tolist() == [0.0] * 12
+
+
+def test_a_layout_spends_its_rows_on_what_they_bring() -> None:
+    sure, unsure = ((0.9, 0.05), (0.9, 0.05), (0.8, 0.1)), ((0.3, 0.1), (0.2, 0.1), (0.1, 0.0))
+    for table in (sure, unsure):
+        for rows in (3, 8, 24, 48):
+            found = layout(table, rows)
+            assert found.nodes >= 2
+            assert 1 <= sum(found.riders) <= rows - found.nodes
+            assert list(found.riders) == sorted(found.riders, reverse=True)
+    # One certain token a depth: a chain of three nodes behind the root, and rows behind its end.
+    assert layout(((1.0,), (1.0,), (1.0,)), 7) == Layout(4, (1, 1, 1))
+    assert layout(((1.0,), (1.0,), (1.0,)), 4) == Layout(2, (1, 0, 0))
+
+
+def test_a_walk_that_ends_without_rows_reads_its_ancestors() -> None:
+    """Row j of an ancestor a nodes up forecasts what row j - a of the node's own would."""
+    session = MaskSession(made(Mask, Target(tiny_model()), masks=3, rank=0, correction=0))
+    session.parents = [[-1, 0, 1, 2]]
+    session.groups = [[[4, 6, 8], [5, 7], [], []]]
+    assert session._rows(0, 0, 3) == [4, 6, 8]
+    assert session._rows(0, 1, 3) == [5, 7, -1]
+    assert session._rows(0, 2, 3) == [7, -1, -1]
+    assert session._rows(0, 3, 3) == [-1, -1, -1]
+    session.groups = [[[4, 6, 8], [5], [], []]]
+    assert session._rows(0, 1, 3) == [5, 8, -1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forecasts_that_are_right_are_accepted(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With forecasts that know the text, every pass but the first emits a whole path."""
+    target, options = Target(tiny_model()), Options(30, Sampling(temperature), 3)
+    prompt = [5, 9, 2, 7, 7, 1]
+    text = prompt + autoregressive(target, [prompt], options).token_ids[0]
+    drafter = made(Mask, target, masks=3, rank=0, correction=0, width=1).eval()
+    real = MaskSession.propose
+
+    def propose(self: Any, context: Any) -> DraftTree:
+        if self.forecast is not None:
+            at = len(context.tokens[0])
+            known = text[at : at + 3] + [0] * 3
+            self.forecast = torch.full_like(self.forecast, -50.0)
+            for depth, token in enumerate(known[:3]):
+                self.forecast[0, depth, token] = 50.0
+        return real(self, context)
+
+    monkeypatch.setattr(MaskSession, "propose", propose)
+    found = speculative(target, [prompt], options, drafter, 40)
+    assert found.token_ids[0] == text[len(prompt) :]
+    assert found.stats.lengths[0] == 1
+    assert set(found.stats.lengths[1:-1]) == {4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"masks": 0}, "drafter.masks=0 must be at least 1"),
+        ({"rank": -1}, r"drafter.rank=-1 must be at least 0"),
+        ({"maps": []}, "drafter.maps is empty"),
+        ({"maps": ["nothing"]}, "has a linear map nothing whose rows can be gated; there are down_proj, gate_proj"),
+        ({"loss": "mse"}, "drafter.loss='mse' must be one of"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        made(Mask, Target(tiny_model()), **settings)
+    assert Layout(1, (1,)).nodes == 1
