@@ -70,10 +70,10 @@ def test_the_adapter_runs_on_mask_rows_alone() -> None:
 
 
 def test_rows_ride_where_the_walk_ends() -> None:
-    tree, (tokens, parents, scores, hosts, own) = trees(VOCAB, 1)
+    tree, (tokens, parents, scores, hosts) = trees(VOCAB, 1)
     ends = [0.01, 0.27, 0.09, 0.33, 0.2, 0.07, 0.03]  # what is left of each node's probability behind its children
     order = sorted(range(7), key=lambda node: -ends[node])
-    assert torch.equal(own, tree.tokens)
+    assert torch.equal(tokens[:, :7], tree.tokens)
     assert hosts[0].tolist() == [*order, *order[:4], order[0]]
     assert tokens[0, 7:].tolist() == [VOCAB] * 7 + [VOCAB + 1] * 4 + [VOCAB + 2]
     assert parents[0, 7:].tolist() == [*order, 7, 8, 9, 10, 14]

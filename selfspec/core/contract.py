@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -71,6 +71,20 @@ class Session(Protocol):
     def observe(self, accepted: Accepted) -> None:
         """Take in what the last pass kept: called for each piece of the prompts and after every pass. Where all prompts
         have one token, nothing is observed before the first `propose`."""
+        ...
+
+
+@runtime_checkable
+class Riding(Protocol):
+    """A session whose rows ride in the tree that is verified, whoever drafted it: `propose` is `ride` on its own
+    `draft`."""
+
+    def draft(self, context: Context) -> DraftTree:
+        """A tree without such rows, for a budget of `context.nodes` with them."""
+        ...
+
+    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
+        """The tree with as many such rows as `context.nodes` leaves room for, which the pass must run as it is."""
         ...
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.contract import Accepted, Context, Riding, Session
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
 from selfspec.core.target import Target
@@ -45,18 +45,23 @@ class Hybrid(Drafter):
         proposed them."""
         super().__init__(HybridConfig(list(members)), {})
         for name, member in members.items():
-            if isinstance(member, Hybrid) or not _prunable(target, member):
+            if isinstance(member, Hybrid) or not _mixes(target, member):
                 raise ValueError(
                     f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as "
                     "it was proposed; leave it out"
                 )
+        if len(riding := [n for n, m in members.items() if isinstance(m.session(target, 1), Riding)]) > 1:
+            raise ValueError(
+                f"drafters {' and '.join(riding)} both ride in the tree that is verified; take one of them"
+            )
         self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
         self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))
 
     def session(self, target: Target, rows: int) -> HybridSession:
         free = [m.session(target, rows) for m in self.members.values() if not isinstance(m, Trained)]
         trained = [m.session(target, rows) for m in self.members.values() if isinstance(m, Trained)]
-        return HybridSession(free, trained, rows)
+        riding = next((session for session in trained if isinstance(session, Riding)), None)
+        return HybridSession(free, [session for session in trained if session is not riding], riding, rows)
 
     def train(self, mode: bool = True) -> Hybrid:
         super().train(mode)
@@ -83,11 +88,11 @@ class _Watched:
         self.inner.observe(accepted)
 
 
-def _prunable(target: Target, drafter: Drafter) -> bool:
+def _mixes(target: Target, drafter: Drafter) -> bool:
     """Whether a drafter's trees can be cut and mixed: seen from a few passes behind a short prompt."""
     watched = _Watched(drafter, target)
     speculative(target, [[0, 1, 0, 1]], Options(4), watched, 8)
-    return watched.prunable
+    return watched.prunable or isinstance(watched.inner, Riding)
 
 
 class _Row:
@@ -166,10 +171,10 @@ class _Row:
 
 class HybridSession:
     """What one call keeps: the members' sessions, what sources were worth in each row, and what the trained members
-    promised and took of late."""
+    promised and took of late. riding: one whose drafts come with the pass before, and cost no time of their own."""
 
-    def __init__(self, free: list[Session], trained: list[Session], rows: int) -> None:
-        self.free, self.trained = free, trained
+    def __init__(self, free: list[Session], trained: list[Session], riding: Session | None, rows: int) -> None:
+        self.free, self.trained, self.riding = free, trained, riding
         self.rows = [_Row() for _ in range(rows)]
         self.usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens promised and seconds taken, fading
         self.asked = self.rested = 0  # times they were asked; passes since
@@ -178,6 +183,11 @@ class HybridSession:
         for row, tokens in zip(self.rows, context.tokens, strict=True):
             row.learn(tokens)
         trees = [_lists(session.propose(context)) for session in self.free]
+        nodes = context.nodes
+        if isinstance(self.riding, Riding):
+            drafted = self.riding.draft(context)
+            trees.append(_lists(drafted))
+            nodes = max(drafted.tokens.shape[1], nodes // 2)  # the rest of the rows ride
         promised = max((_promise(found) for found in trees), default=0.0)
         if self.trained and (not trees or not self._rests(promised, context.rate)):
             start = time.perf_counter()
@@ -189,7 +199,8 @@ class HybridSession:
                     self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
             trees += asked
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
-        return as_tree(context.roots, [row.merge(part, context.nodes) for row, part in parts])
+        merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts])
+        return self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
 
     def _rests(self, promised: float, rate: float) -> bool:
         """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.
@@ -203,7 +214,7 @@ class HybridSession:
 
     def observe(self, accepted: Accepted) -> None:
         self.rows = [self.rows[row] for row in accepted.rows]
-        for session in (*self.free, *self.trained):
+        for session in (*self.free, *self.trained, *([] if self.riding is None else [self.riding])):
             session.observe(accepted)
 
 

@@ -112,12 +112,12 @@ class Mask(Trained):
         super().__init__(config, config.masks)
         dtype = training_dtype(target.dtype)
         self.gated = GatedTarget(target, config.masks, config.rank, config.maps, dtype, "mask")
-        hidden, made = target.hidden_size, {"device": target.device, "dtype": dtype}
+        hidden, device = target.hidden_size, target.device
         self.start: nn.Parameter | None = None
         if config.correction:
-            start = torch.randn(config.masks, hidden, config.correction, **made) / math.sqrt(hidden)  # type: ignore[arg-type]
-            self.start = nn.Parameter(start)
-            self.out = nn.Parameter(torch.zeros(config.correction, target.vocab_size, **made))  # type: ignore[arg-type]
+            start = torch.randn(config.masks, hidden, config.correction, device=device, dtype=dtype)
+            self.start = nn.Parameter(start / math.sqrt(hidden))
+            self.out = nn.Parameter(torch.zeros(config.correction, target.vocab_size, device=device, dtype=dtype))
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target, self.vocab = target, target.vocab_size
 
@@ -153,7 +153,8 @@ class Mask(Trained):
         limit = (self.target.max_positions or 2**62) - 1
         out = view.text(ids, True, cache=cache, masks=view.per_type(mask), positions=positions.clamp(max=limit))
         assert out.logits is not None
-        return out.logits.unflatten(1, (count, masks))
+        found: Tensor = out.logits.unflatten(1, (count, masks))  # type: ignore[no-untyped-call]
+        return found
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, masks = batch.tokens, self.config.masks
@@ -184,31 +185,30 @@ class Mask(Trained):
         return MaskSession(self)
 
 
-def tree_of(
-    drafter: Mask, growth: Growth, ranking: Ranking, forecast: Tensor, known: Tensor, riders: tuple[int, ...]
-) -> tuple[Tensor, ...]:
-    """A tree behind roots from forecasts [B, K, V] of its depths, where `known`, bool [B, K], with mask rows behind it;
-    see `drafted_by` and `ridden`."""
+def tree_of(drafter: Mask, growth: Growth, ranking: Ranking, forecast: Tensor, known: Tensor) -> Nodes:
+    """A tree behind roots from forecasts [B, K, V] of its depths, where `known`, bool [B, K]; see `drafted_by`."""
 
     def step(growth: Growth, d: int) -> tuple[Tensor, None]:
         parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
         logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
         return logits.masked_fill(~known[:, d, None, None], -1e9), None
 
-    return ridden(drafter.vocab, grow(growth, step, drafter.depth, ranking).best(), riders)
+    return grow(growth, step, drafter.depth, ranking).best()
 
 
-def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, ...]:
+def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A tree with mask rows behind the nodes at which the walk ends most likely: behind riders[j] of them a j-th row.
 
-    Returns tokens, parents and scores [B, N + R], for each mask row the node of its group, int64 [B, R], and the N
-    tokens of the tree alone. Rows stand depth by depth, so that parents come first.
+    Returns tokens, parents and scores [B, N + R], and for each mask row the node of its group, int64 [B, R]. Rows stand
+    depth by depth, so that parents come first. Spare nodes, whose parent is -1, carry none while others are left.
     """
     tokens, parents, scores = nodes
     count = tokens.shape[1]
-    ends = scores.double().scatter_add(1, parents[:, 1:], -scores[:, 1:].double())
+    drafted = (parents[:, 1:] >= 0).double()
+    ends = scores.double().scatter_add(1, parents[:, 1:].clamp(min=0), -scores[:, 1:].double() * drafted)
+    ends = torch.cat([ends[:, :1], ends[:, 1:] - (1 - drafted)], 1)
     order = ends.argsort(dim=1, descending=True, stable=True)
-    made, above, hosts, last, first = [tokens], [parents], [], order, count
+    made, above, hosts, last, first = [tokens], [parents], [order[:, :0]], order, count
     for j, wanted in enumerate(riders):
         if not (width := min(wanted, count)):
             break
@@ -218,8 +218,16 @@ def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, .
         last = torch.arange(first, first + width, device=order.device).expand_as(order[:, :width])
         first += width
     spare = scores.new_zeros(len(scores), first - count)
-    place = torch.cat(hosts, 1) if hosts else order[:, :0]
-    return torch.cat(made, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), place, tokens
+    return torch.cat(made, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), torch.cat(hosts, 1)
+
+
+def _fitting(riders: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """As many mask rows as fit: of a layout with more, those of the last depths go first."""
+    kept = []
+    for count in riders:
+        kept.append(min(count, room))
+        room -= kept[-1]
+    return tuple(kept)
 
 
 class MaskSession:
@@ -235,28 +243,38 @@ class MaskSession:
         self.parents: list[list[int]] = []
 
     def propose(self, context: Context) -> DraftTree:
+        return self.ride(self.draft(context), context)
+
+    def draft(self, context: Context) -> DraftTree:
+        if self.forecast is None or self.known is None or context.nodes == 1:
+            return chain(context.roots[:, None])
         drafter, config = self.drafter, self.drafter.config
+        asked, given = replace(context, nodes=self._layout(context).nodes), (self.forecast, self.known)
+        return trusted(*drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob))
+
+    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
             self.groups = []
-            return chain(context.roots[:, None])
-        table = drafter.calibration[context.mode].acceptance
-        if self.forecast is None or self.known is None:  # the first pass: nothing to verify yet
-            root = chain(context.roots[:, None])
-            riders = tuple(int(j < context.nodes - 1) for j in range(config.masks))
-            nodes = root.tokens, root.parents, torch.ones_like(root.tokens, dtype=torch.float64)
-            found = ridden(drafter.vocab, nodes, riders)
+            return tree
+        drafter, count = self.drafter, tree.tokens.shape[1]
+        room = context.nodes - count
+        if tree.scores is None:  # a root alone, behind which one group rides
+            scores = torch.ones_like(tree.tokens, dtype=torch.float64)
+            riders = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
-            plan = layout(tuple(map(tuple, table)), context.nodes)
-            asked, given = replace(context, nodes=plan.nodes), (self.forecast, self.known, plan.riders)
-            found = drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob)
-        tokens, parents, scores, hosts, counts = found
-        self._note(parents, hosts, counts.shape[1])
-        view = drafter.gated.behind(counts.shape[1])
+            scores, riders = tree.scores, _fitting(self._layout(context).riders, room)
+        tokens, parents, scores, hosts = ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders)
+        self._note(tree.parents, hosts)
+        view = drafter.gated.behind(count)
         return trusted(tokens, parents, scores, prunable=False, through=view)
 
-    def _note(self, parents: Tensor, hosts: Tensor, nodes: int) -> None:
+    def _layout(self, context: Context) -> Layout:
+        table = self.drafter.calibration[context.mode].acceptance
+        return layout(tuple(map(tuple, table)), context.nodes)
+
+    def _note(self, parents: Tensor, hosts: Tensor) -> None:
         """Which mask rows stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask row."""
-        self.parents = parents[:, :nodes].tolist()
+        self.parents, nodes = parents.tolist(), parents.shape[1]
         self.groups = [[[] for _ in range(nodes)] for _ in self.parents]
         for groups, own in zip(self.groups, hosts.tolist(), strict=True):
             for i, node in enumerate(own):
