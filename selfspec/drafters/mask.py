@@ -153,7 +153,7 @@ class Mask(Trained):
         limit = (self.target.max_positions or 2**62) - 1
         out = view.text(ids, True, cache=cache, masks=view.per_type(mask), positions=positions.clamp(max=limit))
         assert out.logits is not None
-        found: Tensor = out.logits.unflatten(1, (count, masks))  # type: ignore[no-untyped-call]
+        found: Tensor = out.logits.unflatten(1, (count, masks))
         return found
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
