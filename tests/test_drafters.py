@@ -89,6 +89,8 @@ TABLE = {
     "hybrid_mask": hybrid(mask=of(Mask, masks=3, rank=4, correction=8)),
     "hybrid_mask_three": hybrid(mask=of(Mask, masks=3, rank=4), medusa=of(Medusa, heads=3, rank=4)),
     "mask_alone": of(Mask, masks=3, rank=4, correction=0, anchors=2, width=2),
+    "mask_vectors": of(Mask, masks=3, adapter="vectors", correction=4, anchors=4),
+    "mask_two_passes": of(Mask, masks=3, passes=2, rank=4, correction=8, anchors=4),
     "mask_free": of(Mask, 0, masks=3, rank=0, correction=0),
     "feature_few": of(Feature, layers=[1, 2], vocabulary=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),

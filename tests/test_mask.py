@@ -18,6 +18,7 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.mask import Layout, Mask, MaskSession, layout, ridden
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
+DEPTHS = [0] * 7 + [1] * 4 + [2]  # of the mask rows that `trees` gives
 
 
 def trees(vocab: int, rows: int) -> tuple[DraftTree, tuple[Tensor, ...]]:
@@ -37,7 +38,7 @@ def test_tree_rows_are_the_targets_own(name: str) -> None:
     drafter.eval()
     tree, (tokens, parents, *_) = trees(target.vocab_size, 2)
     found = []
-    for view, both in ((target, tree), (drafter.gated.behind(7), DraftTree(tokens, parents))):
+    for view, both in ((target, tree), (drafter.gated.behind(7, DEPTHS), DraftTree(tokens, parents))):
         cache = target.cache(2, 40)
         target.forward(chain(torch.arange(18).view(2, 9) % target.vocab_size), cache, logits=False)
         cache.keep([list(range(9)), list(range(5))])
@@ -49,10 +50,11 @@ def test_tree_rows_are_the_targets_own(name: str) -> None:
     assert not torch.allclose(ridden_.logits[:, 7:8], plain.logits[:, :1])
 
 
-def test_the_adapter_runs_on_mask_rows_alone() -> None:
+@pytest.mark.parametrize("adapter", ["lora", "vectors"])
+def test_the_adapter_runs_on_mask_rows_alone(adapter: str) -> None:
     """Other weights of the adapter change the mask rows' logits and nothing else."""
     target = Target(tiny_model())
-    drafter = made(Mask, target, masks=3, rank=4, correction=0)
+    drafter = made(Mask, target, masks=3, adapter=adapter, rank=4, correction=0)
     tree, (tokens, parents, *_) = trees(VOCAB, 1)
     found = []
     for seed in range(2):
@@ -61,7 +63,7 @@ def test_the_adapter_runs_on_mask_rows_alone() -> None:
             for parameter in drafter.trained().values():
                 parameter.normal_(std=0.2)
         drafter.eval()
-        out = drafter.gated.behind(7).forward(DraftTree(tokens, parents), target.cache(1, 40))
+        out = drafter.gated.behind(7, DEPTHS).forward(DraftTree(tokens, parents), target.cache(1, 40))
         found.append(out.logits)
         drafter.train()
     assert torch.equal(found[0][:, :7], found[1][:, :7])
@@ -89,8 +91,8 @@ def test_a_layout_spends_its_rows_on_what_they_bring() -> None:
             assert 1 <= sum(found.riders) <= rows - found.nodes
             assert list(found.riders) == sorted(found.riders, reverse=True)
     # One certain token a depth: a chain of three nodes behind the root, and rows behind its end.
-    assert layout(((1.0,), (1.0,), (1.0,)), 7) == Layout(4, (1, 1, 1))
-    assert layout(((1.0,), (1.0,), (1.0,)), 4) == Layout(2, (1, 0, 0))
+    assert layout(((1.0,), (1.0,), (1.0,)), 7) == Layout(4, (1, 1, 1), 3.0)
+    assert layout(((1.0,), (1.0,), (1.0,)), 4) == Layout(2, (1, 0, 0), 1.0)
 
 
 def test_a_walk_that_ends_without_rows_reads_its_ancestors() -> None:
@@ -131,12 +133,31 @@ def test_forecasts_that_are_right_are_accepted(temperature: float, monkeypatch: 
     assert set(found.stats.lengths[1:-1]) == {4}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature: float) -> None:
+    target, prompt = Target(tiny_model()), [5, 9, 2, 7, 7, 1]
+    drafter = made(Mask, target, masks=3, passes=2, rank=4, correction=4).eval()
+    found = speculative(target, [prompt], Options(30, Sampling(temperature), 3), drafter, 8)
+    plain = autoregressive(target, [prompt], Options(30, Sampling(temperature), 3))
+    assert found.token_ids == plain.token_ids
+    assert min(found.stats.lengths[:-1]) >= 2
+
+
+def test_stats_tell_whose_rows_were_read() -> None:
+    drafter = made(Mask, Target(tiny_model()), masks=3, rank=4, correction=4).eval()
+    stats = speculative(Target(tiny_model()), [[5, 9, 2]], Options(30), drafter, 8).stats
+    assert sum(stats.notes.values()) == stats.passes - 1
+    assert all(note.startswith("walks that end where there are ") for note in stats.notes)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"masks": 0}, "drafter.masks=0 must be at least 1"),
         ({"rank": -1}, r"drafter.rank=-1 must be at least 0"),
         ({"maps": []}, "drafter.maps is empty"),
+        ({"passes": 3}, "drafter.passes=3 must be one of 1, 2"),
+        ({"adapter": "full"}, "drafter.adapter='full' must be one of lora, vectors"),
         ({"maps": ["nothing"]}, "has a linear map nothing whose rows can be gated; there are down_proj, gate_proj"),
         ({"loss": "mse"}, "drafter.loss='mse' must be one of"),
     ],

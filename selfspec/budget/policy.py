@@ -8,14 +8,16 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    went plain at 0.91x where drafting brought 1.14x).
 2. A drafter is asked for about twice the nodes that recent trees kept, more would be cut; a power of two, since a
    compiled engine compiles every size.
-3. A tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a quarter more than that
-   of one node, and 8 where none does: early exit and lookahead lose more by dear passes than larger trees bring.
+3. Where mask rows ride in the pass, it has the rows, a power of two, that promise the most tokens per second at the
+   measured costs. Any other tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a
+   quarter more than that of one node, and 8 where none does: early exit and lookahead lose more by dear passes than
+   larger trees bring.
 4. From the ninth pass of a call, drafting goes on only as long as its drafted passes promise more tokens per second
    than plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of
    the call is plain. Earlier calls count as 24 passes in that, for texts differ: with prompt lookup at T=0.7 some
    decode plainly at best, others three times as fast (as 96 where trees can not be cut: lookahead has to collect
-   first). Where earlier calls were slower than plain decoding by a tenth,
-   a call is plain from its first pass, but for every eighth, which tries.
+   first). Where earlier calls were slower than plain decoding by a tenth, a call is plain from its first pass, but for
+   every eighth, which tries.
 5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
 """
 
@@ -27,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from selfspec.budget.cost import LARGEST
-from selfspec.core.contract import Accepted, Context, Drafts, Session
+from selfspec.core.contract import Accepted, Context, Drafts, Riding, Session
 from selfspec.core.generate import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
@@ -161,7 +163,11 @@ class AutoSession:
         if self.inner is None or (self.forecast.passes >= _TRIAL and lost):
             return self._root(context)
         start, plain = clock(context.roots.device), 1 / self.costs[0]
-        asked = replace(context, nodes=past.nodes(self.costs), rate=plain / past.slow)
+        nodes = past.nodes(self.costs)
+        if isinstance(riding := self.inner, Riding):
+            trust, mode = past.kept / past.promised, context.mode
+            nodes = max((8, 16, 32, LARGEST), key=lambda n: (1 + trust * riding.promised(mode, n)) / self.costs[n])
+        asked = replace(context, nodes=nodes, rate=plain / past.slow)
         tree, promise = self.inner.propose(asked), 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             past.prunable = tree.prunable

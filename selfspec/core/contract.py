@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -17,7 +17,8 @@ class Context:
     """What a session may look at when it proposes. roots: int64 [B]; lengths: each row's cached tokens, which is its
     root's position; tokens: each row's tokens, root included; nodes: the budget, root included; noise: shared with
     verification, None when greedy; target and cache: for sessions that run the target's first layers on their nodes;
-    rate: tokens per second and row of plain decoding, 0 where it is not known."""
+    rate: tokens per second and row of plain decoding, 0 where it is not known; notes: counts that a session may add to,
+    which the call's stats tell."""
 
     roots: Tensor
     lengths: list[int]
@@ -28,6 +29,7 @@ class Context:
     target: Target
     cache: RowCache
     rate: float = 0.0
+    notes: dict[str, int] = field(default_factory=dict)
 
     @property
     def mode(self) -> str:
@@ -78,6 +80,10 @@ class Session(Protocol):
 class Riding(Protocol):
     """A session whose rows ride in the tree that is verified, whoever drafted it: `propose` is `ride` on its own
     `draft`."""
+
+    def promised(self, mode: str, rows: int) -> float:
+        """Tokens that a pass of so many rows, in a decoding mode, is expected to draft rightly."""
+        ...
 
     def draft(self, context: Context) -> DraftTree:
         """A tree without such rows, for a budget of `context.nodes` with them."""

@@ -265,7 +265,9 @@ def speculative_steps(
         while rows.alive:
             temperature = options.sampling.temperature
             tree = session.propose(
-                Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
+                Context(
+                    roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache, notes=stats.notes
+                )
             )
             assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
             t2 = clock(target.device)

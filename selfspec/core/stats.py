@@ -12,7 +12,7 @@ class Stats:
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
-    passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row.
+    passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row; notes: what a drafter counted.
     """
 
     passes: int = 0
@@ -22,6 +22,7 @@ class Stats:
     compiled: int = 0
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
     seconds_prefill: float = 0.0
     seconds_draft: float = 0.0
     seconds_target: float = 0.0

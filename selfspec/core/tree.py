@@ -20,8 +20,9 @@ class DraftTree:
     scores: float [B, N], the probability that each node lies on the accepted path, by which trees are sized and mixed.
     prunable: False where the pass must run exactly this tree (early exit: its nodes are in the target's cache already;
     lookahead: some nodes work for later passes). start, hidden: where the drafter has run the target's layers below
-    `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through: where some nodes run
-    through an adapter, the view of the target that the pass runs on; all others compute there what the target computes.
+    `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through, plain: where nodes
+    behind the first `plain` are mask rows, which no walk reaches, the view of the target that the pass runs on; all
+    others compute there what the target computes.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
@@ -33,6 +34,7 @@ class DraftTree:
     start: int = 0
     hidden: Tensor | None = None
     through: Any = None
+    plain: int | None = None
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
@@ -75,9 +77,9 @@ class DraftTree:
 
     @cached_property
     def levels(self) -> int:
-        """The depth of the deepest node."""
+        """The depth of the deepest node that a walk may reach."""
         deepest = 0
-        for parents in self.parents.tolist():
+        for parents in self.parents[:, : self.plain].tolist():
             depths: list[int] = []
             for parent in parents:
                 depths.append(depths[parent] + 1 if parent >= 0 else 0)

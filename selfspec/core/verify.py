@@ -60,7 +60,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, noise: Tensor | None, 
     """
     seen = ancestors(parents)
     if noise is not None and temperature is not None:
-        depth = seen.sum(-1) - 1
+        depth = (seen.sum(-1) - 1).clamp(max=noise.shape[1] - 1)  # mask rows stand deeper than any walk gets
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
         best, picks = (scores + noise.gather(1, depth[:, :, None].expand(-1, -1, logits.shape[-1]))).max(-1)
     else:

@@ -183,11 +183,11 @@ class HybridSession:
         for row, tokens in zip(self.rows, context.tokens, strict=True):
             row.learn(tokens)
         trees = [_lists(session.propose(context)) for session in self.free]
-        nodes = context.nodes
+        nodes, least = context.nodes, 1
         if isinstance(self.riding, Riding):
             drafted = self.riding.draft(context)
             trees.append(_lists(drafted))
-            nodes = max(drafted.tokens.shape[1], nodes // 2)  # the rest of the rows ride
+            nodes = least = max(drafted.tokens.shape[1], nodes // 2)  # of one size; the rest of the rows ride
         promised = max((_promise(found) for found in trees), default=0.0)
         if self.trained and (not trees or not self._rests(promised, context.rate)):
             start = time.perf_counter()
@@ -199,7 +199,7 @@ class HybridSession:
                     self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
             trees += asked
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
-        merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts])
+        merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts], least=least)
         return self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
 
     def _rests(self, promised: float, rate: float) -> bool:

@@ -21,31 +21,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.core.cache import TextCache, additive
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.graph import drafted_by
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
 
 @dataclass
 class MaskConfig(DrafterConfig):
-    """masks: K, rows of a group at most; rank: of the LoRA on mask rows, 0 for none (nothing is trained but the
-    correction then, if it has a rank); maps: names of the linear maps of the target's layers that it is put into (None:
-    the last of each block, which is what attention and MLP write); correction: rank of the parent token's correction, 0
-    for none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded;
-    anchors: groups per row of a batch in training; loss: one of
-    `parts.losses.LOSSES`;
-    depth_decay: weight of each row's loss relative to the one before it.
+    """masks: K, rows of a group at most; passes: 1, mask rows ride in the pass that verifies, or 2, they have a pass of
+    their own behind the root; adapter: of mask rows, lora, or vectors (a scale and a bias for each mask and map); rank:
+    of the LoRA, 0 for no adapter and masks that are not trained; maps: names of the linear maps of the target's layers
+    that the adapter is put into (None: the last of each block, which is what attention and MLP write); correction: rank
+    of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a node with less
+    path probability is not expanded; anchors: groups per row of a batch in training; loss: one of
+    `parts.losses.LOSSES`; depth_decay: weight of each row's loss relative to the one before it.
 
     Raises ValueError for values outside their range.
     """
 
     masks: int = 6
+    passes: int = 1
+    adapter: str = "lora"
     rank: int = 64
     maps: list[str] | None = None
     correction: int = 128
@@ -58,6 +60,8 @@ class MaskConfig(DrafterConfig):
     def __post_init__(self) -> None:
         for name in ("masks", "width", "anchors"):
             whole(name, getattr(self, name))
+        one_of("passes", self.passes, (1, 2))
+        one_of("adapter", self.adapter, ("lora", "vectors"))
         for name in ("rank", "correction"):
             whole(name, getattr(self, name), 0, why=" (0: none)")
         if self.rank and self.maps is not None and not self.maps:
@@ -70,10 +74,11 @@ class MaskConfig(DrafterConfig):
 @dataclass(frozen=True)
 class Layout:
     """How the rows of a pass are shared out: nodes, of the draft tree, root included; riders: how many nodes have a
-    first, second, ... mask row behind them."""
+    first, second, ... mask row behind them; drafted: tokens expected to be drafted rightly."""
 
     nodes: int
     riders: tuple[int, ...]
+    drafted: float = 0.0
 
 
 @lru_cache(maxsize=256)
@@ -96,14 +101,15 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
         taken = sorted(gains)[: rows - count]
         if (worth := -sum(gain for gain, _ in taken)) > best:
             riders = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
-            best, found = worth, Layout(count, riders)
+            best, found = worth, Layout(count, riders, worth)
     return found
 
 
 class Mask(Trained):
     """K mask tokens and a gated adapter.
 
-    Parameters: K*H, rank * (inputs + outputs) of every map named, and K*H*correction + correction*V.
+    Parameters: K*H, of every map named rank * (inputs + outputs) (vectors: 2*K*outputs), and
+    K*H*correction + correction*V.
     """
 
     config: MaskConfig
@@ -111,7 +117,8 @@ class Mask(Trained):
     def __init__(self, target: Target, config: MaskConfig) -> None:
         super().__init__(config, config.masks)
         dtype = training_dtype(target.dtype)
-        self.gated = GatedTarget(target, config.masks, config.rank, config.maps, dtype, "mask")
+        rank = None if config.adapter == "vectors" else config.rank
+        self.gated = GatedTarget(target, config.masks, rank, config.maps, dtype, "mask")
         hidden, device = target.hidden_size, target.device
         self.start: nn.Parameter | None = None
         if config.correction:
@@ -149,7 +156,7 @@ class Mask(Trained):
                 seen = seen & (positions[:, :, None] - places[:, None] < window)
             return additive(seen, self.target.dtype)[:, None]
 
-        view = self.gated.behind(0)
+        view = self.gated.behind(0, list(range(masks)) * count)
         limit = (self.target.max_positions or 2**62) - 1
         out = view.text(ids, True, cache=cache, masks=view.per_type(mask), positions=positions.clamp(max=limit))
         assert out.logits is not None
@@ -160,8 +167,9 @@ class Mask(Trained):
         tokens, masks = batch.tokens, self.config.masks
         room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
         generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
-        anchors = torch.stack([torch.randperm(room, generator=generator)[: self.config.anchors] for _ in tokens])
-        anchors = anchors.sort(1).values.to(tokens.device)
+        # Random positions, those first whose next tokens count.
+        keys = torch.rand(len(tokens), room, generator=generator) + batch.mask[:, 2 : 2 + room].cpu()
+        anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values.to(tokens.device)
         draft = self.along(tokens, anchors, batch.cache)  # [B, A, K, V]
         losses, counts = [], []
         for j in range(masks):
@@ -181,8 +189,8 @@ class Mask(Trained):
         found = [self.corrected(draft[:, j], tokens[0, at + 1 + j], j) for j in range(self.depth)]
         return torch.stack(found)
 
-    def session(self, target: Target, rows: int) -> MaskSession:
-        return MaskSession(self)
+    def session(self, target: Target, rows: int) -> Session:
+        return (MaskSession if self.config.passes == 1 else TwoPassSession)(self)
 
 
 def tree_of(drafter: Mask, growth: Growth, ranking: Ranking, forecast: Tensor, known: Tensor) -> Nodes:
@@ -232,13 +240,14 @@ def _fitting(riders: tuple[int, ...], room: int) -> tuple[int, ...]:
 
 class MaskSession:
     """What one call keeps. forecast: logits [B, K, V] behind each row's last kept token, None before the first; known:
-    bool [B, K], whether a depth has any; groups: for each row and node of the last tree its mask rows, by index;
-    parents: of its nodes."""
+    bool [B, K], whether a depth has any; sources: for each row whose mask rows these are; groups: for each row and node
+    of the last tree its mask rows, by index; parents: of its nodes."""
 
     def __init__(self, drafter: Mask) -> None:
         self.drafter = drafter
         self.forecast: Tensor | None = None
         self.known: Tensor | None = None
+        self.sources: list[str] = []
         self.groups: list[list[list[int]]] = []
         self.parents: list[list[int]] = []
 
@@ -248,8 +257,13 @@ class MaskSession:
     def draft(self, context: Context) -> DraftTree:
         if self.forecast is None or self.known is None or context.nodes == 1:
             return chain(context.roots[:, None])
+        for source in self.sources:
+            context.notes[source] = context.notes.get(source, 0) + 1
         drafter, config = self.drafter, self.drafter.config
-        asked, given = replace(context, nodes=self._layout(context).nodes), (self.forecast, self.known)
+        asked, given = (
+            replace(context, nodes=self._layout(context.mode, context.nodes).nodes),
+            (self.forecast, self.known),
+        )
         return trusted(*drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob))
 
     def ride(self, tree: DraftTree, context: Context) -> DraftTree:
@@ -262,15 +276,17 @@ class MaskSession:
             scores = torch.ones_like(tree.tokens, dtype=torch.float64)
             riders = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
-            scores, riders = tree.scores, _fitting(self._layout(context).riders, room)
+            scores, riders = tree.scores, _fitting(self._layout(context.mode, context.nodes).riders, room)
         tokens, parents, scores, hosts = ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders)
         self._note(tree.parents, hosts)
-        view = drafter.gated.behind(count)
-        return trusted(tokens, parents, scores, prunable=False, through=view)
+        view = drafter.gated.behind(count, (tokens[0, count:] - drafter.vocab).tolist())
+        return trusted(tokens, parents, scores, prunable=False, through=view, plain=count)
 
-    def _layout(self, context: Context) -> Layout:
-        table = self.drafter.calibration[context.mode].acceptance
-        return layout(tuple(map(tuple, table)), context.nodes)
+    def promised(self, mode: str, rows: int) -> float:
+        return self._layout(mode, rows).drafted
+
+    def _layout(self, mode: str, rows: int) -> Layout:
+        return layout(tuple(map(tuple, self.drafter.calibration[mode].acceptance)), rows)
 
     def _note(self, parents: Tensor, hosts: Tensor) -> None:
         """Which mask rows stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask row."""
@@ -285,8 +301,11 @@ class MaskSession:
             self.forecast, self.groups = None, []
             return
         masks, found = self.drafter.config.masks, []
+        self.sources = []
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
             found.append(self._rows(row, path[-1], masks))
+            own = "mask rows of its own" if self.groups[row][path[-1]] else "mask rows of an ancestor"
+            self.sources.append("walks that end where there are " + (own if max(found[-1]) >= 0 else "no mask rows"))
         index = torch.tensor(found, device=accepted.logits.device)
         logits = accepted.logits[accepted.rows]
         self.known = index >= 0
@@ -304,3 +323,42 @@ class MaskSession:
                     found[j - behind] = own[j]
             node, behind = self.parents[row][node], behind + 1
         return found
+
+
+class TwoPassSession:
+    """Mask rows in a pass of their own: behind the root, before each verification. The root's own row says which token
+    follows it, so that the drafted tree begins with a token that is right (UNO, arXiv 2609.04010)."""
+
+    def __init__(self, drafter: Mask) -> None:
+        self.drafter = drafter
+
+    def propose(self, context: Context) -> DraftTree:
+        roots, drafter, config = context.roots, self.drafter, self.drafter.config
+        if context.nodes == 1:
+            return chain(roots[:, None])
+        masks = torch.arange(drafter.vocab, drafter.vocab + config.masks, device=roots.device)
+        rows = chain(torch.cat([roots[:, None], masks.expand(len(roots), -1)], 1))
+        out = drafter.gated.behind(1, list(range(config.masks))).forward(rows, context.cache)
+        assert out.logits is not None
+        first, noise = out.logits[:, 0], ahead(context, 1)
+        if noise is not None:
+            first = first.to(torch.promote_types(first.dtype, torch.float32)) / context.temperature + noise[:, 0]
+        first = first.argmax(-1)
+        behind = replace(context, roots=first, lengths=[n + 1 for n in context.lengths], nodes=context.nodes - 1)
+        known = torch.ones_like(out.logits[:, 1:, 0], dtype=torch.bool)
+        if behind.nodes == 1:
+            return chain(torch.stack([roots, first], 1))
+        given = (out.logits[:, 1:], known)
+        tokens, parents, scores = drafted_by(tree_of, drafter, behind, given, config.width, config.min_prob)
+        whole_tree = [
+            torch.cat([part, rest], 1)
+            for part, rest in (
+                (roots[:, None], tokens),
+                (torch.full_like(roots[:, None], -1), parents + 1),
+                (torch.ones_like(scores[:, :1]), scores),
+            )
+        ]
+        return trusted(*whole_tree)
+
+    def observe(self, accepted: Accepted) -> None:
+        pass

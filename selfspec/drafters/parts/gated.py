@@ -1,4 +1,5 @@
-"""Views of the target whose last rows of a pass run through an adapter: mask tokens under a gated LoRA.
+"""Views of the target whose last rows of a pass run through an adapter: mask tokens under a gated LoRA, or under
+vectors.
 
 Which rows are gated follows from their place: the first `plain` rows compute exactly what the target computes, all rows
 behind them are mask rows. So the gate is a slice, fixed when the view is built, and no state is set from outside.
@@ -6,6 +7,7 @@ behind them are mask rows. So the gate is a slice, fixed when the view is built,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
@@ -36,6 +38,26 @@ class _GatedLinear(nn.Module):
         return torch.cat([out[:, : self.plain], out[:, self.plain :] + added], 1)
 
 
+class _GatedVectors(nn.Module):
+    """A linear map, and on the rows behind the first `plain` a scale and a bias of its outputs: which of scale [K, out]
+    and bias [K, out], `which`, int64 [R], says. A pass may have fewer rows, and spare rows behind them."""
+
+    which: Tensor
+
+    def __init__(self, base: nn.Module, scale: Tensor, bias: Tensor, which: Tensor, plain: int) -> None:
+        super().__init__()
+        self.base, self.scale, self.bias, self.plain = base, scale, bias, plain
+        self.register_buffer("which", which, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, N, in] -> [B, N, out]
+        out: Tensor = self.base(x)
+        end = min(self.plain + len(self.which), out.shape[1])
+        which = self.which[: end - self.plain]
+        rows = out[:, self.plain : end]
+        changed = rows * self.scale[which].to(rows.dtype) + self.bias[which].to(rows.dtype)
+        return torch.cat([out[:, : self.plain], changed, out[:, end:]], 1)
+
+
 class _WithMasks(nn.Module):
     """Token embeddings, continued by those of mask tokens: id V + j is the j-th mask."""
 
@@ -50,35 +72,41 @@ class _WithMasks(nn.Module):
 
 
 class GatedTarget(Adapted):
-    """Mask embeddings and a LoRA on linear maps of the target's layers, and the views in which they run.
+    """Mask embeddings and an adapter on linear maps of the target's layers, and the views in which they run.
 
-    Parameters: masks * H, and rank * (inputs + outputs) of every map so named.
+    Parameters: masks * H, and of every map so named rank * (inputs + outputs), or 2 * masks * outputs with vectors.
     """
 
     def __init__(
-        self, target: Target, masks: int, rank: int, maps: list[str] | None, dtype: torch.dtype, adapter: str
+        self, target: Target, masks: int, rank: int | None, maps: list[str] | None, dtype: torch.dtype, adapter: str
     ) -> None:
-        """maps: names of linear maps, such as o_proj; the adapter is in each layer's (None: see `_maps`). Raises
-        ValueError for a name that no layer has."""
+        """rank: of the LoRA, None for vectors; maps: names of linear maps, such as o_proj; the adapter is in each
+        layer's (None: see `_maps`). Raises ValueError for a name that no layer has."""
         super().__init__()
         self.target, self.dtype, self.adapter = target, target.dtype, adapter  # of target: no submodule
         model = view(target.model)
-        wanted = _maps(model, maps) if rank else []
+        wanted = [] if rank == 0 else _maps(model, maps)
         if rank:
             inject(model, rank, wanted, adapter, dtype)
         self.adapters = {adapter: model} if rank else {}
-        self.maps = nn.ModuleList([_at(model, name) for name in wanted])
+        self.maps = nn.ModuleList([_at(model, name) for name in wanted] if rank else [])
+        self.scales, self.biases = nn.ParameterList(), nn.ParameterList()
+        if rank is None:
+            for name in wanted:
+                shape, device = (masks, outputs(_at(model, name))), target.device
+                self.scales.append(nn.Parameter(torch.ones(shape, dtype=dtype, device=device)))
+                self.biases.append(nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         table = target.model.get_input_embeddings().weight
         mean = table.detach().to(dtype).mean(0)
         scale = table.detach().to(dtype).std()
         # Every mask begins near the mean of all tokens; a little noise tells them apart.
         made = torch.randn(masks, table.shape[1], generator=torch.Generator().manual_seed(0)).to(mean)
-        if rank:
+        if rank != 0:
             self.masks = nn.Parameter(mean + 0.1 * scale * made)
         else:
             self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
         self._names = wanted
-        self._views: dict[int, Target] = {}
+        self._views: dict[tuple[int, tuple[int, ...]], Target] = {}
 
     def train(self, mode: bool = True) -> GatedTarget:
         """Views are built anew from what was trained."""
@@ -86,21 +114,26 @@ class GatedTarget(Adapted):
         self._views = {}
         return self
 
-    def behind(self, plain: int) -> Target:
-        """The target with its rows behind the first `plain` gated. Shares all weights; built once."""
+    def behind(self, plain: int, depths: Sequence[int]) -> Target:
+        """The target with its rows behind the first `plain` gated. depths: of each of them which mask it is, from 0.
+        Shares all weights; built once."""
+        key = plain, tuple(depths) if len(self.scales) else ()
         views = self._views
-        if plain not in views:
+        if key not in views:
             model = view(self.target.model)
-            for name, module in zip(self._names, self.maps, strict=True):
+            which = torch.tensor(key[1], device=self.target.device)
+            for name, scale, bias in zip(self._names, self.scales, self.biases, strict=False):
+                gated = _GatedVectors(_at(model, name), self._ready(scale), self._ready(bias), which, plain)
+                _put(model, name, gated)
+            for name, module in zip(self._names, self.maps, strict=False):
                 layer = cast(LoraLayer, module)
                 a, b = (cast(nn.Linear, part[self.adapter]).weight for part in (layer.lora_A, layer.lora_B))
                 scale = float(layer.scaling[self.adapter])
-                gated = _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain)
-                _put(model, name, gated)
+                _put(model, name, _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain))
             vocab = self.target.vocab_size
             model.set_input_embeddings(_WithMasks(model.get_input_embeddings(), self._ready(self.masks), vocab))
-            views[plain] = Target(model, frozen=False, tuples=self.target.tuples, engine=self.target.engine)
-        return views[plain]
+            views[key] = Target(model, frozen=False, tuples=self.target.tuples, engine=self.target.engine)
+        return views[key]
 
     def _ready(self, weight: Tensor) -> Tensor:
         """The tensor itself while training; in decoding a copy in the target's dtype."""
@@ -150,6 +183,12 @@ def _flat_rows(model: PreTrainedModel, paths: list[str]) -> set[str]:
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_output_embeddings().weight.device)
         looked.get_decoder()(input_ids=tokens, use_cache=False)
     return flat
+
+
+def outputs(module: nn.Module) -> int:
+    """How many outputs a linear map has."""
+    weight = cast(nn.Linear, module).weight
+    return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:

@@ -35,9 +35,9 @@ class Tally:
 ListTree = tuple[list[int], list[int], list[float]]
 
 
-def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True) -> DraftTree:
-    """One tree of rows of different sizes; the shorter ones end in spare nodes."""
-    width = max(len(tokens) for tokens, _, _ in rows)
+def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True, least: int = 1) -> DraftTree:
+    """One tree of rows of different sizes, of `least` nodes or more; the shorter ones end in spare nodes."""
+    width = max(least, *(len(tokens) for tokens, _, _ in rows))
     padded = [
         (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
     ]
