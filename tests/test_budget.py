@@ -174,6 +174,32 @@ def test_what_can_not_be_cut_is_asked_for_what_a_pass_can_carry(llama: Target) -
         assert spy.asked[1] == nodes
 
 
+class _Rider(_Spy):
+    """One whose rows ride in the pass, and promise as many tokens as `promises` says."""
+
+    def __init__(self, promises: dict[int, float]) -> None:
+        super().__init__([0.5] * 20, prunable=False)
+        self.promises = promises
+
+    def promised(self, mode: str, rows: int) -> float:
+        return self.promises[rows]
+
+    def draft(self, context: Context) -> DraftTree:
+        return self.propose(context)
+
+    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
+        return tree
+
+
+def test_mask_rows_are_as_many_as_pay(llama: Target) -> None:
+    promises = {8: 1.0, 16: 2.0, 32: 2.2, 64: 2.3}
+    gentle = [1.0] + [1 + 0.02 * n for n in range(LARGEST)]
+    for costs, best in ((FREE, 64), (DEAR, 8), (gentle, 16)):
+        session, _ = session_of(_Rider(promises), costs, llama)
+        session.propose(context(llama, 5))
+        assert session.inner.asked == [best]
+
+
 def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
     spy = _Spy([0.01] * 20)
     sized, forecast, past = auto(spy, DEAR, limit=60)
