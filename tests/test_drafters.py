@@ -87,8 +87,6 @@ TABLE = {
     "feature_lora": of(Feature, layers=[2], train="lora", rank=4, depth=7, width=5, min_prob=0.0),
     "mask": of(Mask, masks=4, rank=4, correction=8, anchors=4),
     "hybrid_mask": hybrid(mask=of(Mask, masks=3, rank=4, correction=8)),
-    "hybrid_mask_three": hybrid(mask=of(Mask, masks=3, rank=4), medusa=of(Medusa, heads=3, rank=4)),
-    "mask_alone": of(Mask, masks=3, rank=4, correction=0, anchors=2, width=2),
     "mask_vectors": of(Mask, masks=3, adapter="vectors", correction=4, anchors=4),
     "mask_two_passes": of(Mask, masks=3, passes=2, rank=4, correction=8, anchors=4),
     "mask_free": of(Mask, 0, masks=3, rank=0, correction=0),

@@ -167,7 +167,8 @@ def test_bookkeeping_is_what_no_module_takes(name: str) -> None:
 def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def point(label: str, low: float, high: float) -> dict[str, object]:
         ratio = {"ratio": (low + high) / 2, "low": low, "high": high}
-        return {"label": label, "config": {}, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
+        config = {"tree": {"nodes": 4}}
+        return {"label": label, "config": config, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
 
     for run, points in (
         ("a", [point("x", 1.0, 1.2), point("y", 1.0, 1.1), point("only", 1.0, 1.1)]),

@@ -241,7 +241,7 @@ def test_files_as_others_publish_them(tokenizer: Any, tmp_path: Path) -> None:
         ('{"other": 1}', r"line 1: asks nothing; .* found \['other'\]"),
         ('{"turns": ["a", " "]}', "line 1: a turn without text: ' '"),
         ('{"turns": [3]}', "line 1: a turn without text: 3"),
-        ('{"prompt": "\\ud800"}', "line 1: a turn without text"),
+        ('{"prompt": "\\ud800"}', "line 1: a turn with half of a surrogate pair"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "line 1: a turn needs `role` and `content`"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 1: asks nothing"),
         ("", "asks nothing"),
@@ -324,7 +324,7 @@ def test_spec_bench_reads_our_answers(spec: Any, tmp_path: Path) -> None:
     config = DecodeConfig(max_new_tokens=9, repeats=1, arms=["autoregressive", "speculative"])
     prompts, _ = prompts_of(spec, questions, config.arguments(), config.seed)
     records = run_arms(spec, prompts, config, 6)
-    files = answer_files(tmp_path / "a.jsonl", config.arms)
+    files = answer_files(tmp_path, "a.jsonl", config.arms)
     write_answers(files, questions, records, spec, "x")
     ours, base = files["speculative"], files["autoregressive"]
     assert base == tmp_path / "a-autoregressive.jsonl"
@@ -347,7 +347,7 @@ def test_spec_bench_reads_our_answers(spec: Any, tmp_path: Path) -> None:
         assert len(choice["wall_time"]) == len(choice["turns"])
     for place in (ours, base):  # of any arm
         with pytest.raises(ValueError, match="exists; choose another file"):
-            answer_files(tmp_path / "a.jsonl", config.arms)
+            answer_files(tmp_path, "a.jsonl", config.arms)
         place.unlink()
     with pytest.raises(ValueError, match="need 1"):
         DecodeConfig(answers="a.jsonl", batch_size=2)

@@ -61,7 +61,7 @@ class Hybrid(Drafter):
         free = [m.session(target, rows) for m in self.members.values() if not isinstance(m, Trained)]
         trained = [m.session(target, rows) for m in self.members.values() if isinstance(m, Trained)]
         riding = next((session for session in trained if isinstance(session, Riding)), None)
-        return HybridSession(free, [session for session in trained if session is not riding], riding, rows)
+        return HybridSession(free, [session for session in trained if session is not riding], rows, riding)
 
     def train(self, mode: bool = True) -> Hybrid:
         super().train(mode)
@@ -173,7 +173,7 @@ class HybridSession:
     """What one call keeps: the members' sessions, what sources were worth in each row, and what the trained members
     promised and took of late. riding: one whose drafts come with the pass before, and cost no time of their own."""
 
-    def __init__(self, free: list[Session], trained: list[Session], riding: Session | None, rows: int) -> None:
+    def __init__(self, free: list[Session], trained: list[Session], rows: int, riding: Session | None = None) -> None:
         self.free, self.trained, self.riding = free, trained, riding
         self.rows = [_Row() for _ in range(rows)]
         self.usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens promised and seconds taken, fading

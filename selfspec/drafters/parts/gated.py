@@ -12,7 +12,6 @@ from functools import partial
 from typing import cast
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -20,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.support import layer_stack, view
 from selfspec.core.target import Target
-from selfspec.drafters.parts.views import Adapted, inject
+from selfspec.drafters.parts.views import Adapted, inject, lora_of
 
 
 class _GatedLinear(nn.Module):
@@ -126,9 +125,7 @@ class GatedTarget(Adapted):
                 gated = _GatedVectors(_at(model, name), self._ready(scale), self._ready(bias), which, plain)
                 _put(model, name, gated)
             for name, module in zip(self._names, self.maps, strict=False):
-                layer = cast(LoraLayer, module)
-                a, b = (cast(nn.Linear, part[self.adapter]).weight for part in (layer.lora_A, layer.lora_B))
-                scale = float(layer.scaling[self.adapter])
+                a, b, scale = lora_of(module, self.adapter)
                 _put(model, name, _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain))
             vocab = self.target.vocab_size
             model.set_input_embeddings(_WithMasks(model.get_input_embeddings(), self._ready(self.masks), vocab))

@@ -30,6 +30,12 @@ def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: t
             parameter.requires_grad_(True)
 
 
+def lora_of(module: nn.Module, name: str) -> tuple[Tensor, Tensor, float]:
+    """A [rank, in], B [out, rank] and the factor of the adapter of this name in a linear map."""
+    layer = cast(LoraLayer, module)
+    return _weight(layer.lora_A[name]), _weight(layer.lora_B[name]), float(layer.scaling[name])
+
+
 class Adapted(nn.Module):
     """A part with PEFT adapters. adapters: by name, each with the module it was injected into."""
 
@@ -169,7 +175,7 @@ class Tail(Adapted):
         return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
 
 
-def _weight(linear: nn.Module) -> Tensor:
+def _weight(linear: object) -> Tensor:
     return cast(nn.Linear, linear).weight
 
 
