@@ -10,11 +10,13 @@ import random
 import statistics
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
+from selfspec.core import engine
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.engine import bucket, cache_folder
 from selfspec.core.generate import autoregressive, clock, speculative
@@ -56,7 +58,15 @@ def _identity(target: Target, rows: int) -> Figures:
         "rows": rows,
         "torch": torch.__version__,
         "engine": "eager" if target.engine is None else "compiled",
+        "code": _code(),
     }
+
+
+@cache
+def _code() -> str:
+    """The hash of what runs passes: another version of it has costs of its own."""
+    sources = sorted(Path(engine.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:

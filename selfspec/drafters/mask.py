@@ -260,10 +260,8 @@ class MaskSession:
         for source in self.sources:
             context.notes[source] = context.notes.get(source, 0) + 1
         drafter, config = self.drafter, self.drafter.config
-        asked, given = (
-            replace(context, nodes=self._layout(context.mode, context.nodes).nodes),
-            (self.forecast, self.known),
-        )
+        asked = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
+        given = self.forecast, self.known
         return trusted(*drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob))
 
     def ride(self, tree: DraftTree, context: Context) -> DraftTree:
@@ -279,7 +277,7 @@ class MaskSession:
             scores, riders = tree.scores, _fitting(self._layout(context.mode, context.nodes).riders, room)
         tokens, parents, scores, hosts = ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders)
         self._note(tree.parents, hosts)
-        view = drafter.gated.behind(count, (tokens[0, count:] - drafter.vocab).tolist())
+        view = drafter.gated.behind(count, [j for j, width in enumerate(riders) for _ in range(min(width, count))])
         return trusted(tokens, parents, scores, prunable=False, through=view, plain=count)
 
     def promised(self, mode: str, rows: int) -> float:
@@ -350,15 +348,9 @@ class TwoPassSession:
             return chain(torch.stack([roots, first], 1))
         given = (out.logits[:, 1:], known)
         tokens, parents, scores = drafted_by(tree_of, drafter, behind, given, config.width, config.min_prob)
-        whole_tree = [
-            torch.cat([part, rest], 1)
-            for part, rest in (
-                (roots[:, None], tokens),
-                (torch.full_like(roots[:, None], -1), parents + 1),
-                (torch.ones_like(scores[:, :1]), scores),
-            )
-        ]
-        return trusted(*whole_tree)
+        tokens = torch.cat([roots[:, None], tokens], 1)
+        parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
+        return trusted(tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1))
 
     def observe(self, accepted: Accepted) -> None:
         pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,10 @@ def _whole(point: Any) -> bool:
     """Whether this is what `write_point` wrote, as far as tables and plots read it."""
     try:
         ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
-        texts = point["label"], point["config"]["tree"]["nodes"], point["identical"]
-        return isinstance(point["arms"], dict) and all(map(isinstance, ratios, repeat((int, float)))) and bool(texts)
+        known = point["label"], point["identical"], point["config"]["tree"]["nodes"]
+        return (
+            None not in known and isinstance(point["arms"], dict) and all(isinstance(r, (int, float)) for r in ratios)
+        )
     except (TypeError, KeyError, AttributeError):
         return False
 

@@ -92,7 +92,7 @@ class GatedTarget(Adapted):
         self.scales, self.biases = nn.ParameterList(), nn.ParameterList()
         if rank is None:
             for name in wanted:
-                shape, device = (masks, outputs(_at(model, name))), target.device
+                shape, device = (masks, _outputs(_at(model, name))), target.device
                 self.scales.append(nn.Parameter(torch.ones(shape, dtype=dtype, device=device)))
                 self.biases.append(nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         table = target.model.get_input_embeddings().weight
@@ -106,11 +106,14 @@ class GatedTarget(Adapted):
             self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
         self._names = wanted
         self._views: dict[tuple[int, tuple[int, ...]], Target] = {}
+        self._copies: dict[int, nn.Parameter] = {}
 
     def train(self, mode: bool = True) -> GatedTarget:
         """Views are built anew from what was trained."""
         super().train(mode)
-        self._views = {}
+        for old in self._views.values():
+            old.forget()
+        self._views, self._copies = {}, {}
         return self
 
     def behind(self, plain: int, depths: Sequence[int]) -> Target:
@@ -133,10 +136,12 @@ class GatedTarget(Adapted):
         return views[key]
 
     def _ready(self, weight: Tensor) -> Tensor:
-        """The tensor itself while training; in decoding a copy in the target's dtype."""
+        """The tensor itself while training; in decoding a copy in the target's dtype, one for all views."""
         if self.training:
             return weight
-        return nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
+        if id(weight) not in self._copies:
+            self._copies[id(weight)] = nn.Parameter(weight.detach().to(self.dtype), requires_grad=False)
+        return self._copies[id(weight)]
 
 
 def _maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
@@ -182,7 +187,7 @@ def _flat_rows(model: PreTrainedModel, paths: list[str]) -> set[str]:
     return flat
 
 
-def outputs(module: nn.Module) -> int:
+def _outputs(module: nn.Module) -> int:
     """How many outputs a linear map has."""
     weight = cast(nn.Linear, module).weight
     return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
