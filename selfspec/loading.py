@@ -92,6 +92,8 @@ def load_target(
         model.to(wanted)
     if device is not None:
         model.to(device)
+    if engine == "compiled" and isinstance(source, (str, Path)):
+        _align(model)
     target = Target(model)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     probe(target)
@@ -101,6 +103,14 @@ def load_target(
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move weights to the start of cache lines. Those of a mapped file lie anywhere; one row's products with them were
+    measured 25% slower."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -134,7 +134,7 @@ def _options(backend: str) -> dict[str, Any]:
     """What the backend is told beside."""
     if backend != "inductor":
         return {}
-    from selfspec.core.products import options  # slow to import
+    from selfspec.core.few_rows import options  # slow to import
 
     return options()
 
@@ -254,13 +254,17 @@ def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> 
 def _here() -> str:
     from torch._inductor import config as inductor  # slow to import
 
-    from selfspec.core.products import as_sums
+    from selfspec.core.few_rows import served  # read code finds its kernel there
 
-    sources = sorted(Path(__file__).parents[1].glob("*/**/*.py"))
-    own = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    sources = [
+        path for part in ("core", "drafters") for path in sorted((Path(__file__).parents[1] / part).rglob("*.*"))
+    ]
+    own = hashlib.sha256(
+        b"".join(path.read_bytes() for path in sources if path.suffix in (".py", ".h", ".cpp"))
+    ).hexdigest()
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    machine = [torch.backends.cpu.get_cpu_capability(), as_sums(), *devices]
+    machine = [torch.backends.cpu.get_cpu_capability(), served(), *devices]
     settings = inductor.get_config_copy()
     return f"{own} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"
 
@@ -301,7 +305,9 @@ def structure(module: nn.Module) -> str:
             configs[id(config)] = config
     for config in configs.values():
         kernels = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
-        told.append(f"{config.to_json_string() if hasattr(config, 'to_json_string') else repr(config)} {kernels}")
+        said = config.to_dict() if hasattr(config, "to_dict") else {"": repr(config)}
+        said.pop("_name_or_path", None)  # where it was loaded from
+        told.append(f"{sorted(said.items(), key=str)} {kernels}")
     return "\n".join(told)
 
 

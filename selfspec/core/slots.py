@@ -40,9 +40,8 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        at = self.slots[:, None, :, None].to(key_states.device)
-        self.keys.scatter_(2, at.expand_as(key_states), key_states)
-        self.values.scatter_(2, at.expand_as(value_states), value_states)
+        _put(self.keys, self.slots, key_states.transpose(1, 2))
+        _put(self.values, self.slots, value_states.transpose(1, 2))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -55,6 +54,12 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         assert self.keys is not None
         return int(self.keys.shape[2])
+
+
+def _put(store: Tensor, slots: Tensor, states: Tensor) -> None:
+    """store[row, :, slots[row]] = states [B, n, heads, D]: by index, which inductor does in place, unlike a scatter."""
+    rows = torch.arange(len(store), device=store.device)[:, None]
+    store[rows, :, slots.to(store.device)] = states
 
 
 class _Unused(_Layer):
@@ -171,12 +176,11 @@ def static_pass(
 
 def compact(buffers: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
     """Move the slots of the nodes `paths`, int64 [B, D], of the last pass to the end of each row's kept slots."""
-    start = lengths[:, None, None, None]
-    source = start + paths[:, None, :, None]
-    place = start + torch.arange(paths.shape[1], device=paths.device)[None, None, :, None]
+    source = lengths[:, None] + paths
+    place = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
+    rows = torch.arange(len(paths), device=paths.device)[:, None]
     for store in buffers:
-        shape = (-1, store.shape[1], -1, store.shape[3])
-        store.scatter_(2, place.expand(shape), store.gather(2, source.expand(shape)))
+        _put(store, place, store[rows, :, source].clone())
 
 
 class SlotCache:

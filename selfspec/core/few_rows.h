@@ -1,0 +1,94 @@
+// What products.cpp and attention.cpp share: sums of bfloat16 products in float32. See few_rows.py.
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using Bits = uint16_t;  // of a bfloat16
+constexpr int STEP = 32;  // products at a time
+
+// The lower half of each 32 bits is one number, the upper half the next one.
+inline __m512 lower(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+inline __m512 upper(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+}
+
+inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+
+inline __m512 quarters(__m512 a, __m512 b) {
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+}
+
+inline __m512 lanes(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+// Number i of the result is the sum over v[i].
+inline __m512 sums(const __m512 (&v)[16]) {
+  const __m512 a = quarters(halves(v[0], v[1]), halves(v[2], v[3]));
+  const __m512 b = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
+  const __m512 c = quarters(halves(v[8], v[9]), halves(v[10], v[11]));
+  const __m512 d = quarters(halves(v[12], v[13]), halves(v[14], v[15]));
+  return lanes(lanes(a, b), lanes(c, d));
+}
+
+inline __m256i rounded(__m512 sum) {  // to the nearest, ties to even; NaN stays NaN
+  const __m512i bits = _mm512_castps_si512(sum);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(_mm512_mask_set1_epi32(_mm512_srli_epi32(up, 16), nan, 0x7fc0));
+}
+
+// M rows of the left side, spread by `spread`, times N rows of the right side: number m * WIDE + n of the result. The
+// order in which products are added is the same for every M, so a row's result does not depend on the rows beside it.
+template <int M, int N, int WIDE>
+inline __m512 products(const float* left, const Bits* right, int64_t width) {
+  static_assert(M * WIDE <= 16 && N <= WIDE, "one register of results");
+  __m512 sum[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < width; k += STEP) {
+    __m512 even[N], odd[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) {
+      const __m512i pairs = _mm512_loadu_si512(right + n * width + k);
+      even[n] = lower(pairs);
+      odd[n] = upper(pairs);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const float* at = left + k * M + m * STEP;
+      const __m512 first = _mm512_load_ps(at), second = _mm512_load_ps(at + STEP / 2);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sum[m * WIDE + n] = _mm512_fmadd_ps(even[n], first, sum[m * WIDE + n]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sum[m * WIDE + n] = _mm512_fmadd_ps(odd[n], second, sum[m * WIDE + n]);
+    }
+  }
+  return sums(sum);
+}
+
+// M rows, `stride` apart, as float32: those of a block step by step, and of each step first the even numbers, then the odd ones.
+void spread(const Bits* left, int64_t stride, float* to, int64_t M, int64_t width) {
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t k = 0; k < width; k += STEP) {
+      const __m512i pairs = _mm512_loadu_si512(left + m * stride + k);
+      _mm512_store_ps(to + k * M + m * STEP, lower(pairs));
+      _mm512_store_ps(to + k * M + m * STEP + STEP / 2, upper(pairs));
+    }
+}
+
+// Numbers to write to, at the start of a cache line.
+struct Scratch {
+  std::vector<float> held;
+  float* of(size_t count) {
+    if (held.size() < count + 16) held.resize(count + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + 63) / 64 * 64);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,148 @@
+"""The kernel for products of few rows: the same numbers, whatever rows are beside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_model
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from selfspec.core.engine import Engine
+from selfspec.core.few_rows import MOST, FewRows, few_queries, few_rows, served
+from selfspec.core.target import RowCache, Target
+from selfspec.core.tree import DraftTree, chain
+
+_aten = torch.ops.aten
+pytestmark = pytest.mark.skipif(not served(), reason="the kernel is for processors with AVX-512 and without AMX")
+
+
+def rewritten(*given: Tensor) -> tuple[Tensor, int]:
+    """A linear map of `given` (input, weight, maybe bias) after the pass, and how many products are left in it."""
+    module = make_fx(lambda *args: F.linear(*args), tracing_mode="fake")(*given)
+    FewRows()(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    left = [n for n in module.graph.nodes if n.target in (_aten.mm.default, _aten.addmm.default)]
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            assert "val" in node.meta, node
+    found: Tensor = module(*given)
+    return found, len(left)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 29])
+@pytest.mark.parametrize("outputs", [1, 80, 83])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_gives_the_products(rows: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(outputs, 96).bfloat16()
+    more = [torch.randn(outputs).bfloat16()] if bias else []
+    found, left = rewritten(x, weight, *more)
+    assert left == 0
+    assert found.dtype == torch.bfloat16
+    assert found.shape == (rows, outputs)
+    exact = F.linear(x.double(), weight.double(), *(part.double() for part in more))
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-5)  # rounded once
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).bfloat16() for shape in ((67, 1024), (203, 1024), (203,)))
+    for more in (None, bias):
+        alone = torch.cat([few_rows(row[None], [weight], more) for row in x])
+        for rows in (2, 3, 7, 67):
+            assert few_rows(x[:rows].contiguous(), [weight], more).equal(alone[:rows])
+
+
+@pytest.mark.parametrize(
+    ("rows", "nodes", "slots", "width"), [(1, 1, 16, 32), (1, 4, 256, 64), (2, 7, 64, 96), (3, 64, 48, 32)]
+)
+@pytest.mark.parametrize("one_mask", [False, True])
+def test_attention_is_the_library_s(rows: int, nodes: int, slots: int, width: int, one_mask: bool) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(rows, 3, nodes, width).bfloat16()
+    keys, values = (torch.randn(rows, 3, slots, width).bfloat16() for _ in range(2))
+    hidden = torch.rand(1 if one_mask else rows, 1, nodes, slots) < 0.4
+    hidden[..., -8:], hidden[..., 0] = True, False
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.bfloat16).min).bfloat16()
+    found = few_queries(query, keys, values, mask, 0.3).transpose(1, 2)
+    given = [part.double() for part in (query, keys, values)]
+    exact = F.scaled_dot_product_attention(*given, attn_mask=mask.double(), scale=0.3)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-4)
+
+
+def test_a_query_does_not_depend_on_where_it_lies() -> None:
+    """On the queries beside it, on hidden slots between those it sees, or on how large the buffers are."""
+    torch.manual_seed(0)
+    lowest = torch.finfo(torch.bfloat16).min
+    query = torch.randn(1, 2, 5, 64).bfloat16()
+    keys, values = (torch.randn(1, 2, 40, 64).bfloat16() for _ in range(2))
+    places = torch.tensor(sorted(torch.randperm(250)[:40].tolist()))
+    large = [torch.randn(1, 2, 256, 64).bfloat16().index_copy(2, places, part) for part in (keys, values)]
+    mask = torch.full((1, 1, 5, 256), lowest).bfloat16()
+    mask[..., places] = 0
+    found = few_queries(query, *large, mask, 0.125)
+    small = [F.pad(part, (0, 0, 0, 8)) for part in (keys, values)]
+    for n in range(5):
+        mask = torch.tensor([0.0] * 40 + [lowest] * 8).bfloat16()[None, None, None]
+        alone = few_queries(query[:, :, n : n + 1].contiguous(), *small, mask, 0.125)
+        assert alone[:, 0].equal(found[:, n])
+
+
+def test_rounding_is_that_of_torch() -> None:
+    """Ties go to even; infinities and NaN stay; small numbers too."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for by in (1.0, 1.0078125, 0.3333):
+        x = torch.zeros(len(bits), 32, dtype=torch.bfloat16)
+        x[:, 0], weight = bits, torch.zeros(1, 32, dtype=torch.bfloat16)
+        weight[0, 0] = by
+        found = torch.cat([few_rows(part.contiguous(), [weight]) for part in x.split(MOST)])[:, 0]
+        exact = (bits.float() * weight[0, 0].float()).bfloat16()
+        assert found.isnan().equal(exact.isnan())
+        kept = ~exact.isnan()
+        assert found[kept].equal(exact[kept])
+
+
+def test_what_does_not_fit_is_left_as_it_is() -> None:
+    weight = torch.randn(80, 96)
+    for x, w in (
+        (torch.randn(MOST + 1, 96).bfloat16(), weight.bfloat16()),
+        (torch.randn(2, 96), weight),
+        (torch.randn(2, 96).bfloat16(), weight.bfloat16().t().contiguous().t()),
+        (torch.randn(2, 48).bfloat16(), weight[:, :48].bfloat16().contiguous()),
+    ):
+        found, left = rewritten(x, w)
+        assert left == 1
+        torch.testing.assert_close(found, F.linear(x, w))
+
+
+def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
+    """In bfloat16, which rounds at every step: through every layer of a compiled model."""
+    model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    target = Target(model.to(torch.bfloat16))
+    target.engine = Engine(quiet=True)
+    torch.manual_seed(0)
+    vocabulary = model.config.vocab_size
+    prompt, tokens = torch.randint(vocabulary, (1, 9)), torch.randint(vocabulary, (1, 8))
+    tree = DraftTree(tokens, torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 5]]))
+
+    def opened() -> RowCache:
+        cache = target.cache(1, 64)
+        target.forward(chain(prompt), cache, logits=False)
+        cache.keep([list(range(9))])
+        return cache
+
+    with torch.inference_mode():
+        found = target.forward(tree, opened()).logits
+        assert found is not None
+        for path in ([0, 2, 5, 7], [0, 1, 3, 6], [0, 1, 4]):
+            cache = opened()
+            for node in path:
+                alone = target.forward(chain(tokens[:, node : node + 1]), cache).logits
+                cache.keep([[0]])
+                assert alone is not None
+                assert alone[0, 0].equal(found[0, node])
+    assert not target.engine.failed
