@@ -29,7 +29,7 @@ AUDIT = "eval/audit.py -m wandb.mode=disabled audit.nodes=[16] audit.batch_sizes
 TRAIN = "train/heads.py wandb.mode=disabled +experiment=demo loop.steps=60 loop.validate_every=60"
 FEW = "compare.groups=[edit] compare.max_new_tokens=8 compare.temperatures=[0]"
 SMALL = "limits.config=configs/models/llama_250m.json limits.sizes=[1,2] limits.rounds=3"
-DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature"
+DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature,tiny-mask"
 # By name: the command, how it is changed where there is no GPU, and the GiB of memory that it needs
 PARTS = {
     "passes of the embedded target": (

@@ -13,7 +13,7 @@ from selfspec.data.prompts import cut_prompts
 pytestmark = pytest.mark.slow
 
 
-TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"]
+TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask"]
 OTHERS = ["prompt_lookup", "lookahead", "tiny-feature+prompt_lookup"]
 
 

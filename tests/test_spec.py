@@ -157,7 +157,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path, tokenizer: object) -
         next(spec.stream("text"))
 
 
-@pytest.mark.parametrize("name", ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"])
+@pytest.mark.parametrize("name", ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask"])
 def test_embedded_heads_in_float32_are_exact(name: str) -> None:
     """The committed target and heads: identity with the oracle and with transformers, at work rather than at random."""
     spec = selfspec.load(name, dtype="float32")
@@ -181,7 +181,8 @@ def test_embedded_assets_are_small() -> None:
     assets = Path(selfspec.__file__).parent / "assets"
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
     drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
-    assert {folder.name for folder in drafters} == {"tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature"}
+    kinds = ("medusa", "early-exit", "sequential", "feature", "mask")
+    assert {folder.name for folder in drafters} == {f"tiny-{kind}" for kind in kinds}
     for folder in drafters:
         assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 10e6
 

@@ -3,8 +3,6 @@
 
 namespace {
 
-constexpr int ROWS = 4;     // queries in a block
-constexpr int OUTPUTS = 4;  // slots at a time
 constexpr float HIDDEN = -1e30f;  // a slot is hidden where its mask is below
 
 inline __m512 float_of(const Bits* from) {
@@ -35,10 +33,10 @@ void attend(const Bits* query, const Bits* keys, const Bits* values, const Bits*
   float* left = scratch.of(M * width + M * slots);
   float* weight = left + M * width;  // [M, slots]
   spread(query, width, left, M, width);
-  alignas(64) float found[ROWS * OUTPUTS];
-  for (int64_t s = 0; s < slots; s += OUTPUTS) {
-    _mm512_store_ps(found, products<M, OUTPUTS, OUTPUTS>(left, keys + s * width, width));
-    for (int m = 0; m < M; m++) std::memcpy(weight + m * slots + s, found + m * OUTPUTS, OUTPUTS * sizeof(float));
+  alignas(64) float found[WIDE * WIDE];
+  for (int64_t s = 0; s < slots; s += WIDE) {
+    _mm512_store_ps(found, products<M, WIDE, false>(left, keys + s * width, width));
+    for (int m = 0; m < M; m++) std::memcpy(weight + m * slots + s, found + m * WIDE, WIDE * sizeof(float));
   }
   for (int m = 0; m < M; m++) {
     float* row = weight + m * slots;
@@ -81,7 +79,7 @@ void attend(const Bits* query, const Bits* keys, const Bits* values, const Bits*
 // nodes, room]; out [rows, nodes, heads, width]. room is a multiple of 16, width of STEP.
 extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, const Bits* mask, Bits* out, int64_t rows,
                        int64_t heads, int64_t nodes, int64_t room, int64_t width, int64_t masks, float scale) {
-  const int64_t blocks = (nodes + ROWS - 1) / ROWS;
+  const int64_t blocks = (nodes + WIDE - 1) / WIDE;
   std::vector<int64_t> seen(masks);  // slots up to the last one that some query sees
   for (int64_t i = 0; i < masks * nodes; i++) {
     int64_t s = room, &most = seen[i / nodes];
@@ -90,7 +88,7 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
   }
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < rows * heads * blocks; i++) {
-    const int64_t n = i % blocks * ROWS, head = i / blocks, b = head / heads, of = masks == 1 ? 0 : b;
+    const int64_t n = i % blocks * WIDE, head = i / blocks, b = head / heads, of = masks == 1 ? 0 : b;
     const Bits* q = query + (head * nodes + n) * width;
     const Bits *k = keys + head * room * width, *v = values + head * room * width;
     const Bits* m = mask + (of * nodes + n) * room;

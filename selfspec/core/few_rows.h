@@ -8,6 +8,7 @@ namespace {
 
 using Bits = uint16_t;  // of a bfloat16
 constexpr int STEP = 32;  // products at a time
+constexpr int WIDE = 4;   // rows of either side in a block
 
 // The lower half of each 32 bits is one number, the upper half the next one.
 inline __m512 lower(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -45,21 +46,23 @@ inline __m256i rounded(__m512 sum) {  // to the nearest, ties to even; NaN stays
 
 // M rows of the left side, spread by `spread`, times N rows of the right side: number m * WIDE + n of the result. The
 // order in which products are added is the same for every M, so a row's result does not depend on the rows beside it.
-template <int M, int N, int WIDE>
+// AHEAD: the right side comes from far, so the next block is fetched meanwhile.
+template <int M, int N, bool AHEAD>
 inline __m512 products(const float* left, const Bits* right, int64_t width) {
-  static_assert(M * WIDE <= 16 && N <= WIDE, "one register of results");
-  __m512 sum[16];
+  __m512 sum[WIDE * WIDE];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+  for (int i = 0; i < WIDE * WIDE; i++) sum[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < width; k += STEP) {
     __m512 even[N], odd[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
-      const __m512i pairs = _mm512_loadu_si512(right + n * width + k);
+      const Bits* at = right + n * width + k;
+      if constexpr (AHEAD) _mm_prefetch(reinterpret_cast<const char*>(at + WIDE * width), _MM_HINT_T0);
+      const __m512i pairs = _mm512_loadu_si512(at);
       even[n] = lower(pairs);
       odd[n] = upper(pairs);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const float* at = left + k * M + m * STEP;
       const __m512 first = _mm512_load_ps(at), second = _mm512_load_ps(at + STEP / 2);

@@ -1,8 +1,6 @@
 // out = left weight^T (+ bias) for few rows.
 namespace {
 
-constexpr int ROWS = 8;     // of the left side in a block
-constexpr int OUTPUTS = 4;  // of the weight, while all rows of the left side go by
 constexpr int64_t SMALL = 1 << 15;  // products that one thread does
 
 inline float float_of(Bits bits) {
@@ -12,44 +10,29 @@ inline float float_of(Bits bits) {
   return found;
 }
 
-template <int M, int N, int WIDE>
+template <int M, int N>
 inline void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride) {
-  const __m512 total = products<M, N, WIDE>(left, weight, width);
-  alignas(64) float found[16];
+  const __m512 total = products<M, N, true>(left, weight, width);
+  alignas(64) float found[WIDE * WIDE];
   _mm512_store_ps(found, total);
   if (bias)
     for (int m = 0; m < M; m++)
       for (int n = 0; n < N; n++) found[m * WIDE + n] += float_of(bias[n]);
-  alignas(32) Bits short_[16];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(short_), rounded(_mm512_load_ps(found)));
-  for (int m = 0; m < M; m++) std::memcpy(out + m * stride, short_ + m * WIDE, N * sizeof(Bits));
-}
-
-// Up to ROWS rows times N rows of the weight: two at a time where there are more than four rows.
-template <int M, int N>
-inline void rows(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride) {
-  if constexpr (M <= 4) {
-    block<M, N, 4>(left, weight, bias, out, width, stride);
-  } else {
-    block<M, N < 2 ? N : 2, 2>(left, weight, bias, out, width, stride);
-    if constexpr (N > 2) block<M, N - 2, 2>(left, weight + 2 * width, bias ? bias + 2 : bias, out + 2, width, stride);
-  }
+  alignas(32) Bits nearest[WIDE * WIDE];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(nearest), rounded(_mm512_load_ps(found)));
+  for (int m = 0; m < M; m++) std::memcpy(out + m * stride, nearest + m * WIDE, N * sizeof(Bits));
 }
 
 template <int N>
 void sweep(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t count, int64_t width, int64_t stride) {
-  for (int64_t m = 0; m < count; m += ROWS) {
+  for (int64_t m = 0; m < count; m += WIDE) {
     const float* from = left + m * width;
     Bits* to = out + m * stride;
     switch (count - m) {
-      case 1: rows<1, N>(from, weight, bias, to, width, stride); break;
-      case 2: rows<2, N>(from, weight, bias, to, width, stride); break;
-      case 3: rows<3, N>(from, weight, bias, to, width, stride); break;
-      case 4: rows<4, N>(from, weight, bias, to, width, stride); break;
-      case 5: rows<5, N>(from, weight, bias, to, width, stride); break;
-      case 6: rows<6, N>(from, weight, bias, to, width, stride); break;
-      case 7: rows<7, N>(from, weight, bias, to, width, stride); break;
-      default: rows<8, N>(from, weight, bias, to, width, stride);
+      case 1: block<1, N>(from, weight, bias, to, width, stride); break;
+      case 2: block<2, N>(from, weight, bias, to, width, stride); break;
+      case 3: block<3, N>(from, weight, bias, to, width, stride); break;
+      default: block<4, N>(from, weight, bias, to, width, stride);
     }
   }
 }
@@ -64,14 +47,14 @@ extern "C" void kernel(const Bits* left, const Bits* first, const Bits* second, 
   const int64_t outputs[] = {n1, n2, n3}, stride = n1 + n2 + n3;
   static thread_local Scratch scratch;
   float* exact = scratch.of(count * width);
-  for (int64_t m = 0; m < count; m += ROWS)
-    spread(left + m * width, width, exact + m * width, count - m < ROWS ? count - m : ROWS, width);
+  for (int64_t m = 0; m < count; m += WIDE)
+    spread(left + m * width, width, exact + m * width, count - m < WIDE ? count - m : WIDE, width);
   int64_t blocks[4] = {};  // how many stand before each weight's
-  for (int w = 0; w < 3; w++) blocks[w + 1] = blocks[w] + (outputs[w] + OUTPUTS - 1) / OUTPUTS;
+  for (int w = 0; w < 3; w++) blocks[w + 1] = blocks[w] + (outputs[w] + WIDE - 1) / WIDE;
 #pragma omp parallel for schedule(static) if (count * stride * width > SMALL)
   for (int64_t i = 0; i < blocks[3]; i++) {
     const int w = i < blocks[1] ? 0 : i < blocks[2] ? 1 : 2;
-    const int64_t n = (i - blocks[w]) * OUTPUTS, before = w == 0 ? 0 : w == 1 ? n1 : n1 + n2;
+    const int64_t n = (i - blocks[w]) * WIDE, before = w == 0 ? 0 : w == 1 ? n1 : n1 + n2;
     const Bits* from = weights[w] + n * width;
     const Bits* more = biased && w == 0 ? bias + n : nullptr;
     Bits* to = out + before + n;
