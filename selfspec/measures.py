@@ -214,7 +214,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     run = typed(LimitsRun, config)
     makers: dict[str, Callable[[Target], Drafter]] = {}
     if run.limits.config is None:
-        target, tokenizer = load_target(run.target, run.dtype, run.device)
+        target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
         model, name = target.model, run.target
         for drafter in run.limits.drafters:
             find_drafter(drafter, target, tokenizer)  # refused before anything is measured

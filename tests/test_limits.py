@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import compose_config, tiny_model
+from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
 
 from selfspec.core.engine import Engine
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
+from selfspec.drafters.mask import Mask
+from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation import limits
 from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
 from selfspec.evaluation.starts import start_costs
@@ -45,9 +47,16 @@ def test_the_machine_is_measured() -> None:
 
 
 def test_what_a_table_promises() -> None:
-    table = Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])
-    assert promised(table, 1) == 1.0
-    assert promised(table, 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+    target = Target(tiny_model())
+    calibration = {"greedy": Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])}
+    heads, masks = made(Medusa, target, heads=2, rank=2), made(Mask, target, masks=2, rank=2)
+    for drafter in (heads, masks):
+        drafter.calibration = calibration
+    assert promised(target, heads, "greedy", 1) == 1.0
+    assert promised(target, heads, "greedy", 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+    # two of three rows are a root and a child, behind one of which one mask row rides
+    assert 1.0 < promised(target, masks, "greedy", 3) <= 1.5
+    assert promised(target, masks, "greedy", 12) < promised(target, heads, "greedy", 12)
 
 
 def test_limits_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.contract import Accepted, Context, Riding, Session
 from selfspec.core.engine import engine_for
 from selfspec.core.generate import clock, speculative
 from selfspec.core.options import Options
@@ -23,7 +23,7 @@ from selfspec.core.slots import Picking
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk, verify
-from selfspec.drafters.base import Calibration, Drafter, Trained
+from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.plan import static_tree
 from selfspec.log import Figures
 
@@ -83,9 +83,13 @@ def bandwidth(size: int, device: torch.device) -> float:
 
 
 def peak(dtype: torch.dtype, device: torch.device, width: int = 1024) -> float:
-    """Products and additions per second of square matrices of this dtype."""
-    a = torch.ones(width, width, dtype=dtype, device=device)
-    return _rate(lambda: a @ a, 2 * width**3, device)
+    """Products and additions per second of square matrices of this dtype, or on a CPU of float32 where that is faster:
+    kernels may convert."""
+    found = 0.0
+    for of in {dtype, torch.float32 if device.type == "cpu" else dtype}:
+        a = torch.ones(width, width, dtype=of, device=device)
+        found = max(found, _rate(lambda a=a: a @ a, 2 * width**3, device))  # type: ignore[misc]
+    return found
 
 
 def weights_of(target: Target) -> tuple[int, int]:
@@ -132,12 +136,15 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
     return {name: {n: statistics.median(seconds[name, n]) for n in sizes} for name in targets}
 
 
-def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a draft, and of everything that is neither draft nor pass, over short calls. The first draft of
-    a call, which reads the prompt, does not count."""
+def step_seconds(
+    target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int
+) -> tuple[float, float, float]:
+    """Median seconds of a draft, of a pass until what it kept is known, and of everything that is neither draft nor
+    pass, over short calls. The first draft of a call, which reads the prompt, does not count."""
     made = random.Random(1)
     prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
     drafts: list[float] = []
+    passes: list[float] = []
     others: list[float] = []
     seed = 0
     while len(others) < rounds:
@@ -145,35 +152,46 @@ def draft_seconds(target: Target, drafter: Drafter, temperature: float, nodes: i
         stats = speculative(target, [prompt], Options(16, Sampling(temperature), seed), timed, nodes).stats
         if seed and not stats.compiled:  # the first call warms up
             drafts += timed.seconds[1:]
+            passes += timed.passes[1:]
             others.append(stats.seconds_other / stats.calls)
         seed += 1
-    return statistics.median(drafts), statistics.median(others)
+    return statistics.median(drafts), statistics.median(passes), statistics.median(others)
 
 
 class _Timed:
-    """Drafter and session in one object: another drafter's, with the seconds that each of its drafts takes."""
+    """Drafter and session in one object: another drafter's, with the seconds that each of its drafts takes, and the
+    passes behind them."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.reads = drafter, drafter.reads
         self.seconds: list[float] = []
+        self.passes: list[float] = []
+        self.drafted = 0.0
 
     def session(self, target: Target, rows: int) -> Session:
-        self.inner = self.drafter.session(target, rows)
+        self.inner, self.device = self.drafter.session(target, rows), target.device
         return self
 
     def propose(self, context: Context) -> DraftTree:
         start = clock(context.roots.device)
         tree = self.inner.propose(context)
-        self.seconds.append(clock(context.roots.device) - start)
+        self.drafted = clock(context.roots.device)
+        self.seconds.append(self.drafted - start)
         return tree
 
     def observe(self, accepted: Accepted) -> None:
+        if self.seconds:  # the prompt is observed too
+            self.passes.append(clock(self.device) - self.drafted)
         self.inner.observe(accepted)
 
 
-def promised(calibration: Calibration, nodes: int) -> float:
-    """The acceptance length that the best static tree of so many nodes promises by a table of acceptance."""
-    return sum(static_tree(calibration.acceptance, nodes)[2])
+def promised(target: Target, drafter: Trained, mode: str, nodes: int) -> float:
+    """The acceptance length that the best static tree promises by a drafter's table of acceptance. Rows that ride
+    behind its nodes count among `nodes`."""
+    session = drafter.session(target, 1)
+    if isinstance(session, Riding):
+        return 1 + session.promised(mode, nodes)
+    return sum(static_tree(drafter.calibration[mode].acceptance, nodes)[2])
 
 
 def measure_limits(
@@ -199,14 +217,14 @@ def measure_limits(
             if not isinstance(drafter, Trained):
                 continue
             for temperature in config.temperatures:
-                table = drafter.calibration["sampled" if temperature > 0 else "greedy"]
+                mode = "sampled" if temperature > 0 else "greedy"
                 for n in (n for n in config.sizes if n > 1):
-                    draft, other = draft_seconds(target, drafter, temperature, n, config.rounds)
-                    tau = promised(table, n)
-                    ratio = tau * costs[engine][1] / (costs[engine][n] + draft)
+                    draft, one, other = step_seconds(target, drafter, temperature, n, config.rounds)
+                    tau = promised(target, drafter, mode, n)
+                    ratio = tau * costs[engine][1] / (one + draft)
                     forecasts.append(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
-                        | {"pass": costs[engine][n], "other": other, "speedup": ratio}
+                        | {"pass": one, "other": other, "speedup": ratio}
                     )
     assert fast.engine is not None
     made = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
