@@ -166,7 +166,7 @@ class AutoSession:
         nodes = past.nodes(self.costs)
         if isinstance(riding := self.inner, Riding):
             trust, mode = past.kept / past.promised, context.mode
-            nodes = max((8, 16, 32, LARGEST), key=lambda n: (1 + trust * riding.promised(mode, n)) / self.costs[n])
+            nodes = max((4, 8, 16, 32, LARGEST), key=lambda n: (1 + trust * riding.promised(mode, n)) / self.costs[n])
         asked = replace(context, nodes=nodes, rate=plain / past.slow)
         tree, promise = self.inner.propose(asked), 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:

@@ -218,10 +218,14 @@ def measure_limits(
                 continue
             for temperature in config.temperatures:
                 mode = "sampled" if temperature > 0 else "greedy"
-                for n in (n for n in config.sizes if n > 1):
+                best, behind = 0.0, 0
+                for n in sorted(n for n in config.sizes if n > 1):
+                    if behind == 2:  # two sizes brought less than a smaller one: larger ones will not bring more
+                        break
                     draft, one, other = step_seconds(target, drafter, temperature, n, config.rounds)
                     tau = promised(target, drafter, mode, n)
                     ratio = tau * costs[engine][1] / (one + draft)
+                    best, behind = max(best, ratio), 0 if ratio > best else behind + 1
                     forecasts.append(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
                         | {"pass": one, "other": other, "speedup": ratio}
