@@ -106,6 +106,24 @@ def test_rounding_is_that_of_torch() -> None:
         assert found[kept].equal(exact[kept])
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_products_of_batches(added: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 70, 64).bfloat16()
+    bias = torch.randn(3, 1, 70).bfloat16()
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.baddbmm(bias, x, weight.mT) if added else x @ weight.mT
+
+    module = make_fx(product, tracing_mode="fake")(x, weight, bias)
+    FewRows()(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert not [n for n in module.graph.nodes if n.target in (_aten.bmm.default, _aten.baddbmm.default)]
+    exact = product(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(module(x, weight, bias).double(), exact, rtol=2**-7, atol=2**-6)
+
+
 def test_what_does_not_fit_is_left_as_it_is() -> None:
     weight = torch.randn(80, 96)
     for x, w in (

@@ -32,7 +32,7 @@ void attend(const Bits* query, const Bits* keys, const Bits* values, const Bits*
   static thread_local Scratch scratch;
   float* left = scratch.of(M * width + M * slots);
   float* weight = left + M * width;  // [M, slots]
-  spread(query, width, left, M, width);
+  spread(query, left, M, width);
   alignas(64) float found[WIDE * WIDE];
   for (int64_t s = 0; s < slots; s += WIDE) {
     _mm512_store_ps(found, products<M, WIDE, false>(left, keys + s * width, width));

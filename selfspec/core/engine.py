@@ -195,6 +195,8 @@ def signature(argument: Any) -> Hashable:
     """The key of an argument: the layout of a tensor, the object itself of all else."""
     if isinstance(argument, Tensor):
         shape = argument.shape  # the stride of a dimension of size 1 has no effect
+        if argument.is_contiguous():
+            return shape, None, argument.dtype, argument.device
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, argument.stride(), strict=True))
         return shape, strides, argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):

@@ -75,11 +75,11 @@ inline __m512 products(const float* left, const Bits* right, int64_t width) {
   return sums(sum);
 }
 
-// M rows, `stride` apart, as float32: those of a block step by step, and of each step first the even numbers, then the odd ones.
-void spread(const Bits* left, int64_t stride, float* to, int64_t M, int64_t width) {
+// M rows as float32: those of a block step by step, and of each step first the even numbers, then the odd ones.
+void spread(const Bits* left, float* to, int64_t M, int64_t width) {
   for (int64_t m = 0; m < M; m++)
     for (int64_t k = 0; k < width; k += STEP) {
-      const __m512i pairs = _mm512_loadu_si512(left + m * stride + k);
+      const __m512i pairs = _mm512_loadu_si512(left + m * width + k);
       _mm512_store_ps(to + k * M + m * STEP, lower(pairs));
       _mm512_store_ps(to + k * M + m * STEP + STEP / 2, upper(pairs));
     }

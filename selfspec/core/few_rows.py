@@ -9,7 +9,7 @@ a pass over one node and over a tree. Measured: notebooks/LOG.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,21 +53,26 @@ def _kernel(name: str, tensors: int, sizes: int, *more: str) -> Callable[..., No
 
 
 def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
-    """given: left, one to three weights, and where biased the bias of the only one; sizes: M, K, and N of each."""
+    """given: left, one to three weights, and where biased the bias of the only one; sizes: B, M, K, and N of each."""
     left, first, *more = given
     bias = more.pop() if biased else first
     second, third = (*more, first, first)[:2]
-    kernel = _kernel("products.cpp", 6, 6)
-    kernel(left, first, second, third, bias, out, *sizes, *[0] * (5 - len(sizes)), biased)
+    kernel = _kernel("products.cpp", 6, 7)
+    kernel(left, first, second, third, bias, out, *sizes, *[0] * (6 - len(sizes)), biased)
     return out
 
 
 def few_rows(left: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> Tensor:
-    """left [M, K] times one to three weights [N, K], side by side; plus bias [N], with one weight. All are contiguous,
-    in bfloat16, on the CPU; K is a multiple of STEP."""
-    sizes = (*left.shape, *map(len, weights))
-    out = left.new_empty(len(left), sum(sizes[2:]))
+    """left [M, K] times one to three weights [N, K], side by side; plus bias [N], with one weight. Or left [B, M, K]
+    times weights [B, N, K], each its own. All are contiguous, in bfloat16, on the CPU; K is a multiple of STEP."""
+    sizes = _sizes(left.shape, [weight.shape for weight in weights])
+    out = left.new_empty(*left.shape[:-1], sum(sizes[3:]))
     return _multiply(left, *weights, *([] if bias is None else [bias]), sizes=sizes, biased=bias is not None, out=out)
+
+
+def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Shapes as `_multiply` takes them."""
+    return (1 if len(left) == 2 else int(left[0]), int(left[-2]), int(left[-1]), *(int(part[-2]) for part in weights))
 
 
 def _attend(*given: Tensor, sizes: tuple[int, ...], scale: float, out: Tensor) -> Tensor:
@@ -88,7 +93,7 @@ _library = torch.library.Library("selfspec", "DEF")
 _library.define("few_rows(Tensor left, Tensor[] weights, Tensor? bias=None) -> Tensor")
 _library.define("few_queries(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
 _library.impl("few_rows", few_rows, "CPU")
-_library.impl("few_rows", lambda left, weights, bias=None: left.new_empty(len(left), sum(map(len, weights))), "Meta")
+_library.impl("few_rows", lambda left, weights, bias=None: torch.cat([left @ w.mT for w in weights], -1), "Meta")
 _library.impl("few_queries", few_queries, "CPU")
 _library.impl("few_queries", lambda query, *_: query.transpose(1, 2).contiguous(), "Meta")
 _few_rows, _few_queries = torch.ops.selfspec.few_rows.default, torch.ops.selfspec.few_queries.default
@@ -98,15 +103,17 @@ _attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
 
 @register_lowering(_few_rows, type_promotion_kind=None)
 def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
-    given = [left, *weights, *([] if bias is None else [bias])]
-    sizes = tuple(int(size) for size in (*left.get_size(), *(weight.get_size()[0] for weight in weights)))
-    layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [sizes[0], sum(sizes[2:])])
-    given = [ir.ExternKernel.require_contiguous(part) for part in given]
+    _kernel("products.cpp", 6, 7)  # an error belongs to compiling
+    sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
+    layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
+    parts = [left, *weights, *([] if bias is None else [bias])]
+    given = [ir.ExternKernel.require_contiguous(part) for part in parts]
     return _products.bind(given, layout, sizes=sizes, biased=bias is not None).output_node()
 
 
 @register_lowering(_few_queries, type_promotion_kind=None)
 def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+    _kernel("attention.cpp", 5, 6, "float")
     rows, heads, nodes, width = (int(size) for size in query.get_size())
     sizes = (rows, heads, nodes, int(keys.get_size()[2]), width, int(mask.get_size()[0]))
     layout = ir.FixedLayout(query.get_device(), query.get_dtype(), [rows, nodes, heads, width])
@@ -131,6 +138,9 @@ class FewRows(CustomGraphPass):
                 groups.setdefault(node if alone else seen, []).append(node)
         for nodes in groups.values():
             _rewrite(graph, nodes)
+        for target in (_aten.bmm.default, _aten.baddbmm.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                _rewrite_batch(graph, node)
         for node in graph.find_nodes(op="call_function", target=_flash):
             _rewrite_attention(graph, node)
 
@@ -153,27 +163,47 @@ def _input(right: fx.Node) -> fx.Node | None:
     return found if isinstance(found, fx.Node) and found.op == "placeholder" else None
 
 
+def _add(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A node of the graph, with its value's layout."""
+    made, values = graph.call_function(target, args), fx.map_arg(args, lambda arg: arg.meta["val"])
+    with next(arg for arg in values if isinstance(arg, Tensor)).fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*values)
+    return made
+
+
 def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """One call instead of products that read the same rows, at the place of the first."""
-
-    def add(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        with nodes[0].meta["val"].fake_mode:
-            made.meta["val"] = target(*fx.map_arg(args, lambda arg: arg.meta["val"]))
-        return made
-
     *bias, left, right = nodes[0].args
     with graph.inserting_before(nodes[0]):
         weights = [_input(node.args[-1]) for node in nodes]  # type: ignore[arg-type]
         if weights[0] is None:
-            weights = [add(_aten.permute.default, right, [1, 0])]
-        found, start = add(_few_rows, left, weights, *bias), 0
+            weights = [_add(graph, _aten.permute.default, right, [1, 0])]
+        found, start = _add(graph, _few_rows, left, weights, *bias), 0
         for node in nodes:
             stop = start + node.meta["val"].shape[1]
-            node.replace_all_uses_with(add(_aten.slice.Tensor, found, 1, start, stop) if len(nodes) > 1 else found)
+            part = _add(graph, _aten.slice.Tensor, found, 1, start, stop) if len(nodes) > 1 else found
+            node.replace_all_uses_with(part)
             start = stop
     for node in nodes:
         graph.erase_node(node)
+
+
+def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:
+    """`_few_rows` instead of a product of batches [B, M, K] and [B, K, N], where weights [B, N, K] are seen as columns.
+    What is added to it is added afterwards."""
+    *more, left, right = node.args
+    rows, columns = left.meta["val"], right.meta["val"]  # type: ignore[union-attr]
+    served = all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in (rows, columns))
+    seen = columns.stride()[1:] == (1, columns.shape[1]) and rows.shape[1] <= MOST and columns.shape[1] % STEP == 0
+    if node.kwargs or not (served and seen):
+        return
+    with graph.inserting_before(node):
+        weight = _add(graph, _aten.permute.default, right, [0, 2, 1])
+        found = _add(graph, _few_rows, left, [weight])
+        if more:
+            found = _add(graph, _aten.add.Tensor, found, more[0])
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
 
 
 def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:

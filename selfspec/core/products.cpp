@@ -39,30 +39,36 @@ void sweep(const float* left, const Bits* weight, const Bits* bias, Bits* out, i
 
 }  // namespace
 
-// left [count, width]; up to three weights [n, width], one below the other, where n > 0; bias [n1] of the first where
-// biased; out [count, n1 + n2 + n3].
+// left [batch, count, width]; up to three weights [batch, n, width], side by side, where n > 0; bias [n1] of the first
+// where biased, in a batch of one; out [batch, count, n1 + n2 + n3].
 extern "C" void kernel(const Bits* left, const Bits* first, const Bits* second, const Bits* third, const Bits* bias,
-                       Bits* out, int64_t count, int64_t width, int64_t n1, int64_t n2, int64_t n3, int64_t biased) {
+                       Bits* out, int64_t batch, int64_t count, int64_t width, int64_t n1, int64_t n2, int64_t n3,
+                       int64_t biased) {
   const Bits* weights[] = {first, second, third};
   const int64_t outputs[] = {n1, n2, n3}, stride = n1 + n2 + n3;
   static thread_local Scratch scratch;
-  float* exact = scratch.of(count * width);
-  for (int64_t m = 0; m < count; m += WIDE)
-    spread(left + m * width, width, exact + m * width, count - m < WIDE ? count - m : WIDE, width);
+  float* exact = scratch.of(batch * count * width);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t m = 0; m < count; m += WIDE) {
+      const int64_t at = (b * count + m) * width;
+      spread(left + at, exact + at, count - m < WIDE ? count - m : WIDE, width);
+    }
   int64_t blocks[4] = {};  // how many stand before each weight's
   for (int w = 0; w < 3; w++) blocks[w + 1] = blocks[w] + (outputs[w] + WIDE - 1) / WIDE;
-#pragma omp parallel for schedule(static) if (count * stride * width > SMALL)
-  for (int64_t i = 0; i < blocks[3]; i++) {
+#pragma omp parallel for schedule(static) if (batch * count * stride * width > SMALL)
+  for (int64_t each = 0; each < batch * blocks[3]; each++) {
+    const int64_t b = each / blocks[3], i = each % blocks[3];
     const int w = i < blocks[1] ? 0 : i < blocks[2] ? 1 : 2;
     const int64_t n = (i - blocks[w]) * WIDE, before = w == 0 ? 0 : w == 1 ? n1 : n1 + n2;
-    const Bits* from = weights[w] + n * width;
+    const float* of = exact + b * count * width;
+    const Bits* from = weights[w] + (b * outputs[w] + n) * width;
     const Bits* more = biased && w == 0 ? bias + n : nullptr;
-    Bits* to = out + before + n;
+    Bits* to = out + b * count * stride + before + n;
     switch (outputs[w] - n) {
-      case 1: sweep<1>(exact, from, more, to, count, width, stride); break;
-      case 2: sweep<2>(exact, from, more, to, count, width, stride); break;
-      case 3: sweep<3>(exact, from, more, to, count, width, stride); break;
-      default: sweep<4>(exact, from, more, to, count, width, stride);
+      case 1: sweep<1>(of, from, more, to, count, width, stride); break;
+      case 2: sweep<2>(of, from, more, to, count, width, stride); break;
+      case 3: sweep<3>(of, from, more, to, count, width, stride); break;
+      default: sweep<4>(of, from, more, to, count, width, stride);
     }
   }
 }

@@ -74,10 +74,11 @@ class Medusa(Trained):
         return (*blocks, *self.shared.weights())
 
     def train(self, mode: bool = True) -> Medusa:
-        """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding."""
+        """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding: [out, in] in
+        memory, as the target's are."""
         super().train(mode)
         with torch.no_grad():
-            ready = (w.detach().to(self.compute_dtype).contiguous() for w in self._weights())
+            ready = (w.detach().to(self.compute_dtype) for w in self._weights())
             self.ready = None if mode else Ready(*ready)
         return self
 

@@ -81,17 +81,16 @@ class SequentialConfig(DrafterConfig):
 class _Weights:
     """What decoding multiplies with, by name; all [out, in] and contiguous, what all heads share side by side.
 
-    a: [K, H, r], LoRA of all heads, and b: [K, r, V]; narrow: [K, r, H], and columns: [K, V, r], the same for rows of a
-    shortlist; start: [K*H, H], for hydra [K*H, 2H], the first block and the root's part of the path; bias:
-    [L, K, 1, H]; deep: [L - 1, K, H, H], and across: the same transposed; path: per head, of the drafted tokens'
+    narrow: [K, r, H], and columns: [K, V, r], LoRA of all heads; start: [K*H, H], for hydra [K*H, 2H], the first block
+    and the root's part of the path; bias: [L, K, 1, H]; deep: [L - 1, K, H, H]; path: per head, of the drafted tokens'
     embeddings; correction: [V, correction] (markov).
     """
 
     def __init__(self, ready: Ready, heads: int) -> None:
         weights = ready.weights
-        self.a, self.b, self.narrow, self.columns, self.start, self.bias, self.deep, self.across = weights[:8]
-        self.path = weights[8 : 8 + heads]
-        self.correction = weights[8 + heads] if len(weights) > 8 + heads else None
+        self.narrow, self.columns, self.start, self.bias, self.deep = weights[:5]
+        self.path = weights[5 : 5 + heads]
+        self.correction = weights[5 + heads] if len(weights) > 5 + heads else None
 
 
 class SequentialHeads(Trained):
@@ -149,9 +148,7 @@ class SequentialHeads(Trained):
             start, path = torch.cat([start, ready(roots)], 1), [ready(w[width:].t()) for w in self.path]
         else:
             path, correction = list(ready(self.path[0].transpose(1, 2))), [ready(self.path[1].t())]
-        narrow, columns = ready(a.transpose(1, 2)), ready(b.transpose(1, 2))
-        deep, across = ready(self.weight[1:]), ready(self.weight[1:].transpose(-1, -2))
-        shared = ready(a), ready(b), narrow, columns, start, ready(self.bias), deep, across
+        shared = ready(a.mT), ready(b.mT), start, ready(self.bias), ready(self.weight[1:])
         return Ready(*shared, *path, *correction)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -179,9 +176,9 @@ class SequentialHeads(Trained):
         known = torch.cat([hidden, roots], 1) if self.config.form == "hydra" else hidden
         first = F.linear(known, w.start, w.bias[0].flatten()).view(len(hidden), self.depth, -1)
         x = hidden + F.silu(first.transpose(0, 1))  # [K, B, H]
-        for weight, bias in zip(w.across, w.bias[1:], strict=True):
-            x = x + F.silu(torch.baddbmm(bias, x, weight))
-        logits: Tensor = self.shared(x, w.a, w.b)
+        for weight, bias in zip(w.deep, w.bias[1:], strict=True):
+            x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
+        logits: Tensor = self.shared(x, w.narrow.mT, w.columns.mT)
         if w.correction is not None:  # only the first head's parent is the root
             logits[0] += F.linear(F.linear(roots, w.path[0]), w.correction)
         return first, logits

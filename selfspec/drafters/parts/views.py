@@ -64,11 +64,11 @@ class SharedHeads(Adapted):
         return cast(nn.Linear, self.layer.base_layer)
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """LoRA A [K, H, r] and B [K, r, V] of all heads, stacked."""
+        """LoRA A [K, H, r] and B [K, r, V] of all heads, stacked: [K, r, H] and [K, V, r] seen as columns."""
         layer = self.layer
-        a = torch.stack([_weight(layer.lora_A[n]).t() for n in self.adapters])
-        b = torch.stack([_weight(layer.lora_B[n]).t() * layer.scaling[n] for n in self.adapters])
-        return a, b
+        a = torch.stack([_weight(layer.lora_A[n]) for n in self.adapters])
+        b = torch.stack([_weight(layer.lora_B[n]) * layer.scaling[n] for n in self.adapters])
+        return a.mT, b.mT
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Logits [k, n, V] of the first k heads for x [k, n, H], given their stacked `weights`."""
