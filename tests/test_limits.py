@@ -112,6 +112,7 @@ def test_starts(tiny_folder: str, heads_folder: Path) -> None:
     assert cold["functions"] == warm["functions"] > 3
     assert warm["compiling"] < 0.5 * cold["compiling"]
     assert warm["first"] < cold["first"]
+    assert 100 < eager["megabytes"] < cold["megabytes"]
     with pytest.raises(ChildProcessError, match="no drafter at 'nothing/at/all'"):
         start_costs("nothing/at/all", tiny_folder, "float32", None)
 

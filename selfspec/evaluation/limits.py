@@ -130,6 +130,7 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for _ in tqdm(range(rounds), desc="passes", mininterval=1.0, leave=False):
         for key, call in calls.items():
+            call()  # as in decoding: after a pass like it, not after another engine's
             start = time.perf_counter()
             call()
             seconds[key].append(time.perf_counter() - start)
