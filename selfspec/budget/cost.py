@@ -10,15 +10,13 @@ import random
 import statistics
 import sys
 import threading
-from functools import cache
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from selfspec.core import engine
 from selfspec.core.contract import Accepted, Context, Session
-from selfspec.core.engine import bucket, cache_folder
+from selfspec.core.engine import bucket, cache_folder, code_hash
 from selfspec.core.generate import autoregressive, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -58,15 +56,8 @@ def _identity(target: Target, rows: int) -> Figures:
         "rows": rows,
         "torch": torch.__version__,
         "engine": "eager" if target.engine is None else "compiled",
-        "code": _code(),
+        "code": code_hash("core")[:16],  # another version of what runs passes has costs of its own
     }
-
-
-@cache
-def _code() -> str:
-    """The hash of what runs passes: another version of it has costs of its own."""
-    sources = sorted(Path(engine.__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:

@@ -253,17 +253,21 @@ def _name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> 
 
 
 @cache
+def code_hash(*folders: str) -> str:
+    """The hash of all code in these folders of the package, kernels too."""
+    package = Path(__file__).parents[1]
+    paths = sorted(path for folder in folders for path in (package / folder).rglob("*.*"))
+    code = b"".join(path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp"))
+    return hashlib.sha256(code).hexdigest()
+
+
+@cache
 def _here() -> str:
     from torch._inductor import config as inductor  # slow to import
 
     from selfspec.core.few_rows import served  # read code finds its kernel there
 
-    sources = [
-        path for part in ("core", "drafters") for path in sorted((Path(__file__).parents[1] / part).rglob("*.*"))
-    ]
-    own = hashlib.sha256(
-        b"".join(path.read_bytes() for path in sources if path.suffix in (".py", ".h", ".cpp"))
-    ).hexdigest()
+    own = code_hash("core", "drafters")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     machine = [torch.backends.cpu.get_cpu_capability(), served(), *devices]

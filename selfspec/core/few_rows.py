@@ -25,7 +25,11 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 MOST = 512  # rows, and queries of each head; more were not measured
 STEP = 32  # rows of weights, and heads, must be multiples of it
 SLOTS = 16  # the number of slots must be a multiple of it
-SOURCES = [Path(__file__).with_name(name) for name in ("few_rows.h", "products.cpp", "attention.cpp")]
+KERNELS = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
+    "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
+    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6, "float"],
+}
+SOURCES = [Path(__file__).with_name(name) for name in ("few_rows.h", *KERNELS)]
 _aten = torch.ops.aten
 _flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -44,11 +48,10 @@ def options() -> dict[str, Any]:
 
 
 @cache
-def _kernel(name: str, tensors: int, sizes: int, *more: str) -> Callable[..., None]:
-    """A source as a function of `tensors` tensors, the last of which it writes to, `sizes` integers and more."""
-    types = [*["const uint16_t*"] * (tensors - 1), "uint16_t*", *["int64_t"] * sizes, *more]
+def _kernel(name: str) -> Callable[..., None]:
+    """One of KERNELS, compiled."""
     source = "\n".join(path.read_text() for path in SOURCES if path.name in ("few_rows.h", name))
-    made: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(types, source)
+    made: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(KERNELS[name], source)
     return made
 
 
@@ -57,7 +60,7 @@ def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor)
     left, first, *more = given
     bias = more.pop() if biased else first
     second, third = (*more, first, first)[:2]
-    kernel = _kernel("products.cpp", 6, 7)
+    kernel = _kernel("products.cpp")
     kernel(left, first, second, third, bias, out, *sizes, *[0] * (6 - len(sizes)), biased)
     return out
 
@@ -77,7 +80,7 @@ def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, 
 
 def _attend(*given: Tensor, sizes: tuple[int, ...], scale: float, out: Tensor) -> Tensor:
     """given: query, keys, values, mask; sizes: rows, heads, nodes, slots, width, and rows of the mask."""
-    _kernel("attention.cpp", 5, 6, "float")(*given, out, *sizes, scale)
+    _kernel("attention.cpp")(*given, out, *sizes, scale)
     return out
 
 
@@ -103,7 +106,7 @@ _attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
 
 @register_lowering(_few_rows, type_promotion_kind=None)
 def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
-    _kernel("products.cpp", 6, 7)  # an error belongs to compiling
+    _kernel("products.cpp")  # an error belongs to compiling
     sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
     layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
     parts = [left, *weights, *([] if bias is None else [bias])]
@@ -113,7 +116,7 @@ def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
 
 @register_lowering(_few_queries, type_promotion_kind=None)
 def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
-    _kernel("attention.cpp", 5, 6, "float")
+    _kernel("attention.cpp")
     rows, heads, nodes, width = (int(size) for size in query.get_size())
     sizes = (rows, heads, nodes, int(keys.get_size()[2]), width, int(mask.get_size()[0]))
     layout = ir.FixedLayout(query.get_device(), query.get_dtype(), [rows, nodes, heads, width])
