@@ -151,11 +151,15 @@ class FewRows(CustomGraphPass):
         return get_hash_for_files((__file__, *map(str, SOURCES)))
 
 
+def _alike(*parts: Tensor) -> bool:
+    """Whether all are of the dtype and device that the kernels serve."""
+    return all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in parts)
+
+
 def _fits(left: Tensor, right: Tensor, *bias: Tensor) -> bool:
     """left: [M, K]; right: [K, N], which must be a weight [N, K] seen as columns; bias: maybe [N]."""
-    served = all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in (left, right, *bias))
     columns = right.stride() == (1, right.shape[0]) and all(part.dim() == 1 for part in bias)
-    return served and columns and left.shape[0] <= MOST and right.shape[0] % STEP == 0
+    return _alike(left, right, *bias) and columns and left.shape[0] <= MOST and right.shape[0] % STEP == 0
 
 
 def _input(right: fx.Node) -> fx.Node | None:
@@ -196,9 +200,8 @@ def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:
     What is added to it is added afterwards."""
     *more, left, right = node.args
     rows, columns = left.meta["val"], right.meta["val"]  # type: ignore[union-attr]
-    served = all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in (rows, columns))
     seen = columns.stride()[1:] == (1, columns.shape[1]) and rows.shape[1] <= MOST and columns.shape[1] % STEP == 0
-    if node.kwargs or not (served and seen):
+    if node.kwargs or not (_alike(rows, columns) and seen):
         return
     with graph.inserting_before(node):
         weight = _add(graph, _aten.permute.default, right, [0, 2, 1])
@@ -215,10 +218,11 @@ def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:
         return
     given = [*node.args, node.kwargs["attn_mask"]]
     query, keys, _, mask = shapes = [part.meta["val"] for part in given]  # type: ignore[union-attr]
-    served = all(part.dtype == torch.bfloat16 and part.device.type == "cpu" and part.dim() == 4 for part in shapes)
+    if mask.dim() != 4:
+        return
     fits = query.shape[2] <= MOST and query.shape[3] % STEP == 0 and keys.shape[2] % SLOTS == 0
-    alike = keys.shape[:2] == query.shape[:2] and mask.shape[1:] == (1, query.shape[2], keys.shape[2])
-    if not (served and fits and alike) or any(user.args[1] != 0 for user in node.users):
+    same = keys.shape[:2] == query.shape[:2] and mask.shape[1:] == (1, query.shape[2], keys.shape[2])
+    if not (_alike(*shapes) and fits and same) or any(user.args[1] != 0 for user in node.users):
         return
     scale = node.kwargs.get("scale") or query.shape[3] ** -0.5
     with graph.inserting_before(node):
