@@ -151,7 +151,7 @@ def test_prefix_layer_in_decoding_is_that_of_training(llama: Target) -> None:
     class Spying(Watch):
         def propose(self, context: Context) -> DraftTree:
             tree = super().propose(context)
-            read.append(self.inner.hidden.clone())
+            read.append(self.inner.state.hidden[:, 0].clone())
             return tree
 
     watch = Spying(drafter)

@@ -100,12 +100,12 @@ def test_a_walk_that_ends_without_rows_reads_its_ancestors() -> None:
     session = MaskSession(made(Mask, Target(tiny_model()), masks=3, rank=0, correction=0))
     session.parents = [[-1, 0, 1, 2]]
     session.groups = [[[4, 6, 8], [5, 7], [], []]]
-    assert session._rows(0, 0, 3) == [4, 6, 8]
-    assert session._rows(0, 1, 3) == [5, 7, -1]
-    assert session._rows(0, 2, 3) == [7, -1, -1]
-    assert session._rows(0, 3, 3) == [-1, -1, -1]
+    assert session._behind(0, 0, 3) == [4, 6, 8]
+    assert session._behind(0, 1, 3) == [5, 7, -1]
+    assert session._behind(0, 2, 3) == [7, -1, -1]
+    assert session._behind(0, 3, 3) == [-1, -1, -1]
     session.groups = [[[4, 6, 8], [5], [], []]]
-    assert session._rows(0, 1, 3) == [5, 8, -1]
+    assert session._behind(0, 1, 3) == [5, 8, -1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -118,12 +118,13 @@ def test_forecasts_that_are_right_are_accepted(temperature: float, monkeypatch: 
     real = MaskSession.propose
 
     def propose(self: Any, context: Any) -> DraftTree:
-        if self.forecast is not None:
+        if self.logits is not None:
             at = len(context.tokens[0])
             known = text[at : at + 3] + [0] * 3
-            self.forecast = torch.full_like(self.forecast, -50.0)
+            self.logits, rows = torch.full_like(self.logits, -50.0), self.rows[0]
             for depth, token in enumerate(known[:3]):
-                self.forecast[0, depth, token] = 50.0
+                if rows[depth] >= 0:
+                    self.logits[0, rows[depth], token] = 50.0
         return real(self, context)
 
     monkeypatch.setattr(MaskSession, "propose", propose)

@@ -49,6 +49,11 @@ class Accepted:
     paths: list[list[int]]
     logits: Tensor | None = None
 
+    @property
+    def width(self) -> int:
+        """Nodes of the pass."""
+        return self.hidden.shape[1]
+
     def last_hidden(self, before: Tensor | None = None) -> Tensor:
         """[len(rows), H]: the hidden state of each row's last kept node, whose next token is the new root; of rows that
         kept nothing that of `before`, which the session had until now."""

@@ -200,7 +200,7 @@ def signature(argument: Any) -> Hashable:
         strides = tuple(s if n > 1 else 0 for n, s in zip(shape, argument.stride(), strict=True))
         return shape, strides, argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
-        return tuple(map(signature, argument))
+        return getattr(argument, "layout", None) or tuple(map(signature, argument))
     if isinstance(argument, dict):
         return tuple((name, signature(part)) for name, part in argument.items())
     return argument  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ which. So one compiled pass serves all lengths up to a buffer's size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.core.cache import PassCache, additive, enough
-from selfspec.core.engine import Engine, bucket
+from selfspec.core.engine import Engine, bucket, signature
 from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import walk
 
 SMALLEST = 256  # slots of the smallest buffer
 LONG = 32  # longer chains get a triangular mask without products
-Buffers = list[tuple[Tensor, Tensor] | None]  # keys and values [B, heads, S, D] of each layer; None: it does not run
+
+
+class Buffers(list[tuple[Tensor, Tensor] | None]):
+    """Keys and values [B, heads, S, D] of each layer, None where it does not run. layout: by which compiled code is
+    found; set once, a list of other tensors is another list."""
+
+    layout: Hashable = None
 
 
 class _Layer(CacheLayerMixin):
@@ -199,7 +205,8 @@ class SlotCache:
         self.lengths = [0] * rows
         self.idle = bucket(rows) - rows
         self.capacity = bucket(capacity, SMALLEST)
-        self.buffers: Buffers = [None for _ in like]
+        self.buffers: list[tuple[Tensor, Tensor] | None] = [None for _ in like]
+        self._ranges: dict[tuple[int, int], Buffers] = {}  # of the layers that passes ran, of the present buffers
         self._closed = False
 
     def begin(self, start: int, stop: int, nodes: int) -> Buffers:
@@ -217,9 +224,12 @@ class SlotCache:
         rows = len(self.lengths) + self.idle
         if max(self.lengths) + nodes > self.capacity:
             self.capacity = bucket(max(self.lengths) + nodes, SMALLEST)
+            self._ranges = {}
             for layer, pair in enumerate(self.buffers):
                 if pair is not None:
                     self.buffers[layer] = self._grown(pair[0]), self._grown(pair[1])
+        if (known := self._ranges.get((start, stop))) is not None:
+            return known
         missing = {
             layer: like
             for layer, like in enumerate(self.like)
@@ -235,7 +245,10 @@ class SlotCache:
                     like[0].new_zeros(rows, like[0].shape[1], self.capacity, like[0].shape[3]),
                     like[1].new_zeros(rows, like[1].shape[1], self.capacity, like[1].shape[3]),
                 )
-        return [pair if start <= layer < stop else None for layer, pair in enumerate(self.buffers)]
+        made = Buffers(pair if start <= layer < stop else None for layer, pair in enumerate(self.buffers))
+        made.layout = tuple(map(signature, made))
+        self._ranges[start, stop] = made
+        return made
 
     def _grown(self, old: Tensor) -> Tensor:
         new = old.new_zeros(old.shape[0], old.shape[1], self.capacity, old.shape[3])
@@ -262,7 +275,7 @@ class SlotCache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B']."""
         kept = rows.tolist()
-        total = bucket(len(kept))
+        total, self._ranges = bucket(len(kept)), {}
         whole = torch.tensor(kept + [kept[0]] * (total - len(kept)))
         self.buffers = [
             None if pair is None else (pair[0][whole.to(pair[0].device)], pair[1][whole.to(pair[1].device)])

@@ -98,9 +98,11 @@ class Target:
         }
         if not getattr(config, "use_sliding_window", True):
             self.window, self.layer_types = None, self.layer_types - {"sliding_attention"} or {"full_attention"}
+        windows = {"full_attention": None, "sliding_attention": self.window}
+        self.windows = {name: windows[name] for name in sorted(self.layer_types)}
         self.layers = layer_stack(model)
         self._head = self._head_now()
-        self._parts: dict[tuple[int, int, tuple[int, ...]], PreTrainedModel] = {}
+        self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
         self._built_from = self._structure()
         self._tuples, self.engine = tuples, engine
         self._like: list[tuple[Tensor, Tensor] | None] | None = None
@@ -124,7 +126,7 @@ class Target:
             found += [id(m), *m._forward_hooks, *m._forward_pre_hooks]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             found += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
-            found += [str(getattr(m, name, "")) for name in _ADAPTER_STATE]
+            found += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
         return found
 
     def check(self) -> None:
@@ -149,7 +151,7 @@ class Target:
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""
         if self.engine is not None:
-            self.engine.forget([m for part in self._parts.values() for m in (part, part.get_decoder())])
+            self.engine.forget([module for pair in self._parts.values() for module in pair])
 
     @property
     def tuples(self) -> bool:
@@ -180,9 +182,10 @@ class Target:
             self._like = [None if k is None or v is None else (k, v) for k, v in kept]
         return self._like
 
-    def part(self, start: int, stop: int, reads: tuple[int, ...] = ()) -> PreTrainedModel:
+    def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> nn.Module:
         """A view of the model that runs layers start to stop - 1 on what its cache was given, notes the outputs of
-        layers `reads`, of layer stop - 1 and of the decoder in that cache, and leaves out all other layers."""
+        layers `reads`, of layer stop - 1 and of the decoder in that cache, and leaves out all other layers; its decoder
+        where no logits are wanted."""
         key, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
         if key not in parts:
             model = view(self.model)
@@ -194,9 +197,10 @@ class Target:
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
                 layers[i].register_forward_hook(partial(_note, i), with_kwargs=True)
-            model.get_decoder().register_forward_hook(partial(_note, -1), with_kwargs=True)
-            parts[key] = model
-        return parts[key]
+            decoder = model.get_decoder()
+            decoder.register_forward_hook(partial(_note, -1), with_kwargs=True)
+            parts[key] = model, decoder
+        return parts[key][0 if logits else 1]
 
     def forward(
         self,
@@ -236,13 +240,11 @@ class Target:
         self, cache: SlotCache, layers: tuple[int, int], reads: tuple[int, ...], logits: bool, nodes: int
     ) -> Opened:
         """What passes inside a graph need of some layers and their cache, with room for `nodes` more slots a row."""
-        part = self.part(*layers, reads)
-        windows = {"full_attention": None, "sliding_attention": self.window}
         return Opened(
-            part if logits else part.get_decoder(),
+            self.part(*layers, reads, logits),
             cache.begin(*layers, nodes),
             cache.row_lengths(self.device),
-            {name: windows[name] for name in sorted(self.layer_types)},
+            self.windows,
             (self.max_positions or 2**62) - 1,
             self.dtype,
         )
@@ -305,9 +307,8 @@ class Target:
         positions: Tensor | None,
     ) -> Pass:
         start, stop = layers
-        part = self.part(start, stop, reads)
         whole = logits and stop == self.n_layers
-        out = (part if whole else part.get_decoder())(
+        out = self.part(start, stop, reads, whole)(
             input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
         )
         seen = cache.seen if cache.given is None else {start - 1: cache.given, **cache.seen}
@@ -318,6 +319,5 @@ class Target:
 
     def per_type(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks as the model takes them, made by `mask` of each layer type's window: one, or one for each type."""
-        windows = {"full_attention": None, "sliding_attention": self.window}
-        masks = {name: mask(windows[name]) for name in self.layer_types}
+        masks = {name: mask(window) for name, window in self.windows.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))

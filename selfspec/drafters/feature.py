@@ -36,7 +36,7 @@ from selfspec.drafters.base import (
     training_dtype,
     whole,
 )
-from selfspec.drafters.parts.feature_layer import Entries, FeatureLayer, Reader
+from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
@@ -204,18 +204,10 @@ class Feature(Trained):
         return FeatureSession(self)
 
 
-def tree_of(
-    drafter: Feature,
-    growth: Growth,
-    ranking: Ranking,
-    logits: Tensor | None,
-    hidden: Tensor,
-    states: Tensor,
-    entries: Entries,
-) -> Nodes:
-    """A tree behind roots, from what the layer gave there: logits [B, 1, V], hidden states and outputs [B, 1, H]; see
-    `drafted_by`."""
+def tree_of(drafter: Feature, growth: Growth, ranking: Ranking, read: Read | Unread) -> Nodes:
+    """A tree behind roots, from what the layer reads up to there; see `drafted_by`."""
     vocabulary = drafter.vocabulary
+    logits, hidden, states, entries = drafter.layer.behind(read, vocabulary is None)
     ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
     before: Tensor | int = 0  # the first of the nodes expanded last
 
@@ -245,9 +237,8 @@ class FeatureSession:
         drafter, reader, config = self.drafter, self.reader, self.drafter.config
         if not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
-        read = reader.read(context, drafter.vocabulary is None)
-        entries = reader.entries(drafter.vocabulary is None, config.depth * config.width)
-        return trusted(*drafted_by(tree_of, drafter, context, (*read, entries), config.width, config.min_prob))
+        read = reader.read(context, drafter.vocabulary is None, config.depth, config.depth * config.width)
+        return trusted(*drafted_by(tree_of, drafter, context, (read,), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
         self.reader.observe(accepted)

@@ -193,15 +193,21 @@ class Mask(Trained):
         return (MaskSession if self.config.passes == 1 else TwoPassSession)(self)
 
 
-def tree_of(drafter: Mask, growth: Growth, ranking: Ranking, forecast: Tensor, known: Tensor) -> Nodes:
-    """A tree behind roots from forecasts [B, K, V] of its depths, where `known`, bool [B, K]; see `drafted_by`."""
+def tree_of(
+    drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, riders: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """A tree behind roots, and where asked for mask rows in it as `ridden` gives them; see `drafted_by`. logits:
+    [B, N, V] of a pass; rows: int64 [B, K], which of its rows forecasts each depth, -1 where none does."""
+    known = rows >= 0
+    forecast = logits.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
 
     def step(growth: Growth, d: int) -> tuple[Tensor, None]:
         parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
         logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
         return logits.masked_fill(~known[:, d, None, None], -1e9), None
 
-    return grow(growth, step, drafter.depth, ranking).best()
+    nodes = grow(growth, step, drafter.depth, ranking).best()
+    return ridden(drafter.vocab, nodes, riders) if riders else nodes
 
 
 def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,45 +245,65 @@ def _fitting(riders: tuple[int, ...], room: int) -> tuple[int, ...]:
 
 
 class MaskSession:
-    """What one call keeps. forecast: logits [B, K, V] behind each row's last kept token, None before the first; known:
-    bool [B, K], whether a depth has any; sources: for each row whose mask rows these are; groups: for each row and node
-    of the last tree its mask rows, by index; parents: of its nodes."""
+    """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: for each of the batch, the
+    row of that pass that forecasts each depth, -1 where none does; sources: for each of the batch whose mask rows these
+    are; groups: for each of the batch and node of the last tree its mask rows, by index; parents: of its nodes."""
 
     def __init__(self, drafter: Mask) -> None:
         self.drafter = drafter
-        self.forecast: Tensor | None = None
-        self.known: Tensor | None = None
+        self.logits: Tensor | None = None
+        self.rows: list[list[int]] = []
         self.sources: list[str] = []
         self.groups: list[list[list[int]]] = []
         self.parents: list[list[int]] = []
 
     def propose(self, context: Context) -> DraftTree:
-        return self.ride(self.draft(context), context)
+        if self.logits is None or context.nodes == 1:
+            return self.ride(chain(context.roots[:, None]), context)
+        riders = self._layout(context.mode, context.nodes).riders
+        if not any(riders):
+            return self.ride(self.draft(context), context)
+        return self._riding(riders, *self._drafted(self.logits, context, riders))
 
     def draft(self, context: Context) -> DraftTree:
-        if self.forecast is None or self.known is None or context.nodes == 1:
+        if self.logits is None or context.nodes == 1:
             return chain(context.roots[:, None])
+        return trusted(*self._drafted(self.logits, context, ()))
+
+    def _drafted(self, logits: Tensor, context: Context, riders: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """What `tree_of` gives, grown from the last pass."""
         for source in self.sources:
             context.notes[source] = context.notes.get(source, 0) + 1
         drafter, config = self.drafter, self.drafter.config
         asked = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
-        given = self.forecast, self.known
-        return trusted(*drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob))
+        rows, width = torch.tensor(self.rows, device=logits.device), max(context.nodes, config.masks)
+        if logits.shape[1] > width:  # of a pass with more rows than this one will have
+            at = rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1])
+            logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
+        if logits.shape[1] < width:
+            logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
+        given = logits, rows, riders
+        return drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob)
 
     def ride(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
             self.groups = []
             return tree
-        drafter, count = self.drafter, tree.tokens.shape[1]
-        room = context.nodes - count
+        drafter, room = self.drafter, context.nodes - tree.tokens.shape[1]
         if tree.scores is None:  # a root alone, behind which one group rides
             scores = torch.ones_like(tree.tokens, dtype=torch.float64)
             riders = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
             scores, riders = tree.scores, _fitting(self._layout(context.mode, context.nodes).riders, room)
-        tokens, parents, scores, hosts = ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders)
-        self._note(tree.parents, hosts)
-        view = drafter.gated.behind(count, [j for j, width in enumerate(riders) for _ in range(min(width, count))])
+        return self._riding(riders, *ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders))
+
+    def _riding(
+        self, riders: tuple[int, ...], tokens: Tensor, parents: Tensor, scores: Tensor, hosts: Tensor
+    ) -> DraftTree:
+        """The tree with mask rows that a pass runs, of what `ridden` gives."""
+        count = tokens.shape[1] - hosts.shape[1]
+        self._note(parents[:, :count], hosts)
+        view = self.drafter.gated.behind(count, [j for j, width in enumerate(riders) for _ in range(min(width, count))])
         return trusted(tokens, parents, scores, prunable=False, through=view, plain=count)
 
     def promised(self, mode: str, rows: int) -> float:
@@ -296,20 +322,18 @@ class MaskSession:
 
     def observe(self, accepted: Accepted) -> None:
         if accepted.logits is None or not self.groups:
-            self.forecast, self.groups = None, []
+            self.logits, self.groups = None, []
             return
-        masks, found = self.drafter.config.masks, []
-        self.sources = []
+        masks, going = self.drafter.config.masks, len(accepted.rows) == len(accepted.logits)
+        self.logits = accepted.logits if going else accepted.logits[accepted.rows]
+        self.rows, self.sources = [], []
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
-            found.append(self._rows(row, path[-1], masks))
+            self.rows.append(self._behind(row, path[-1], masks))
             own = "mask rows of its own" if self.groups[row][path[-1]] else "mask rows of an ancestor"
-            self.sources.append("walks that end where there are " + (own if max(found[-1]) >= 0 else "no mask rows"))
-        index = torch.tensor(found, device=accepted.logits.device)
-        logits = accepted.logits[accepted.rows]
-        self.known = index >= 0
-        self.forecast = logits.gather(1, index.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
+            told = own if max(self.rows[-1]) >= 0 else "no mask rows"
+            self.sources.append(f"walks that end where there are {told}")
 
-    def _rows(self, row: int, node: int, masks: int) -> list[int]:
+    def _behind(self, row: int, node: int, masks: int) -> list[int]:
         """For each depth the mask row that forecasts it behind a node: its own, or its nearest ancestor's that reaches
         as far; -1 where there is none."""
         found = [-1] * masks
@@ -343,10 +367,9 @@ class TwoPassSession:
             first = first.to(torch.promote_types(first.dtype, torch.float32)) / context.temperature + noise[:, 0]
         first = first.argmax(-1)
         behind = replace(context, roots=first, lengths=[n + 1 for n in context.lengths], nodes=context.nodes - 1)
-        known = torch.ones_like(out.logits[:, 1:, 0], dtype=torch.bool)
         if behind.nodes == 1:
             return chain(torch.stack([roots, first], 1))
-        given = (out.logits[:, 1:], known)
+        given = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
         tokens, parents, scores = drafted_by(tree_of, drafter, behind, given, config.width, config.min_prob)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)

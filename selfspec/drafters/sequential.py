@@ -36,7 +36,7 @@ from selfspec.drafters.base import (
     training_dtype,
     whole,
 )
-from selfspec.drafters.parts.feature_layer import FeatureLayer, Reader
+from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
 from selfspec.drafters.parts.losses import LOSSES, heads_loss
@@ -246,8 +246,14 @@ class SequentialHeads(Trained):
         return SequentialSession(self)
 
 
-def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, hidden: Tensor) -> Nodes:
-    """A tree behind roots from the states [B, H] before them; see `drafted_by`."""
+def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | Read | Unread) -> Nodes:
+    """A tree behind roots from the states [B, H] before them, or what the prefix layer reads up to there; see
+    `drafted_by`."""
+    if isinstance(state, Tensor):
+        hidden = state
+    else:
+        assert drafter.prefix is not None
+        hidden = drafter.prefix.behind(state, False).hidden[:, 0]
     first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
     ranked = logits
     if ranking.noise is not None:
@@ -271,27 +277,28 @@ def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, hidden: 
 
 
 class SequentialSession:
-    """What one call keeps: the state the heads read before each row's root."""
+    """What one call keeps. state: what the heads read before each row's root: hidden states [B, H], or what the prefix
+    layer reads up to there."""
 
     def __init__(self, drafter: SequentialHeads) -> None:
         self.drafter = drafter
-        self.hidden: Tensor | None = None
+        self.state: Tensor | Read | Unread | None = None
         self.reader = None if drafter.prefix is None else Reader(drafter.prefix)
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config = self.drafter, self.drafter.config
         if self.reader is not None and self.reader.ready and context.nodes > 1:
-            self.hidden = self.reader.read(context, False)[1][:, 0]
-        if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
+            self.state = self.reader.read(context, False, drafter.depth)
+        if self.state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        return trusted(*drafted_by(tree_of, drafter, context, (self.hidden,), config.width, config.min_prob))
+        return trusted(*drafted_by(tree_of, drafter, context, (self.state,), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is None:
-            self.hidden = accepted.last_hidden(self.hidden)
+            self.state = accepted.last_hidden(self.state)  # type: ignore[arg-type]  # no prefix layer, so a tensor
         else:
             self.reader.observe(accepted)
-            self.hidden = None
+            self.state = None
 
 
 def _choose(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from selfspec.drafters.parts.plan import static_tree
 from selfspec.log import Figures
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
+_BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
 _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 
 
@@ -130,10 +131,11 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for _ in tqdm(range(rounds), desc="passes", mininterval=1.0, leave=False):
         for key, call in calls.items():
-            call()  # as in decoding: after a pass like it, not after another engine's
-            start = time.perf_counter()
-            call()
-            seconds[key].append(time.perf_counter() - start)
+            for i in range(_BLOCK):  # as in decoding: after passes like it, not after another engine's
+                start = time.perf_counter()
+                call()
+                if i > 1:
+                    seconds[key].append(time.perf_counter() - start)
     return {name: {n: statistics.median(seconds[name, n]) for n in sizes} for name in targets}
 
 

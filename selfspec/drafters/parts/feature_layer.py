@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Ready
 from selfspec.drafters.parts.views import Tail
 
-_FEW = 16  # entries that are read together with the root's; more, as behind a prompt, are read without logits
+_FEW = 16  # entries that the eager engine reads together with the root's; those before are read without logits
 
 
 class FeatureLayer(nn.Module):
@@ -76,6 +77,20 @@ class FeatureLayer(nn.Module):
         """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
         return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions)
 
+    def behind(self, read: Read | Unread, logits: bool) -> Read:
+        """What was read, or is read now, at each row's root."""
+        if isinstance(read, Read):
+            return read
+        stacked = torch.cat(read.features, -1)
+        stacked = stacked.gather(1, read.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
+        given, start = self.entry(self.fused(stacked), read.tokens), torch.tensor(0, device=read.tokens.device)
+        _, seen, _ = static_pass(read.opened, given, read.tokens, chain(read.tokens).parents, start)
+        at = read.last[:, None, None].expand(-1, 1, given.shape[-1])
+        hidden, outputs = seen[-1].gather(1, at), seen[self.tail.layer].gather(1, at)
+        found = self.tail.text(outputs, read.tokens[:, :1], block=False).logits if logits else None
+        after = read.opened._replace(module=read.drafting, lengths=read.opened.lengths + read.last + 1)
+        return Read(found, hidden, outputs, after)
+
     def step(
         self, entries: Entries, states: Tensor, tree: DraftTree, count: int
     ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -96,98 +111,140 @@ class FeatureLayer(nn.Module):
 Entries = tuple[RowCache, bool] | Opened
 
 
+class Read(NamedTuple):
+    """What a layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states behind the
+    final norm and outputs, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is written through
+    them is temporary: the next pass writes over it."""
+
+    logits: Tensor | None
+    hidden: Tensor
+    outputs: Tensor
+    entries: Entries
+
+
+class Unread(NamedTuple):
+    """Entries that a graph is still to read, up to each row's root. opened: the layer without lm_head, and its cache;
+    drafting: the module that later steps take; features: [B, n, H] of each layer; paths: int64 [B, t], which of the n
+    are read; tokens: int64 [B, t] after them; last: int64 [B], which of the t is the root's."""
+
+    opened: Opened
+    drafting: nn.Module
+    features: tuple[Tensor, ...]
+    paths: Tensor
+    tokens: Tensor
+    last: Tensor
+
+
 class Reader:
-    """What a feature layer has read of the rows of one call: its keys and values, and entries it is still to read."""
+    """What a feature layer has read of the rows of one call: its keys and values, and entries it is still to read.
+    pending: features per row [n, F*H]; late: what the last pass kept, which comes after them."""
 
     def __init__(self, layer: FeatureLayer) -> None:
         self.layer = layer
         self.cache: RowCache | None = None
-        self.pending: list[Tensor] = []  # per row [n, F*H]: features not read yet
+        self.pending: list[Tensor] = []
+        self.late: Accepted | None = None
 
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass kept."""
-        new = self.layer.stacked(accepted.features)
-        if self.cache is not None and len(accepted.rows) < len(new):
-            self.cache.select(torch.tensor(accepted.rows, device=new.device))
+        if self.cache is not None and len(accepted.rows) < len(accepted.hidden):
+            self.cache.select(torch.tensor(accepted.rows, device=accepted.hidden.device))
+        self._settle()
+        self.late = accepted
+
+    def _settle(self) -> None:
+        """What the last pass kept is pending."""
+        if self.late is None:
+            return
+        new = self.layer.stacked(self.late.features)
         before = self.pending or [new[0, :0]] * len(new)
-        self.pending = [
-            torch.cat([before[row], new[row, path]]) for row, path in zip(accepted.rows, accepted.paths, strict=True)
-        ]
+        kept = zip(self.late.rows, self.late.paths, strict=True)
+        self.pending, self.late = [torch.cat([before[row], new[row, path]]) for row, path in kept], None
 
     @property
     def ready(self) -> bool:
         """Whether there is something to read of every row; not so behind prompts of one token."""
+        if self.late is not None and all(self.late.paths):
+            return True
+        self._settle()
         return bool(self.pending) and min(map(len, self.pending)) > 0
 
-    def read(self, context: Context, logits: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Read all that is pending and keep it in the cache; at each row's root logits [B, 1, V] (or None), hidden
-        states behind the final norm and outputs, both [B, 1, H]."""
+    def read(self, context: Context, logits: bool, depth: int, more: int = 0) -> Read | Unread:
+        """Read all that is pending and keep it in the cache; a compiled engine leaves the last entries to the graph
+        that drafts: at most as many as a walk through `depth` levels keeps. more: entries that drafting writes."""
         if self.cache is None:
             made = context.cache
-            self.cache = self.layer.tail.target.cache(len(self.pending), made.capacity, made.limit)
-        while (longest := max(map(len, self.pending))) > _FEW:
-            self._read(context, [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending], False)
-        count = [len(part) for part in self.pending]
+            self.cache = self.layer.tail.target.cache(len(context.lengths), made.capacity, made.limit)
         if isinstance(self.cache, SlotCache):
-            return self._read_in_graph(context, self.cache, count, logits)
+            return self._unread(context, self.cache, logits, depth, more)
+        self._settle()
+        self._read_but(context, _FEW)
+        count = [len(part) for part in self.pending]
         out = self._read(context, count, logits)
         rows, last = torch.arange(len(count)), torch.tensor(count) - 1
         found = None if out.logits is None else out.logits[rows, last][:, None]
-        return found, out.hidden[rows, last][:, None], out.features[self.layer.tail.layer][rows, last][:, None]
+        outputs = out.features[self.layer.tail.layer][rows, last][:, None]
+        return Read(found, out.hidden[rows, last][:, None], outputs, (self.cache, logits))
+
+    def _read_but(self, context: Context, few: int) -> None:
+        """Read what is pending until no row has more than `few` entries left."""
+        while (longest := max(map(len, self.pending))) > few:
+            self._read(context, [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending], False)
 
     def _read(self, context: Context, count: list[int], logits: bool) -> Pass:
+        """Read the next `count` entries of each row."""
         assert self.cache is not None
-        stacked, tokens = self._next(context, self.cache, count)
+        stacked = self._features(count, max(count))
+        tokens = self._tokens(context, count, max(count))
         given = self.layer.entry(self.layer.fused(stacked), tokens)
         out = self.layer.tail.step(given, chain(tokens), self.cache, 0, logits)
-        self._keep(self.cache, count)
+        self._keep(count)
         return out
 
-    def _read_in_graph(
-        self, context: Context, cache: SlotCache, count: list[int], logits: bool
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """`read` by a compiled engine, with logits at the last entries alone."""
-        tail, rows, wide = self.layer.tail, len(count), bucket(max(count))
-        stacked, tokens = self._next(context, cache, count)
-        stacked, tokens = F.pad(stacked, (0, 0, 0, wide - max(count))), F.pad(tokens, (0, wide - max(count)))
-        opened = tail.target.opened(cache, (tail.layer, tail.layer + 1), (tail.layer,), False, wide)
-        tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
-        last = torch.tensor(count, device=stacked.device) - 1
-        found = cache.engine.run(_at_last, self.layer, opened, logits, filled(stacked), filled(tokens), filled(last))
-        self._keep(cache, count)
-        scores, hidden, outputs = found
-        return None if scores is None else scores[:rows], hidden[:rows], outputs[:rows]
-
-    def _next(self, context: Context, cache: RowCache, count: list[int]) -> tuple[Tensor, Tensor]:
-        """The next `count` entries of each row: features [B, n, F*H] and the tokens after them, int64 [B, n]."""
-        stacked = self.pending[0].new_zeros(len(count), max(count), self.pending[0].shape[-1])
-        tokens = torch.zeros(stacked.shape[:2], dtype=torch.long)
-        for row, (part, n, first) in enumerate(zip(self.pending, count, cache.lengths, strict=True)):
+    def _features(self, count: list[int], width: int) -> Tensor:
+        """The next `count` entries' features of each row, [B, width, F*H]."""
+        stacked = self.pending[0].new_zeros(len(count), width, self.pending[0].shape[-1])
+        for row, (part, n) in enumerate(zip(self.pending, count, strict=True)):
             stacked[row, :n] = part[:n]
-            tokens[row, :n] = torch.tensor(context.tokens[row][first + 1 : first + 1 + n])
-        return stacked, tokens.to(stacked.device)
+        return stacked
 
-    def _keep(self, cache: RowCache, count: list[int]) -> None:
-        cache.keep([list(range(n)) for n in count])
+    def _tokens(self, context: Context, count: list[int], width: int) -> Tensor:
+        """The tokens after the next `count` entries of each row, int64 [B, width]."""
+        assert self.cache is not None
+        ends = zip(context.tokens, self.cache.lengths, count, strict=True)
+        found = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
+        return torch.tensor(found, device=self.layer.fuse.device)
+
+    def _keep(self, count: list[int]) -> None:
+        """The next `count` entries of each row are in the cache."""
+        assert self.cache is not None
+        self.cache.keep([list(range(n)) for n in count])
         self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
-    def entries(self, logits: bool, nodes: int) -> Entries:
-        """What `FeatureLayer.step` needs of the cache for so many nodes. What is written through it is temporary: the
-        next pass writes over it."""
-        assert self.cache is not None
-        layer = self.layer.tail.layer
-        if isinstance(self.cache, SlotCache):
-            return self.layer.tail.target.opened(self.cache, (layer, layer + 1), (layer,), logits, nodes)
-        return self.cache, logits
-
-
-def _at_last(
-    layer: FeatureLayer, opened: Opened, logits: bool, stacked: Tensor, tokens: Tensor, last: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Entries read, and what `Reader.read` gives of each row's last one, int64 [B]."""
-    given, at = layer.entry(layer.fused(stacked), tokens), torch.tensor(0, device=tokens.device)
-    _, seen, _ = static_pass(opened, given, tokens, chain(tokens).parents, at)
-    at = last[:, None, None].expand(-1, 1, given.shape[-1])
-    hidden, outputs = seen[-1].gather(1, at), seen[layer.tail.layer].gather(1, at)
-    scores = layer.tail.text(outputs, tokens[:, :1], block=False).logits if logits else None
-    return scores, hidden, outputs
+    def _unread(self, context: Context, cache: SlotCache, logits: bool, depth: int, more: int) -> Unread:
+        """`read` by a compiled engine. Shapes depend on the budget and the depth alone."""
+        tail, width, late = self.layer.tail, bucket(context.nodes), self.late
+        most = min(bucket(depth + 1), width)
+        if late is None or any(map(len, self.pending)) or max(map(len, late.paths)) > most or late.width > width:
+            self._settle()
+            self._read_but(context, most)
+            paths = [list(range(len(part))) for part in self.pending]
+            stacked = self._features([len(path) for path in paths], width)
+            features = list(stacked.split(stacked.shape[-1] // len(self.layer.layers), -1))
+        else:
+            paths, features = late.paths, [late.features[layer] for layer in self.layer.layers]
+            if len(paths) < len(features[0]):
+                features = [part[late.rows] for part in features]
+            if late.width < width:
+                features = [F.pad(part, (0, 0, 0, width - late.width)) for part in features]
+        count, device = [len(path) for path in paths], self.layer.fuse.device
+        places = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=device)
+        tokens, last = self._tokens(context, count, most), torch.tensor([n - 1 for n in count], device=device)
+        layers, target = (tail.layer, tail.layer + 1), tail.target
+        opened = target.opened(cache, layers, (tail.layer,), False, most + more)
+        drafting = target.part(*layers, (tail.layer,)) if logits else opened.module
+        target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        cache.keep([list(range(n)) for n in count])
+        self.pending, self.late = [], None
+        given = tuple(filled(part.to(device)) for part in features)
+        return Unread(opened, drafting, given, filled(places), filled(tokens), filled(last))
