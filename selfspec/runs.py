@@ -20,7 +20,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import DrafterConfig
 from selfspec.loading import load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
-from selfspec.training.drafter import train_drafter
+from selfspec.training.drafter import check_training, train_drafter
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
 
@@ -73,8 +73,8 @@ def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
 
 def run_training(config: DictConfig, folder: Path) -> Figures:
     """Train a drafter; see `selfspec.training.drafter`."""
-    plain = open_run(config, folder, checkpoint_path(folder))
     run = typed(TrainRun, config)
+    plain = open_run(config, folder, checkpoint_path(folder))
     made: DrafterConfig = run.drafter
     device = run.target.device or default_device()
     if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
@@ -85,6 +85,7 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
     torch.manual_seed(run.loop.seed)
     kind = drafter_class(type(made).__module__.rsplit(".", 1)[-1])
     drafter = kind(target, made)  # type: ignore[arg-type]
+    check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         texts = data.train(), data.validation()
         return train_drafter(target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log)

@@ -43,6 +43,8 @@ def place(
     (place / "turns.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     (place / "prompts.jsonl").write_text('{"prompt": 5}\n')
     (place / "file").write_text("x")
+    (place / "t5").mkdir()
+    (place / "t5" / "config.json").write_text('{"model_type": "t5"}')
     meta = json.loads((heads_folder / "drafter.json").read_text())
     for name, changed in {
         "old": {**meta, "format": 2},
@@ -102,10 +104,18 @@ CASES = [
     ("heads", f"{TRAIN} target.name=no_tokenizer", "has no tokenizer"),
     ("heads", f"{TRAIN} target.dtype=int8", "dtype='int8'"),
     ("heads", f"{TRAIN} target.device=gpu", "device='gpu' can not be used here"),
-    ("heads", f"{TRAIN} data.root=nowhere", "data.root='nowhere' is not a folder"),
-    ("heads", f"{TRAIN} data.root=empty", "no file with text matches"),
-    ("heads", "name=x target.name=target data=jsonl data.path=broken.jsonl", "broken.jsonl, line 2: not JSON"),
-    ("heads", "name=x target.name=target data=jsonl data.path=turns.jsonl", "turns.jsonl, line 1: a turn needs"),
+    ("heads", f"{TRAIN} train.length=48 data.root=nowhere", "data.root='nowhere' is not a folder"),
+    ("heads", f"{TRAIN} train.length=48 data.root=empty", "no file with text matches"),
+    (
+        "heads",
+        "name=x target.name=target train.length=48 data=jsonl data.path=broken.jsonl",
+        "broken.jsonl, line 2: not JSON",
+    ),
+    (
+        "heads",
+        "name=x target.name=target train.length=48 data=jsonl data.path=turns.jsonl",
+        "turns.jsonl, line 1: a turn needs",
+    ),
     ("heads", f"{TRAIN} +experiment=tiny_nothing", "tiny_nothing"),
     ("heads", f"{TRAIN} wandb.mode=sometimes", "wandb.mode='sometimes'"),
     ("heads", f"{TRAIN} hydra.run.dir=file/x", "file/x"),
@@ -166,6 +176,11 @@ CASES = [
     ("decode", f"{EVAL} decode.lossy=rather", "lossy='rather' must be"),
     ("decode", f"{EVAL} engine=fast", "engine='fast' must be one of eager, compiled"),
     ("limits", "target=target limits.rounds=1", "limits.rounds=1 must be at least 3"),
+    ("limits", "target=target limits.sizes=[1,-3]", "limits.sizes=[1, -3] must hold 1"),
+    ("limits", "target=target limits.temperatures=[]", "limits.temperatures is empty"),
+    ("limits", "target=target limits.temperatures=[-1]", "temperature=-1"),
+    ("limits", "limits.config=nothing.json", "limits.config='nothing.json' is not a file"),
+    ("limits", "limits.config=t5", "a model of type 't5' is no causal LM"),
     ("limits", "target=target limits.drafters=[runs/nothing]", "no drafter at 'runs/nothing'"),
     ("decode", f"{EVAL} decode.prompts=4000", "of 4000 prompts of 128 tokens fit into the documents"),
     ("audit", f"{EVAL} audit.nodes=[]", "audit.nodes is empty"),

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.core.contract import Accepted, Context, Riding, Session
 from selfspec.core.engine import engine_for
-from selfspec.core.generate import clock, speculative
+from selfspec.core.generate import MAX_NODES, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, pick
 from selfspec.core.slots import Picking
@@ -25,7 +26,7 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk, verify
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.plan import static_tree
-from selfspec.log import Figures
+from selfspec.log import Figures, one_line
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
@@ -47,16 +48,31 @@ class LimitsConfig:
     starts: bool = True
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) != 1 or max(self.sizes) > 1024:
-            raise ValueError(f"limits.sizes={self.sizes} must hold 1, to which costs are related, and at most 1024")
+        if 1 not in self.sizes or not all(1 <= size <= MAX_NODES for size in self.sizes):
+            raise ValueError(
+                f"limits.sizes={self.sizes} must hold 1, to which costs are related, from 1 to at most {MAX_NODES}"
+            )
         if self.rounds < 3:
             raise ValueError(f"limits.rounds={self.rounds} must be at least 3")
+        if not self.temperatures:
+            raise ValueError("limits.temperatures is empty; give at least one, such as [0]")
+        for temperature in self.temperatures:
+            Sampling(temperature)
 
 
 def random_model(config: str, dtype: torch.dtype, device: str | None) -> PreTrainedModel:
-    """A target of random weights. config: a config.json, or a folder or hub id with one. Raises OSError and ValueError
-    where there is none."""
-    made = AutoConfig.from_pretrained(config)
+    """A target of random weights. config: a config.json, or a folder or hub id with one. Raises ValueError where there
+    is none, or it is of no causal LM."""
+    if config.endswith(".json") and not Path(config).is_file():
+        raise ValueError(f"limits.config={config!r} is not a file")
+    try:
+        made = AutoConfig.from_pretrained(config)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"limits.config={config!r} is no config.json, and no folder or hub id with one: {one_line(error)}"
+        ) from error
+    if type(made) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"limits.config={config!r}: a model of type {made.model_type!r} is no causal LM")
     torch.manual_seed(0)
     with torch.device(device or "cpu"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
@@ -141,35 +157,45 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
 
 def step_seconds(
     target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int
-) -> tuple[float, float, float]:
-    """Median seconds of a draft, of a pass until what it kept is known, and of everything that is neither draft nor
-    pass, over short calls. The first draft of a call, which reads the prompt, does not count."""
+) -> tuple[float, float, float, float]:
+    """Median seconds of a draft, of a pass until what it kept is known, of a whole step, and of the bookkeeping in it,
+    over short calls: what a compiled engine spends outside of compiled functions, the eager one outside of drafts and
+    passes. The first draft of a call, which reads the prompt, does not count as a draft."""
     made = random.Random(1)
     prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
     drafts: list[float] = []
     passes: list[float] = []
+    steps: list[float] = []
     others: list[float] = []
     seed = 0
     while len(others) < rounds:
-        timed = _Timed(drafter)
+        timed = _Timed(drafter, target)
         stats = speculative(target, [prompt], Options(16, Sampling(temperature), seed), timed, nodes).stats
         if seed and not stats.compiled:  # the first call warms up
             drafts += timed.seconds[1:]
             passes += timed.passes[1:]
-            others.append(stats.seconds_other / stats.calls)
+            seconds = stats.seconds - stats.seconds_prefill
+            other = stats.seconds_other if target.engine is None else seconds - (timed.busy() - timed.before)
+            steps.append(seconds / stats.calls)
+            others.append(other / stats.calls)
         seed += 1
-    return statistics.median(drafts), statistics.median(passes), statistics.median(others)
+    return statistics.median(drafts), statistics.median(passes), statistics.median(steps), statistics.median(others)
 
 
 class _Timed:
     """Drafter and session in one object: another drafter's, with the seconds that each of its drafts takes, and the
-    passes behind them."""
+    passes behind them. before: seconds in compiled functions until the first draft."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.reads = drafter, drafter.reads
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        self.drafter, self.reads, self.target = drafter, drafter.reads, target
+        self.before = 0.0
         self.seconds: list[float] = []
         self.passes: list[float] = []
         self.drafted = 0.0
+
+    def busy(self) -> float:
+        """Seconds in compiled functions so far."""
+        return 0.0 if self.target.engine is None else sum(self.target.engine.busy.values())
 
     def session(self, target: Target, rows: int) -> Session:
         self.inner, self.device = self.drafter.session(target, rows), target.device
@@ -177,6 +203,7 @@ class _Timed:
 
     def propose(self, context: Context) -> DraftTree:
         start = clock(context.roots.device)
+        self.before = self.before if self.seconds else self.busy()
         tree = self.inner.propose(context)
         self.drafted = clock(context.roots.device)
         self.seconds.append(self.drafted - start)
@@ -225,13 +252,13 @@ def measure_limits(
                 for n in sorted(n for n in config.sizes if n > 1):
                     if behind == 2:  # two sizes brought less than a smaller one: larger ones will not bring more
                         break
-                    draft, one, other = step_seconds(target, drafter, temperature, n, config.rounds)
+                    draft, one, step, other = step_seconds(target, drafter, temperature, n, config.rounds)
                     tau = promised(target, drafter, mode, n)
                     ratio = tau * costs[engine][1] / (one + draft)
                     best, behind = max(best, ratio), 0 if ratio > best else behind + 1
                     forecasts.append(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
-                        | {"pass": one, "other": other, "speedup": ratio}
+                        | {"pass": one, "step": step, "other": other, "speedup": ratio}
                     )
     assert fast.engine is not None
     made = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]

@@ -85,7 +85,7 @@ def train_drafter(
 
     Raises ValueError for data too short to train on, before anything long starts.
     """
-    _check(target, drafter, config, loop)
+    check_training(target, drafter, config, loop)
     accelerator = Accelerator(cpu=target.device.type == "cpu")
     texts = _texts_folder(config, folder)
     stream, held_out = tokenize(train, tokenizer), tokenize(validation, tokenizer)
@@ -132,6 +132,8 @@ def train_drafter(
         note = f"Trained for {loop.steps} steps of {windows.size} x {windows.length} tokens."
     else:
         drafter.eval()
+        if accelerator.is_main_process:
+            print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
         with torch.no_grad(), autocast(target.device, loop):
             figures, note = validate(), "Training-free; calibrated on the target's own text."
     if weights_hash(target.model) != before:
@@ -181,7 +183,7 @@ def _fill_vocabulary(drafter: Drafter, stream: Stream, vocab: int) -> None:
         ids.copy_(counts.argsort(descending=True, stable=True)[: len(ids)])
 
 
-def _check(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
+def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
     """Raises ValueError for settings that would fail only once training has begun."""
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
