@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import selfspec.core.engine as engine_file
 from selfspec.core.engine import Engine, bucket, engine_for, structure
-from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.generate import CHUNKS, autoregressive, piece, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling, pick
 from selfspec.core.target import Target
@@ -459,3 +459,14 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch: pytest.
         engine_for("compiled", torch.device("cpu"))
     with pytest.raises(ValueError, match="serves CPUs and CUDA devices"):
         engine_for("compiled", torch.device("meta"))
+
+
+def test_few_nodes_of_a_prompts_passes_are_spare(llama: Target) -> None:
+    target = Target(llama.model, engine=Engine(None))
+    for length in range(1, 700):
+        left, nodes = length, 0
+        while left:
+            size, width = piece(target, left)
+            assert 0 < size <= width in CHUNKS
+            left, nodes = left - size, nodes + width
+        assert nodes <= max(CHUNKS[0], 1.5 * length + CHUNKS[0])

@@ -160,11 +160,14 @@ class _Rows:
 
 
 def piece(target: Target, left: int) -> tuple[int, int]:
-    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has."""
+    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has. Of a compiled
+    engine, whose passes have one of few sizes, at most a third of the nodes are spare, but for the smallest size."""
     if target.engine is None:
         return PREFILL, min(PREFILL, left)
-    size = min(left, CHUNKS[-1])
-    return size, next(chunk for chunk in CHUNKS if chunk >= size)
+    whole = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+    if whole <= left or whole <= 1.5 * left or whole == CHUNKS[0]:
+        return min(left, whole), whole
+    return (smaller := max(chunk for chunk in CHUNKS if chunk <= left)), smaller
 
 
 def clock(device: torch.device) -> float:

@@ -32,6 +32,9 @@ from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mea
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
 
+MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
+
+
 @dataclass
 class MaskConfig(DrafterConfig):
     """masks: K, rows of a group at most; passes: 1, mask rows ride in the pass that verifies, or 2, they have a pass of
@@ -58,7 +61,8 @@ class MaskConfig(DrafterConfig):
     depth_decay: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("masks", "width", "anchors"):
+        whole("masks", self.masks, 1, MOST)
+        for name in ("width", "anchors"):
             whole(name, getattr(self, name))
         one_of("passes", self.passes, (1, 2))
         one_of("adapter", self.adapter, ("lora", "vectors"))
@@ -90,8 +94,9 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
     are given best first to the likeliest ends of walks; the best of all is taken.
     """
     best, found = 0.0, Layout(rows, (0,) * len(acceptance))
-    for count in range(1, rows):
-        parents, _, probs = static_tree(acceptance, count)
+    every, _, chances = static_tree(acceptance, rows)  # of fewer nodes: its first ones
+    for count in range(1, rows, max(1, rows // 64)):
+        parents, probs = every[:count], chances[:count]
         depths, ends = [0], list(probs)
         for node in range(1, len(parents)):
             depths.append(depths[parents[node]] + 1)
