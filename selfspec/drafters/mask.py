@@ -31,7 +31,6 @@ from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead, grow
 from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
-
 MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
 
 
