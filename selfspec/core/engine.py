@@ -192,7 +192,7 @@ def filled(rows: Tensor) -> Tensor:
 
 
 def signature(argument: Any) -> Hashable:
-    """The key of an argument: the layout of a tensor, the object itself of all else."""
+    """The key of an argument: the layout of a tensor, or the one that a list brings along; all else is its own key."""
     if isinstance(argument, Tensor):
         shape = argument.shape  # the stride of a dimension of size 1 has no effect
         if argument.is_contiguous():

@@ -165,9 +165,9 @@ def piece(target: Target, left: int) -> tuple[int, int]:
     if target.engine is None:
         return PREFILL, min(PREFILL, left)
     whole = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
-    if whole <= left or whole <= 1.5 * left or whole == CHUNKS[0]:
-        return min(left, whole), whole
-    return (smaller := max(chunk for chunk in CHUNKS if chunk <= left)), smaller
+    if whole > 1.5 * left and whole > CHUNKS[0]:
+        whole = max(chunk for chunk in CHUNKS if chunk <= left)
+    return min(left, whole), whole
 
 
 def clock(device: torch.device) -> float:

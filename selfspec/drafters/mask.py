@@ -94,7 +94,7 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
     """
     best, found = 0.0, Layout(rows, (0,) * len(acceptance))
     every, _, chances = static_tree(acceptance, rows)  # of fewer nodes: its first ones
-    for count in range(1, rows, max(1, rows // 64)):
+    for count in range(1, rows, max(1, rows // 64)):  # large layouts: every few counts, which differ little
         parents, probs = every[:count], chances[:count]
         depths, ends = [0], list(probs)
         for node in range(1, len(parents)):
