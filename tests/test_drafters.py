@@ -153,7 +153,7 @@ def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> No
     if not isinstance(drafter, Hybrid):
         for mode in TEMPERATURES:
             calibrate(
-                target, drafter, mode, write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], 0, drafter.reads)
+                target, drafter, mode, write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], range(9), drafter.reads)
             )
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)
@@ -180,7 +180,7 @@ def test_save_and_load_give_the_same_draft(row: Row, tmp_path: Path) -> None:
     drafter = built(row, target)
     if isinstance(drafter, Hybrid):
         return  # it has no checkpoint of its own
-    calibrate(target, drafter, "greedy", write_samples(target, PROMPTS[2:], 20, 0.0, 0, drafter.reads))
+    calibrate(target, drafter, "greedy", write_samples(target, PROMPTS[2:], 20, 0.0, range(9), drafter.reads))
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     again = load_drafter(tmp_path / "d", target)
     assert again.calibration == drafter.calibration

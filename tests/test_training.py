@@ -80,7 +80,7 @@ def test_windows_depend_on_the_step_alone_and_cover_an_epoch() -> None:
     assert torch.equal(torch.cat(halves), forward[3])
     with pytest.raises(ValueError, match=r"needs at least 1200"):
         Windows(stream, 600, 4, 0)
-    with pytest.raises(ValueError, match="batch_size=4 does not divide over 3"):
+    with pytest.raises(ValueError, match="4 rows a step do not divide over 3 processes"):
         Windows(stream, 10, 4, 0, 0, 3)
 
 

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
-from selfspec.log import Figures
+from selfspec.log import Figures, is_main_process
 from selfspec.runs import run_training
 
 register(drafters=True)
@@ -18,7 +18,9 @@ register(drafters=True)
 @hydra.main(config_path="../configs", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
     with clear_errors():
-        report(run_training(config, Path(HydraConfig.get().runtime.output_dir)))
+        figures = run_training(config, Path(HydraConfig.get().runtime.output_dir))
+        if is_main_process():
+            report(figures)
 
 
 def report(figures: Figures) -> None:
@@ -26,6 +28,9 @@ def report(figures: Figures) -> None:
         top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
         print(f"{mode:8} top-1 by depth {top1}; promised acceptance length {tau}")
+        if (found := figures[mode].get("decoded")) is not None:
+            share = found / figures[mode]["tau"]["16"]
+            print(f"{mode:8} decoded with 16 nodes {found:.2f}, {share:.2f} of what is promised")
     if "step_over_forward" in figures:
         print(f"one step costs {figures['step_over_forward']:.2f} bare target forwards")
     print(f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_hash'][:12]})")

@@ -66,7 +66,7 @@ class Windows:
                 f"{(1 if aligned else 2) * length}; give more text or a smaller length"
             )
         if size % world:
-            raise ValueError(f"loop.batch_size={size} does not divide over {world} processes")
+            raise ValueError(f"{size} rows a step do not divide over {world} processes; choose another loop.batch_size")
         self.stream, self.length, self.size, self.seed = stream, length, size, seed
         self.rank, self.world = rank, world
         self.aligned = aligned

@@ -18,6 +18,11 @@ MODES = ("greedy", "sampled")  # the decoding modes that drafters are calibrated
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
 
 
+def itself(value: Tensor) -> Tensor:
+    """The mean, or the sum, over one process."""
+    return value
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What was measured in advance, for one decoding mode, so that scores become probabilities.
@@ -41,7 +46,8 @@ class DrafterConfig:
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text."""
+    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text; average: the mean of
+    a tensor over all processes that train on parts of the same batch."""
 
     tokens: Tensor
     mask: Tensor
@@ -49,6 +55,7 @@ class Batch:
     logits: Tensor
     features: dict[int, Tensor]
     cache: TextCache
+    average: Callable[[Tensor], Tensor] = itself
 
 
 @dataclass(frozen=True)

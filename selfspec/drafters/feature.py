@@ -184,7 +184,7 @@ class Feature(Trained):
                 mask = mask & torch.isin(wanted.argmax(-1), self.vocabulary)
                 guess, wanted = guess[..., self.vocabulary], wanted[..., self.vocabulary]
             losses = distance(config.loss, guess, wanted, tokens[:, step + 2 :])
-            means.append(masked_mean(losses[None], mask[None])[0])
+            means.append(masked_mean(losses[None], mask[None], batch.average)[0])
         return decayed(config.loss, torch.stack(means), config.depth_decay)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead, grow
-from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean, random_rows
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
 MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
@@ -170,10 +170,9 @@ class Mask(Trained):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, masks = batch.tokens, self.config.masks
         room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
-        generator = torch.Generator().manual_seed(int(tokens.sum()))  # the same after an interruption
         # Random positions, those first whose next tokens count.
-        keys = torch.rand(len(tokens), room, generator=generator) + batch.mask[:, 2 : 2 + room].cpu()
-        anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values.to(tokens.device)
+        keys = random_rows(tokens, room) + batch.mask[:, 2 : 2 + room]
+        anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
         draft = self.along(tokens, anchors, batch.cache)  # [B, A, K, V]
         losses, counts = [], []
         for j in range(masks):
@@ -182,7 +181,7 @@ class Mask(Trained):
             wanted = batch.logits.gather(1, at[:, :, None].expand(-1, -1, batch.logits.shape[-1]))
             losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
             counts.append(batch.mask.gather(1, at + 1))
-        means = masked_mean(torch.stack(losses), torch.stack(counts))
+        means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
         return decayed(self.config.loss, means, self.config.depth_decay)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:

@@ -309,7 +309,8 @@ def compare(
     assert isinstance(drafter, Trained), "trees of untrained drafters have no table to measure"
     check(spec.target, [*validation, *prompts], Options(config.max_new_tokens))
     for temperature in config.temperatures:
-        samples = write_samples(spec.target, validation, config.max_new_tokens, temperature, config.seed)
+        seeds = range(config.seed, config.seed + len(validation))
+        samples = write_samples(spec.target, validation, config.max_new_tokens, temperature, seeds)
         texts, start = [s.tokens.tolist() for s in samples], samples[0].start
         table = rejection_rates(spec, heads, texts, start, temperature, seed=config.seed)
         depth, without_noise = len(table), [replace(sample, noise=None) for sample in samples]

@@ -14,7 +14,7 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained
+from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, itself
 from selfspec.drafters.parts.growth import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.plan import static_tree
@@ -37,23 +37,33 @@ class Figures(TypedDict, total=False):
     positions: int
 
 
-def calibrate(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Figures:
-    """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode."""
+def calibrate(
+    target: Target,
+    drafter: Drafter,
+    mode: str,
+    samples: Sequence[Sample],
+    total: Callable[[Tensor], Tensor] = itself,
+) -> Figures:
+    """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode.
+    total: the sum of a tensor over all processes, each of which measures samples of its own (trained drafters only)."""
     if isinstance(drafter, Trained):
-        drafter.calibration[mode], figures = measure_along(samples, drafter.depth, drafter.scores)
+        drafter.calibration[mode], figures = measure_along(samples, drafter.depth, drafter.scores, total)
         return figures
     return _by_decoding(target, drafter, mode, samples)
 
 
 @torch.no_grad()
 def measure_along(
-    samples: Sequence[Sample], depths: int, scores: Callable[[Sample, Tensor], Tensor]
+    samples: Sequence[Sample],
+    depths: int,
+    scores: Callable[[Sample, Tensor], Tensor],
+    total: Callable[[Tensor], Tensor] = itself,
 ) -> tuple[Calibration, Figures]:
     """Measure a drafter along the target's own text.
 
     scores(sample, at): logits [depths, n, V] that the drafter gives, from positions at (int64 [n]), to the tokens
     2, 3, ... places on, each with the text itself as the path before it.
-    The inverse temperature of a depth is the factor of the highest likelihood.
+    The inverse temperature of a depth is the factor of the highest likelihood. total: see `calibrate`.
     """
     right, tried = torch.zeros(depths, CHOICES), torch.zeros(depths)
     agree = torch.zeros(depths, 2)
@@ -81,6 +91,8 @@ def measure_along(
             for i, factor in enumerate(_FACTORS):
                 surprise[d, i] += (short * factor).logsumexp(1)[alive & (rank < CHOICES)].sum().cpu()
             alive &= rank < CHOICES
+    right, tried, agree, surprise = (total(counts) for counts in (right, tried, agree, surprise))
+    positions = int(total(torch.tensor(positions)))
     acceptance = (right / tried.clamp(min=1)[:, None]).tolist()
     share = agree / max(1, positions)
     figures: Figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
@@ -120,22 +132,41 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
     return figures
 
 
+def decoded(
+    target: Target,
+    drafter: Drafter,
+    mode: str,
+    samples: Sequence[Sample],
+    new_tokens: int,
+    total: Callable[[Tensor], Tensor] = itself,
+) -> float:
+    """Acceptance length of decoding the samples' prompts with trees of 16 nodes, beside what `calibrate` promises for
+    them. total: see `calibrate`."""
+    counts = torch.zeros(2, dtype=torch.float64)
+    if samples := samples[:_DECODED]:
+        prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
+        options = Options(new_tokens, Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
+        stats = speculative(target, prompts, options, drafter.eval(), 16).stats
+        counts = torch.tensor([stats.tokens, stats.passes], dtype=torch.float64)
+    tokens, passes = total(counts).tolist()
+    return tokens / max(1.0, passes)
+
+
 def write_samples(
     target: Target,
     prompts: list[list[int]],
     new_tokens: int,
     temperature: float,
-    seed: int,
+    seeds: Sequence[int],
     reads: tuple[int, ...] = (),
 ) -> list[Sample]:
-    """Let the target continue the prompts (each of at least 2 tokens) by plain decoding; keep its hidden states, and
-    the outputs of the layers named by `reads`."""
+    """Let the target continue the prompts (each of at least 2 tokens) by plain decoding, each with its seed; keep its
+    hidden states, and the outputs of the layers named by `reads`."""
     samples = []
     for first in range(0, len(prompts), _BATCH):
-        batch = prompts[first : first + _BATCH]
-        seeds = [seed + first + i for i in range(len(batch))]
-        options = Options(new_tokens, Sampling(temperature), seeds, end_tokens(target))
-        for prompt, new, own in zip(batch, autoregressive(target, batch, options).token_ids, seeds, strict=True):
+        batch, own_seeds = prompts[first : first + _BATCH], list(seeds[first : first + _BATCH])
+        options = Options(new_tokens, Sampling(temperature), own_seeds, end_tokens(target))
+        for prompt, new, own in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():
                 tree = chain(tokens[None].to(target.device))

@@ -59,13 +59,15 @@ def distill(
     seed: int,
     folder: Path,
     quiet: bool = False,
+    share: tuple[int, int] = (0, 1),
 ) -> Stream:
     """Texts of the target's own as one stream of rows, each of prompt_tokens + new_tokens tokens.
 
     stream: text whose stretches are continued; talks: conversations, whose answers are written anew. They are drawn in
     the proportion of `share_of_questions`. A continued stretch fills a row; conversations lie side by side in one. What
     is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an interrupted call
-    goes on where it stopped. Raises ValueError where the data are shorter than one prompt.
+    goes on where it stopped. share: this process's number and how many there are, of which each writes chunks of its
+    own; what is returned are those alone. Raises ValueError where the data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
     asked = [question for talk in talks for question in openings(talk)]
@@ -89,7 +91,8 @@ def distill(
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
-    for first in tqdm(range(0, config.rows, _CHUNK), desc="self-distillation", disable=quiet):
+    chunks = range(0, config.rows, _CHUNK)[share[0] :: share[1]]
+    for first in tqdm(chunks, desc="self-distillation", disable=quiet):
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +19,12 @@ from selfspec.core.target import Target
 from selfspec.data.corpus import Document
 from selfspec.data.prompts import sample_prompts
 from selfspec.data.windows import Stream, Windows, consecutive, tokenize
-from selfspec.drafters.base import Batch, Drafter, Trained
+from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.views import Tail
 from selfspec.log import Figures, RunLog
-from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
+from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.distill import DistillConfig, distill
-from selfspec.training.loop import LoopConfig, autocast, fit
+from selfspec.training.loop import LoopConfig, autocast, average, fit
 
 
 @dataclass
@@ -55,9 +56,10 @@ class DraftLoss(nn.Module):
     """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S]); only the
     drafter is a submodule."""
 
-    def __init__(self, drafter: Trained, target: Target) -> None:
+    def __init__(self, drafter: Trained, target: Target, average: Callable[[Tensor], Tensor]) -> None:
+        """average: the mean of a tensor over all processes, each of which has a part of the batch in training."""
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.average = drafter, average
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -65,7 +67,8 @@ class DraftLoss(nn.Module):
         with torch.no_grad():
             out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache)
         assert out.logits is not None
-        return self.drafter.loss(Batch(batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache))
+        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
+        return self.drafter.loss(Batch(*given, self.average if self.training else itself))
 
 
 def train_drafter(
@@ -83,15 +86,19 @@ def train_drafter(
     """Train the drafter, calibrate it on the target's own text, and save it as `folder/drafter`. A drafter that trains
     nothing is calibrated and saved.
 
+    Under `accelerate launch` every process has the whole target and its share of each batch, of the validation rows and
+    of the prompts; what is counted is added up, so that the figures are those of one process.
     Raises ValueError for data too short to train on, before anything long starts.
     """
     check_training(target, drafter, config, loop)
     accelerator = Accelerator(cpu=target.device.type == "cpu")
+    rank, world = accelerator.process_index, accelerator.num_processes
+    trained = isinstance(drafter, Trained) and bool(drafter.trained())
+    if world > 1 and not trained:
+        raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
     texts = _texts_folder(config, folder)
     stream, held_out = tokenize(train, tokenizer), tokenize(validation, tokenizer)
-    windows = Windows(
-        stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
-    )
+    windows = Windows(stream, config.length, loop.batch_size, loop.seed, rank, world)
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = sample_prompts(
@@ -99,26 +106,37 @@ def train_drafter(
     )
     before = weights_hash(target.model)
     samples = {
-        mode: write_samples(target, prompts, config.new_tokens, temperature, loop.seed, drafter.reads)
+        mode: write_samples(
+            target,
+            prompts[rank::world],
+            config.new_tokens,
+            temperature,
+            range(loop.seed + rank, loop.seed + len(prompts), world),
+            drafter.reads,
+        )
         for mode, temperature in TEMPERATURES.items()
     }
-    trained = isinstance(drafter, Trained) and bool(drafter.trained())
     if config.distill.rows and trained:
         texts_only = tokenize([d for d in train if not d.conversation], tokenizer)
         talks = [tokenize([d], tokenizer) for d in train if d.conversation]
         stream, windows = _distilled(accelerator, target, texts_only, talks, config, loop, texts)
     _fill_vocabulary(drafter, stream, target.vocab_size)
-    module = DraftLoss(drafter, target) if isinstance(drafter, Trained) else None
+    module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
+
+    def total(counts: Tensor) -> Tensor:
+        summed: Tensor = accelerator.reduce(counts.to(target.device), "sum")
+        return summed.cpu()
 
     def validate() -> Figures:
-        figures: Figures = {mode: calibrate(target, drafter, mode, samples[mode]) for mode in TEMPERATURES}
+        figures: Figures = {mode: calibrate(target, drafter, mode, samples[mode], total) for mode in TEMPERATURES}
         if module is None:
             return figures
-        losses = [
-            float(module({"tokens": row[None].to(target.device), "mask": mask[None].to(target.device)})[0])
-            for row, mask in zip(rows, masks, strict=True)
-        ]
-        return {"loss": sum(losses) / len(losses), "tau32": figures["greedy"]["tau"]["32"], **figures}
+        losses = torch.zeros(len(rows))
+        for i in range(rank, len(rows), world):
+            row = {"tokens": rows[i : i + 1].to(target.device), "mask": masks[i : i + 1].to(target.device)}
+            losses[i] = module(row)[0]
+        tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
+        return {"loss": float(total(losses).mean()), "tau16": tau, **figures}
 
     training = None
     if trained:
@@ -126,14 +144,15 @@ def train_drafter(
         optimizer = torch.optim.AdamW(
             drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
-        figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, headline="tau32")
+        figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, "tau16", best=True)
         figures |= _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
-        training = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
-        note = f"Trained for {loop.steps} steps of {windows.size} x {windows.length} tokens."
+        for mode in TEMPERATURES:
+            figures[mode]["decoded"] = decoded(target, drafter, mode, samples[mode], config.new_tokens, total)
+        training = {"seconds": figures["seconds"], "tokens": figures["steps"] * windows.size * windows.length}
+        note = f"Trained for {figures['steps']} steps of {windows.size} x {windows.length} tokens."
     else:
         drafter.eval()
-        if accelerator.is_main_process:
-            print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
+        print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
         with torch.no_grad(), autocast(target.device, loop):
             figures, note = validate(), "Training-free; calibrated on the target's own text."
     if weights_hash(target.model) != before:
@@ -143,6 +162,7 @@ def train_drafter(
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
+    accelerator.wait_for_everyone()
     return summary
 
 
@@ -166,12 +186,14 @@ def _distilled(
     texts: Path,
 ) -> tuple[Stream, Windows]:
     """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
-    with accelerator.main_process_first():  # the others then find it on disk
-        stream = distill(target, stream, talks, config.distill, loop.seed, texts, quiet=not accelerator.is_main_process)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    given = target, stream, talks, config.distill, loop.seed, texts
+    distill(*given, quiet=rank > 0, share=(rank, world))
+    accelerator.wait_for_everyone()  # what the others wrote is then read
+    stream = distill(*given, quiet=True)
     length = config.distill.prompt_tokens + config.distill.new_tokens
-    per_process = max(1, loop.batch_size * config.length // length // accelerator.num_processes)
-    size, world = per_process * accelerator.num_processes, (accelerator.process_index, accelerator.num_processes)
-    return stream, Windows(stream, length, size, loop.seed, *world, aligned=True)
+    size = max(1, loop.batch_size * config.length // length)
+    return stream, Windows(stream, length, size, loop.seed, rank, world, aligned=True)
 
 
 def _fill_vocabulary(drafter: Drafter, stream: Stream, vocab: int) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,12 +27,15 @@ Batches = Callable[[int], dict[str, Tensor]]
 
 @dataclass
 class LoopConfig:
-    """steps: optimizer steps; batch_size: rows per step over all processes; decay: the last part of the steps, over
-    which the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
-    (autocast); the three `_every` count steps."""
+    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs its
+    rows of a step in, one after another, so that memory holds one part; decay: the last part of the steps, over which
+    the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
+    (autocast); the three `_every` count steps; patience: so many validations in a row without a better one end the
+    run, 0 for never."""
 
     steps: int = 1000
     batch_size: int = 8
+    accumulate: int = 1
     warmup: int = 20
     decay: float = 0.5
     clip: float = 1.0
@@ -37,11 +45,14 @@ class LoopConfig:
     log_every: int = 10
     validate_every: int = 250
     checkpoint_every: int = 250
+    patience: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "log_every", "validate_every", "checkpoint_every"):
+        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
+        if self.patience < 0:
+            raise ValueError(f"loop.patience={self.patience} must be at least 0")
         if not self.clip > 0:
             raise ValueError(f"loop.clip={self.clip} must be above 0")
         if not 0 <= self.decay <= 1:
@@ -71,9 +82,104 @@ def checkpoint_path(folder: Path) -> Path:
     return folder / "state.pt"
 
 
+def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
+    """The mean of a tensor over all processes."""
+    return lambda value: accelerator.reduce(value.detach(), "mean")
+
+
 def _save(path: Path, state: Figures) -> None:
     with atomic(path) as scratch:
         torch.save(state, scratch)
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT (Ctrl-C) that came; a second one ends the process at once. In other threads than the main one,
+    where Python can not catch them, they do what they did."""
+    caught: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if caught:
+            raise SystemExit(128 + number)
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _State:
+    """What a checkpoint holds beside weights and moments. pending: whether the validation of this step is still to be
+    made; best: of the validations so far, by the figure that is to be high: its value, its step and the parameters;
+    since: validations after it."""
+
+    step: int = 0
+    seconds: float = 0.0
+    pending: bool = False
+    best: tuple[float, int, dict[str, Tensor]] | None = None
+    since: int = 0
+
+
+class _Checkpoint:
+    """`state.pt` of a run: trained parameters, optimizers, and where the run is."""
+
+    def __init__(
+        self, path: Path, owned: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer], world: int
+    ) -> None:
+        self.path, self.owned, self.optimizers, self.world = path, owned, optimizers, world
+
+    def read(self) -> tuple[_State, list[str]]:
+        """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
+        file that is damaged or of other parameters."""
+        if not self.path.exists():
+            return _State(), []
+        try:
+            kept = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
+            ) from error
+        if {n: p.shape for n, p in kept["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
+            raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
+        self.put(kept["parameters"])
+        for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        said = [
+            f"resumed with {name} {now}, begun with {kept['versions'][name]}: results may differ in rounding"
+            for name, now in _versions().items()
+            if kept["versions"][name] != now
+        ]
+        if kept["world"] != self.world:
+            said.append(
+                f"resumed in {self.world} processes, begun in {kept['world']}: each step reads the same rows, and "
+                "results differ in rounding alone"
+            )
+        return _State(**kept["state"]), said
+
+    @torch.no_grad()
+    def put(self, parameters: dict[str, Tensor]) -> None:
+        for name, saved in parameters.items():
+            self.owned[name].copy_(saved)
+
+    def taken(self) -> dict[str, Tensor]:
+        """A copy of the trained parameters, on the CPU."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.owned.items()}
+
+    def write(self, state: _State) -> None:
+        kept = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
+        kept |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
+        _save(self.path, {**kept, "step": state.step, "world": self.world, "versions": _versions()})
 
 
 def fit(
@@ -86,80 +192,144 @@ def fit(
     folder: Path,
     log: RunLog,
     headline: str,
+    best: bool = False,
 ) -> Figures:
     """Train `module`, whose forward takes a batch and returns (loss, figures); returns the last validation.
 
     Only parameters that require gradients are trained and saved. A `state.pt` in `folder` is resumed, and gives the
-    same weights as a run that was never interrupted. `headline` names the validation figure in the progress bar.
+    same weights as a run that was never interrupted. `headline` names the validation figure in the progress bar; with
+    `best` it is to be high, and the weights that had it highest are those the run ends with. SIGTERM and Ctrl-C save
+    and raise SystemExit.
     """
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
-    step, seconds = 0, 0.0
-    if (path := checkpoint_path(folder)).exists():
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{path} is damaged ({error}); delete it to start over, or choose another name="
-            ) from error
-        if {n: p.shape for n, p in state["parameters"].items()} != {n: p.shape for n, p in owned.items()}:
-            raise ValueError(f"{path} holds other parameters than this configuration trains; choose another name=")
-        with torch.no_grad():
-            for name, saved in state["parameters"].items():
-                owned[name].copy_(saved)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, seconds = state["step"], state["seconds"]
+    checkpoint = _Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
+    state, said = checkpoint.read()
     if accelerator.is_main_process:
-        log.rewind(step)
+        log.rewind(state.step)
+        for line in said:
+            print(line)
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape
-    module, *optimizers = accelerator.prepare(module, *optimizers)
+    module = accelerator.prepare(module)
     precision = autocast(accelerator.device, config)
 
-    figures: Figures = {}
-    bar = tqdm(total=config.steps, initial=step, desc="train", disable=not accelerator.is_main_process, mininterval=1.0)
-    while step < config.steps:
-        start = time.perf_counter()
-        factor = config.lr_factor(step)
-        for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
-                group["lr"] = peak * factor
-        batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
-        with precision:
-            loss, parts = module(batch)
-        accelerator.backward(loss)
-        norm = accelerator.clip_grad_norm_(owned.values(), config.clip)
-        if not math.isfinite(float(norm)):
-            raise FloatingPointError(
-                f"gradient norm {float(norm)} at step {step}: lower the learning rate, or train with loop.precision=no"
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        step += 1
-        seconds += time.perf_counter() - start
-        bar.update()
-        if step % config.log_every == 0 or step == config.steps:
-            record = {"loss": float(loss.detach()), **{k: v.tolist() for k, v in parts.items()}, "lr_factor": factor}
-            record |= {"grad_norm": float(norm), "seconds_per_step": seconds / step}
-            if accelerator.is_main_process:
-                log.write({"train": record}, step)
-            bar.set_postfix(loss=f"{record['loss']:.3f}", **({headline: figures[headline]} if figures else {}))
-        if step % config.validate_every == 0 or step == config.steps:
-            module.eval()
-            with torch.no_grad(), precision:
-                figures = validate()
-            module.train()
-            if accelerator.is_main_process:
-                log.write({"validation": figures}, step)
-        if (step % config.checkpoint_every == 0 or step == config.steps) and accelerator.is_main_process:
-            state = {"step": step, "seconds": seconds, "optimizers": [o.state_dict() for o in optimizers]}
-            state["parameters"] = {name: p.detach() for name, p in owned.items()}
-            _save(path, state)
-    bar.close()
-    if not figures:  # resumed a finished run
+    def checked() -> Figures:
         module.eval()
         with torch.no_grad(), precision:
-            figures = validate()
-    return {**figures, "seconds": seconds}
+            found = validate()
+        module.train()
+        return found
+
+    def due(every: int) -> bool:
+        return state.step % every == 0 or state.step == config.steps
+
+    figures: Figures = {}
+    show = tqdm(total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not _main(accelerator))
+    with _signals() as signals, show as bar:
+        while (state.step < config.steps and not _flat(state, config)) or state.pending:
+            if not state.pending:
+                start = time.perf_counter()
+                loss, parts, norm, tokens = _step(accelerator, module, optimizers, peaks, batches, config, state.step)
+                state.step += 1
+                took = time.perf_counter() - start
+                state.seconds += took
+                state.pending = due(config.validate_every)
+                bar.update()
+                if due(config.log_every):
+                    told = accelerator.reduce({"loss": loss, **parts}, "mean")
+                    record: Figures = {name: value.tolist() for name, value in told.items()}
+                    record |= {"lr_factor": config.lr_factor(state.step - 1), "grad_norm": norm}
+                    record["seconds_per_step"] = state.seconds / state.step
+                    if accelerator.is_main_process:
+                        log.write({"train": record}, state.step)
+                    shown = {headline: f"{figures[headline]:.3f}"} if figures else {}
+                    bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
+            stop = _any(accelerator, bool(signals))
+            if state.pending and not stop:
+                figures, state.pending = checked(), False
+                if best:
+                    state.since += 1
+                    if state.best is None or figures[headline] > state.best[0]:
+                        state.best, state.since = (figures[headline], state.step, checkpoint.taken()), 0
+                if accelerator.is_main_process:
+                    log.write({"validation": figures}, state.step)
+            if stop or due(config.checkpoint_every) or _flat(state, config):
+                if accelerator.is_main_process:
+                    checkpoint.write(state)
+                accelerator.wait_for_everyone()
+            if stop:
+                name = signal.Signals(signals[0]).name if signals else "a signal to another process"
+                if accelerator.is_main_process:
+                    message = f"stopped by {name} at step {state.step}: saved; the same command goes on from there"
+                    print(message, file=sys.stderr, flush=True)
+                raise SystemExit(128 + (signals[0] if signals else signal.SIGTERM))
+    last = state.best is None or state.best[1] == state.step
+    if state.best is not None and not last:
+        checkpoint.put(state.best[2])
+    if not figures or not last:  # a finished run that was resumed, or weights of an earlier step
+        figures = checked()
+    module.eval()
+    kept = state.step if state.best is None else state.best[1]
+    return {**figures, "seconds": state.seconds, "steps": state.step, "kept_step": kept}
+
+
+def _flat(state: _State, config: LoopConfig) -> bool:
+    return 0 < config.patience <= state.since
+
+
+def _main(accelerator: Accelerator) -> bool:
+    return bool(accelerator.is_main_process)
+
+
+def _any(accelerator: Accelerator, value: bool) -> bool:
+    """Whether it is so in any process."""
+    if accelerator.num_processes == 1:
+        return value
+    return bool(accelerator.reduce(torch.tensor(float(value), device=accelerator.device)) > 0)
+
+
+def _step(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    peaks: list[list[float]],
+    batches: Batches,
+    config: LoopConfig,
+    step: int,
+) -> tuple[Tensor, dict[str, Tensor], float, int]:
+    """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all."""
+    factor = config.lr_factor(step)
+    for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
+            group["lr"] = peak * factor
+    # Whatever a module draws at random follows from the step, so that no generator's state has to be saved.
+    torch.manual_seed((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index)
+    batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
+    pieces = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(value.chunk(config.accumulate) for value in batch.values()), strict=True)
+    ]
+    # A part of a step weighs what its share of the tokens that count is.
+    counts = torch.stack([piece["mask"].sum() for piece in pieces]).float()
+    counts = accelerator.reduce(counts, "sum")
+    weights = counts / counts.sum().clamp(min=1)
+    total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
+    for i, piece in enumerate(pieces):
+        with accelerator.no_sync(module) if i < len(pieces) - 1 else nullcontext():
+            with autocast(accelerator.device, config):
+                loss, parts = module(piece)
+            accelerator.backward(loss * weights[i])
+        total += loss.detach() * weights[i]
+        figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
+    owned = [p for p in module.parameters() if p.requires_grad]
+    norm = float(accelerator.clip_grad_norm_(owned, config.clip))
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"gradient norm {norm} at step {step}: lower the learning rate, or train with loop.precision=no"
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    read = sum(piece["tokens"].numel() for piece in pieces) * accelerator.num_processes
+    return total, figures, norm, read

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.drafters.base import Batch
+from selfspec.drafters.base import Batch, itself
 
 LOSSES = ("kl", "ce", "tv", "lk", "accept")
 _CHUNK = 128  # positions at a time, so that a chunk's logits stay in the processor's cache
@@ -121,10 +121,19 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
     return losses.view(tokens.shape)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of values [K, ...] over mask [K, ...] for each k; 0 where a mask is empty."""
+def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = itself) -> Tensor:
+    """Mean of values [K, ...] over mask [K, ...] for each k; 0 where a mask is empty. Counts are averaged over the
+    processes, so that the mean of this over all of them is the mean over the whole batch."""
     weights = mask.to(values.dtype)
-    return (values * weights).flatten(1).sum(1) / weights.flatten(1).sum(1).clamp(min=1)
+    counts = average(weights.flatten(1).sum(1))
+    return (values * weights).flatten(1).sum(1) / counts.where(counts > 0, torch.ones_like(counts))
+
+
+def random_rows(tokens: Tensor, count: int) -> Tensor:
+    """Random numbers [B, count] in [0, 1), a function of each row of tokens, int64 [B, S], alone: the same after an
+    interruption, and however a batch is divided."""
+    rows = [torch.rand(count, generator=torch.Generator().manual_seed(int(row))) for row in tokens.sum(1)]
+    return torch.stack(rows).to(tokens.device)
 
 
 def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -140,4 +149,4 @@ def heads_loss(loss: str, draft: Tensor, batch: Batch, decay: float) -> tuple[Te
         place = slice(2 + k, 2 + k + n)
         losses.append(distance(loss, guess, batch.logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
         counts.append(batch.mask[:, place])
-    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts)), decay)
+    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)
