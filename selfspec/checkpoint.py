@@ -77,7 +77,8 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _stored(getattr(tensor, name))
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor names its mesh, too
+            yield from _stored(part)
 
 
 def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ def load_target(
     device: str | None = None,
     revision: str | None = None,
     engine: str = "eager",
+    divide: Callable[[PreTrainedModel], None] | None = None,
     **loading: Any,
 ) -> tuple[Target, Tokenizer | None]:
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
     loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
-    in place). engine: eager, or compiled (see `selfspec.core.engine`). `loading` goes to transformers' from_pretrained:
-    device_map, quantization_config, attn_implementation and the like.
+    in place). engine: eager, or compiled (see `selfspec.core.engine`). divide: puts the model on its device, instead of
+    `device`, in parts (see `selfspec.training.shard`). `loading` goes to transformers' from_pretrained: device_map,
+    quantization_config, attn_implementation and the like.
 
     A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
     FileNotFoundError for a folder without a model.
@@ -90,7 +93,10 @@ def load_target(
         saved_dtype = model.get_output_embeddings().weight.dtype
         saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
         model.to(wanted)
-    if device is not None:
+    if divide is not None:
+        saved_hash = saved_hash or weights_hash(model, torch.bfloat16)
+        divide(model)
+    elif device is not None:
         model.to(device)
     if engine == "compiled" and isinstance(source, (str, Path)):
         _align(model)

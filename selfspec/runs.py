@@ -5,22 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoint import drafter_class
+from selfspec.checkpoint import drafter_class, load_drafter
 from selfspec.config import PretrainRun, TrainRun
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import DrafterConfig
-from selfspec.loading import load_target, load_tokenizer, resolve
+from selfspec.evaluation.plots import plot_training
+from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
-from selfspec.training.drafter import check_training, train_drafter
+from selfspec.training import shard
+from selfspec.training.distill import distill, written
+from selfspec.training.drafter import (
+    check_training,
+    divided,
+    texts_folder,
+    train_drafter,
+    warm_start,
+    writer_of,
+)
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
 
@@ -76,19 +89,54 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
     run = typed(TrainRun, config)
     plain = open_run(config, folder, checkpoint_path(folder))
     made: DrafterConfig = run.drafter
-    device = run.target.device or default_device()
-    if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
-        raise ValueError(f"data.path={config.data.path!r} is not a file")
-    target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision)
-    tokenizer = tokenizer_of(target, found)
-    data = build_data(config.data, tokenizer)
+    target, tokenizer, data = _opened(run, config)
     torch.manual_seed(run.loop.seed)
     kind = drafter_class(type(made).__module__.rsplit(".", 1)[-1])
     drafter = kind(target, made)  # type: ignore[arg-type]
+    if run.train.init_from is not None:
+        source = load_drafter(drafter_folder(run.train.init_from), target, tokenizer)
+        warm_start(drafter, source, run.train.init_from)
     check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
         texts = data.train(), data.validation()
-        return train_drafter(target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log)
+        settings = run.train, run.loop
+        figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
+        if is_main_process():
+            records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+            log.images(plot_training(records, folder))
+        return figures
+
+
+def run_distill(config: DictConfig, folder: Path) -> Figures:
+    """Only write the self-distillation data of a training; see `selfspec.training.distill`. Figures of what was written
+    in this call."""
+    run = typed(TrainRun, config)
+    own, loop = run.train.distill, run.loop
+    if not own.rows:
+        raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
+    target, tokenizer, data = _opened(run, config)
+    texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
+    given = target, *divided(data.train(), tokenizer), own, loop.seed, texts
+    state, told = PartialState(cpu=target.device.type == "cpu"), list[Stats]()
+    share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
+    distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
+    state.wait_for_everyone()
+    stream = distill(*given, quiet=True)
+    return {**written(told), "rows": own.rows, "kept": len(stream.tokens), "counted": int(stream.mask.sum())}
+
+
+def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
+    """A training's target, tokenizer and data."""
+    device = run.target.device or default_device()
+    if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
+        raise ValueError(f"data.path={config.data.path!r} is not a file")
+    divide = None
+    if shard.wanted():
+        PartialState(cpu=torch.device(device).type == "cpu")  # opens the processes' group
+        divide = partial(shard.divide, device=device)
+    target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
+    tokenizer = tokenizer_of(target, found)
+    return target, tokenizer, build_data(config.data, tokenizer)
 
 
 def run_pretrain(config: DictConfig, folder: Path) -> Figures:

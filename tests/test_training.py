@@ -18,8 +18,11 @@ from selfspec.drafters.parts.losses import distance, masked_mean
 from selfspec.loading import load_target
 from selfspec.log import atomic
 from selfspec.runs import run_training
+from selfspec.drafters.medusa import Medusa, MedusaConfig
+from selfspec.training import drafter as drafter_module
 from selfspec.training import loop as loop_module
 from selfspec.training.distill import DistillConfig, distill
+from selfspec.training.drafter import memory_line
 from selfspec.training.loop import LoopConfig
 
 SMALL = (
@@ -295,3 +298,77 @@ def stop_after(save: Any, path: Path, state: dict[str, Any], steps: int) -> None
     save(path, state)
     if state["step"] == steps:
         raise KeyboardInterrupt
+
+
+def test_a_step_in_parts_is_the_same_step(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    settings = ("loop.steps=4", "train.prompts=2", "train.distill.rows=8", "train.distill.prompt_tokens=8")
+    for parts in (1, 2):
+        asked = (*settings, "train.distill.new_tokens=40", f"loop.accumulate={parts}")
+        run_training(small("parts", tiny_folder, source_root, *asked), tmp_path / str(parts))
+    one, two = ([r["train"] for r in logged(tmp_path / str(parts), "train")] for parts in (1, 2))
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=2e-3)
+    # Exact where every row counts alike: parts weigh what their share of the counted tokens is.
+    for parts in (1, 2):
+        run_training(
+            small("whole", tiny_folder, source_root, "loop.steps=4", "train.prompts=2", f"loop.accumulate={parts}"),
+            tmp_path / f"whole{parts}",
+        )
+    one, two = ([r["train"] for r in logged(tmp_path / f"whole{parts}", "train")] for parts in (1, 2))
+    for a, b in zip(one, two, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["kl"] == pytest.approx(a["kl"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+
+
+def test_the_best_weights_are_kept_and_a_flat_run_ends(
+    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, told = drafter_module.calibrate, [1.5, 1.9, 1.7, 1.6, 1.8]
+    count = [0]
+
+    def fixed(*args: Any) -> Any:
+        figures = real(*args)
+        figures["tau"]["16"] = told[min(count[0] // 2, 4)]
+        count[0] += 1
+        return figures
+
+    monkeypatch.setattr(drafter_module, "calibrate", fixed)
+    settings = ("loop.steps=12", "loop.validate_every=2", "loop.patience=2", "train.prompts=2")
+    figures = run_training(small("best", tiny_folder, source_root, *settings), tmp_path / "a")
+    assert figures["steps"] == 8 and figures["kept_step"] == 4  # validations at 2, 4, 6 and 8
+    monkeypatch.undo()
+    run_training(small("best", tiny_folder, source_root, "loop.steps=4", *settings[1:2], "train.prompts=2"), tmp_path / "b")
+    target, tokenizer = load_target(tiny_folder)
+    best, short = (load_drafter(tmp_path / run / "drafter", target, tokenizer).trained() for run in "ab")
+    state = torch.load(tmp_path / "a" / "state.pt", weights_only=True)
+    for name, kept in best.items():
+        assert torch.equal(kept.cpu(), state["state"]["best"][2][name])
+    assert any(not torch.equal(best[name], p) for name, p in state["parameters"].items())
+    assert short.keys() == best.keys()
+    monkeypatch.setattr(drafter_module, "calibrate", fixed)
+    again = run_training(small("best", tiny_folder, source_root, *settings), tmp_path / "a")  # finished: nothing is run
+    assert again["kept_step"] == 4 and len(logged(tmp_path / "a", "train")) == 8
+
+
+def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    small_run = ("loop.steps=3", "train.prompts=2", "loop.validate_every=3")
+    first = run_training(small("first", tiny_folder, source_root, *small_run), tmp_path / "first")
+    more = run_training(
+        small("more", tiny_folder, source_root, *small_run, f"train.init_from={tmp_path / 'first'}"), tmp_path / "more"
+    )
+    assert logged(tmp_path / "more", "train")[0]["train"]["loss"] < logged(tmp_path / "first", "train")[0]["train"]["loss"]
+    assert more["loss"] < first["loss"]
+    with pytest.raises(ValueError, match="init_from=.* is a medusa drafter that does not fit this medusa"):
+        run_training(
+            small("odd", tiny_folder, source_root, "drafter.heads=2", f"train.init_from={tmp_path / 'first'}"),
+            tmp_path / "odd",
+        )
+
+
+def test_the_memory_of_a_run_is_told_before_it(tiny_folder: str) -> None:
+    target, _ = load_target(tiny_folder)
+    drafter = Medusa(target, MedusaConfig(heads=2, rank=4))
+    line = memory_line(target, drafter)
+    trained = sum(p.numel() for p in drafter.trained().values())
+    assert f"trains {trained / 1e6:.1f}M parameters" in line
+    assert f"{4 * 4 * trained / 2**20:.0f} MB, beside" in line

@@ -87,7 +87,7 @@ class Target:
         self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
-        self.saved_dtype = self.lm_head.weight.dtype
+        self.saved_dtype = self.dtype
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
@@ -109,14 +109,14 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return next(self.lm_head.parameters()).device  # not its `weight`, which a divided target would gather
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return next(self.lm_head.parameters()).dtype
 
     def _head_now(self) -> tuple[object, ...]:
-        weight = self.model.get_output_embeddings().weight
+        weight = next(self.model.get_output_embeddings().parameters())
         return weight.dtype, weight.device, list(weight.shape)
 
     def _structure(self) -> list[object]:

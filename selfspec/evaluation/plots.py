@@ -56,6 +56,34 @@ def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
     return drawn
 
 
+def plot_training(records: list[Figures], folder: Path) -> dict[str, Path]:
+    """Of a drafter's training log: its loss, and the acceptance length that its calibrated trees promise."""
+    validated = [r for r in records if "validation" in r]
+    if not validated:
+        return {}
+    trained = [r for r in records if "train" in r]
+    drawn = {"training_loss": _saved(folder / "training_loss.png", _training_loss, trained, validated)}
+    return {**drawn, "training_tau": _saved(folder / "training_tau.png", _training_tau, validated)}
+
+
+def _training_loss(axes: Axes, trained: list[Figures], validated: list[Figures]) -> None:
+    axes.plot([r["step"] for r in trained], [r["train"]["loss"] for r in trained], lw=0.8, label="training text")
+    steps = [r["step"] for r in validated]
+    axes.plot(steps, [r["validation"]["loss"] for r in validated], marker="o", label="held-out text")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+
+
+def _training_tau(axes: Axes, validated: list[Figures]) -> None:
+    steps = [r["step"] for r in validated]
+    for mode, style in (("greedy", "-"), ("sampled", "--")):
+        for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
+            values = [r["validation"][mode]["tau"][nodes] for r in validated]
+            axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
+    axes.set(xlabel="step", ylabel="promised acceptance length (tokens per pass)")
+    axes.legend(fontsize="small")
+
+
 def _limits(axes: Axes, figures: Figures) -> None:
     rows = figures["passes"]
     at = [row["nodes"] for row in rows]

@@ -18,11 +18,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from selfspec.checkpoint import target_hash
-from selfspec.core.generate import autoregressive
+from selfspec.core.generate import MAX_NODES, autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.windows import Stream, openings, packed, share_of_questions
+from selfspec.drafters.base import Drafter
 from selfspec.log import atomic
 
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
@@ -33,15 +35,20 @@ class DistillConfig:
     """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each
     begins with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of
     rows at temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train
-    on the same (by default inside the run)."""
+    on the same (by default inside the run); drafter: what drafts while the target writes, by name, with trees of
+    `nodes` nodes (None: plain decoding). It changes how long the writing takes, not the texts."""
 
     rows: int = 0
     prompt_tokens: int = 128
     new_tokens: int = 192
     sampled: float = 0.5
     folder: str | None = None
+    drafter: str | None = None
+    nodes: int = 8
 
     def __post_init__(self) -> None:
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"train.distill.nodes={self.nodes} must lie between 1 and {MAX_NODES}")
         if self.rows < 0:
             raise ValueError(f"train.distill.rows={self.rows} must be at least 0")
         for name in ("prompt_tokens", "new_tokens"):
@@ -60,6 +67,8 @@ def distill(
     folder: Path,
     quiet: bool = False,
     share: tuple[int, int] = (0, 1),
+    drafter: Drafter | None = None,
+    told: list[Stats] | None = None,
 ) -> Stream:
     """Texts of the target's own as one stream of rows, each of prompt_tokens + new_tokens tokens.
 
@@ -67,7 +76,8 @@ def distill(
     the proportion of `share_of_questions`. A continued stretch fills a row; conversations lie side by side in one. What
     is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an interrupted call
     goes on where it stopped. share: this process's number and how many there are, of which each writes chunks of its
-    own; what is returned are those alone. Raises ValueError where the data are shorter than one prompt.
+    own; what is returned are those alone. drafter: drafts while the target writes. told: gets what each call of the
+    target took. Raises ValueError where the data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
     asked = [question for talk in talks for question in openings(talk)]
@@ -86,19 +96,20 @@ def distill(
     text = hashlib.sha256()
     for read in (stream, *talks):
         text.update(read.tokens.numpy().tobytes() + read.mask.numpy().tobytes())
-    written = {name: value for name, value in asdict(config).items() if name != "folder"}
-    settings = {"settings": f"{written} seed={seed} target={target_hash(target)} text={text.hexdigest()}"}
+    kept = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
+    settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={text.hexdigest()}"}
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
-    parts = []
-    chunks = range(0, config.rows, _CHUNK)[share[0] :: share[1]]
-    for first in tqdm(chunks, desc="self-distillation", disable=quiet):
+    parts, told = [], [] if told is None else told
+    bar = tqdm(range(0, config.rows, _CHUNK)[share[0] :: share[1]], desc="self-distillation", disable=quiet)
+    for first in bar:
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:
-            part = _write(target, stream, fitting, config, seed, first)
+            part = _write(target, stream, fitting, config, seed, first, drafter, told)
             with atomic(path) as scratch:
                 save_file(part, scratch, settings)
+            bar.set_postfix(written(told))
         parts.append(part)
     rows = [
         Stream(tokens[:used].long(), mask[:used], 0)
@@ -106,6 +117,12 @@ def distill(
         for tokens, mask, used in zip(part["tokens"], part["mask"], part["used"].tolist(), strict=True)
     ]
     return packed(rows, length, min(end_tokens(target), default=0))
+
+
+def written(told: list[Stats]) -> dict[str, str]:
+    """Tokens that were written, their rate, and tokens per pass."""
+    tokens, seconds, passes = (sum(getattr(s, name) for s in told) for name in ("tokens", "seconds", "passes"))
+    return {"tokens": f"{tokens}", "rate": f"{tokens / max(seconds, 1e-9):.0f}/s", "tau": f"{tokens / max(passes, 1):.2f}"}
 
 
 def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
@@ -121,9 +138,17 @@ def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
 
 
 def _write(
-    target: Target, stream: Stream, asked: list[Stream], config: DistillConfig, seed: int, first: int
+    target: Target,
+    stream: Stream,
+    asked: list[Stream],
+    config: DistillConfig,
+    seed: int,
+    first: int,
+    drafter: Drafter | None,
+    told: list[Stats],
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds."""
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is added
+    to `told`."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens
@@ -138,7 +163,12 @@ def _write(
             continue
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
         given = [prompts[row].tokens.tolist() for row in part]
-        for row, new in zip(part, autoregressive(target, given, options).token_ids, strict=True):
+        if drafter is None:
+            result = autoregressive(target, given, options)
+        else:
+            result = speculative(target, given, options, drafter, config.nodes)
+        told.append(result.stats)
+        for row, new in zip(part, result.token_ids, strict=True):
             start = len(prompts[row].tokens)
             end = min(start + len(new), length)
             tokens[row, :start], mask[row, :start] = prompts[row].tokens.int(), prompts[row].mask

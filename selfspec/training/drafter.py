@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -21,7 +22,9 @@ from selfspec.data.prompts import sample_prompts
 from selfspec.data.windows import Stream, Windows, consecutive, tokenize
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.views import Tail
+from selfspec.loading import find_drafter
 from selfspec.log import Figures, RunLog
+from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig, autocast, average, fit
@@ -31,7 +34,8 @@ from selfspec.training.loop import LoopConfig, autocast, average, fit
 class DrafterTraining:
     """length: tokens per row of the data; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of
     validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that drafters are calibrated
-    on; distill: self-distillation data to train on instead of the data's own text."""
+    on; distill: self-distillation data to train on instead of the data's own text; init_from: a drafter of the same
+    configuration (an embedded name, a run folder or a hub id) whose weights training begins with."""
 
     length: int = 512
     lr: float = 1e-3
@@ -41,6 +45,7 @@ class DrafterTraining:
     prompt_tokens: int = 64
     new_tokens: int = 128
     distill: DistillConfig = field(default_factory=DistillConfig)
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("length", "validation_rows", "prompts", "new_tokens"):
@@ -94,10 +99,20 @@ def train_drafter(
     accelerator = Accelerator(cpu=target.device.type == "cpu")
     rank, world = accelerator.process_index, accelerator.num_processes
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
+    agree(accelerator, {"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop})
+    if world > 1 and target.device.type == "cpu" and accelerator.is_main_process:
+        print(f"{world} processes train on the CPU, over gloo")
+    # Processes among which a target is divided have to run the same passes: each does all of it.
+    part, parts = (0, 1) if shard.wanted() else (rank, world)
     if world > 1 and not trained:
         raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
-    texts = _texts_folder(config, folder)
+    texts, writer = texts_folder(config, folder), writer_of(config, target, tokenizer)
     stream, held_out = tokenize(train, tokenizer), tokenize(validation, tokenizer)
+    if not stream.mask.any():
+        raise ValueError(
+            f"none of the {len(stream.tokens)} training tokens counts in the loss; conversations need turns of the "
+            "assistant, whose words alone count"
+        )
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, rank, world)
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
@@ -108,22 +123,22 @@ def train_drafter(
     samples = {
         mode: write_samples(
             target,
-            prompts[rank::world],
+            prompts[part::parts],
             config.new_tokens,
             temperature,
-            range(loop.seed + rank, loop.seed + len(prompts), world),
+            range(loop.seed + part, loop.seed + len(prompts), parts),
             drafter.reads,
         )
         for mode, temperature in TEMPERATURES.items()
     }
     if config.distill.rows and trained:
-        texts_only = tokenize([d for d in train if not d.conversation], tokenizer)
-        talks = [tokenize([d], tokenizer) for d in train if d.conversation]
-        stream, windows = _distilled(accelerator, target, texts_only, talks, config, loop, texts)
+        stream, windows = _distilled(accelerator, target, tokenizer, train, config, loop, texts, writer)
     _fill_vocabulary(drafter, stream, target.vocab_size)
     module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
 
     def total(counts: Tensor) -> Tensor:
+        if parts == 1:
+            return counts
         summed: Tensor = accelerator.reduce(counts.to(target.device), "sum")
         return summed.cpu()
 
@@ -132,7 +147,7 @@ def train_drafter(
         if module is None:
             return figures
         losses = torch.zeros(len(rows))
-        for i in range(rank, len(rows), world):
+        for i in range(part, len(rows), parts):
             row = {"tokens": rows[i : i + 1].to(target.device), "mask": masks[i : i + 1].to(target.device)}
             losses[i] = module(row)[0]
         tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
@@ -141,6 +156,8 @@ def train_drafter(
     training = None
     if trained:
         assert module is not None
+        if accelerator.is_main_process:
+            print(memory_line(target, drafter, world if shard.wanted() else 1))
         optimizer = torch.optim.AdamW(
             drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
@@ -160,13 +177,67 @@ def train_drafter(
     summary = {**figures, "target_hash": before, "peak_memory_mb": _peak_memory_mb(target.device)}
     if accelerator.is_main_process:
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
-        load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
         log.write({"summary": summary})
     accelerator.wait_for_everyone()
+    load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
     return summary
 
 
-def _texts_folder(config: DrafterTraining, folder: Path) -> Path:
+def memory_line(target: Target, drafter: Drafter, parts: int = 1) -> str:
+    """What is trained and the memory that weights take in each process, the target divided into `parts`; activations
+    come to it. Weights on the meta device do as well."""
+    frozen = list({id(p): p for p in target.model.parameters()}.values())
+    trained = list(drafter.trained().values())
+    kept = sum(p.numel() * p.element_size() for p in frozen) / parts
+    moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
+    return (
+        f"trains {sum(p.numel() for p in trained) / 1e6:.1f}M parameters, with gradients and moments "
+        f"{moved / 2**20:.0f} MB, beside a target of {sum(p.numel() for p in frozen) / 1e6:.1f}M, {kept / 2**20:.0f} MB "
+        "in each process"
+    )
+
+
+def divided(train: list[Document], tokenizer: Tokenizer) -> tuple[Stream, list[Stream]]:
+    """What `distill` takes: texts as one stream, and every conversation as one of its own."""
+    texts = tokenize([d for d in train if not d.conversation], tokenizer)
+    return texts, [tokenize([d], tokenizer) for d in train if d.conversation]
+
+
+@torch.no_grad()
+def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
+    """Give a drafter the trained weights of another; optimizer and data begin anew. Raises ValueError, with `name`,
+    where they are not of the same kind and shapes."""
+    own, given = drafter.trained(), source.trained()
+    shapes = [{key: list(p.shape) for key, p in found.items()} for found in (own, given)]
+    if drafter.kind != source.kind or shapes[0] != shapes[1]:
+        odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
+        raise ValueError(
+            f"train.init_from={name!r} is a {source.kind} drafter that does not fit this {drafter.kind} drafter"
+            + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
+            + "; give one of the same configuration"
+        )
+    for key, p in own.items():
+        p.copy_(given[key])
+
+
+def agree(accelerator: Accelerator, settings: dict[str, object]) -> None:
+    """Raises ValueError, in every process, where they were started with different settings."""
+    for name in settings:
+        found = gather_object([repr(settings[name])])
+        if odd := [i for i, value in enumerate(found) if value != found[0]]:
+            raise ValueError(
+                f"process {odd[0]} was started with another {name} than process 0: {found[odd[0]]} instead of "
+                f"{found[0]}; start all with the same command"
+            )
+
+
+def writer_of(config: DrafterTraining, target: Target, tokenizer: Tokenizer) -> Drafter | None:
+    """What drafts while the target writes its own texts."""
+    name = config.distill.drafter
+    return None if name is None else find_drafter(name, target, tokenizer).eval()
+
+
+def texts_folder(config: DrafterTraining, folder: Path) -> Path:
     texts = Path(config.distill.folder or folder / "distill")
     if config.distill.rows:
         try:
@@ -179,16 +250,17 @@ def _texts_folder(config: DrafterTraining, folder: Path) -> Path:
 def _distilled(
     accelerator: Accelerator,
     target: Target,
-    stream: Stream,
-    talks: list[Stream],
+    tokenizer: Tokenizer,
+    train: list[Document],
     config: DrafterTraining,
     loop: LoopConfig,
     texts: Path,
+    writer: Drafter | None,
 ) -> tuple[Stream, Windows]:
     """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
     rank, world = accelerator.process_index, accelerator.num_processes
-    given = target, stream, talks, config.distill, loop.seed, texts
-    distill(*given, quiet=rank > 0, share=(rank, world))
+    given = target, *divided(train, tokenizer), config.distill, loop.seed, texts
+    distill(*given, quiet=rank > 0, share=(0, 1) if shard.wanted() else (rank, world), drafter=writer)
     accelerator.wait_for_everyone()  # what the others wrote is then read
     stream = distill(*given, quiet=True)
     length = config.distill.prompt_tokens + config.distill.new_tokens

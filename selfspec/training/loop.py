@@ -9,19 +9,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
 from selfspec.log import Figures, RunLog, atomic
+from selfspec.training import shard
 
+_TIMED = 10  # steps after which the end of a run is told
 Batches = Callable[[int], dict[str, Tensor]]
 
 
@@ -96,26 +100,35 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
 
 
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT (Ctrl-C) that came; a second one ends the process at once. In other threads than the main one,
-    where Python can not catch them, they do what they did."""
-    caught: list[int] = []
+class _Interrupted(BaseException):
+    """A signal came while nothing would be left half done."""
 
-    def note(number: int, frame: object) -> None:
-        if caught:
-            raise SystemExit(128 + number)
-        caught.append(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
+class _Signals:
+    """SIGTERM and SIGINT (Ctrl-C) that came while this context was open; `caught` holds them. A second one ends the
+    process at once. With `at_once` they raise _Interrupted. In other threads than the main one, where Python can not
+    catch signals, they do what they did."""
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        self.at_once = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.caught:
+            raise SystemExit(128 + number)
+        self.caught.append(number)
+        if self.at_once:
+            raise _Interrupted
 
 
 @dataclass
@@ -129,6 +142,13 @@ class _State:
     pending: bool = False
     best: tuple[float, int, dict[str, Tensor]] | None = None
     since: int = 0
+
+
+    def judge(self, value: float, checkpoint: _Checkpoint) -> None:
+        """A validation's figure: the weights are kept where it is the highest so far."""
+        self.since += 1
+        if self.best is None or value > self.best[0]:
+            self.best, self.since = (value, self.step, checkpoint.taken()), 0
 
 
 class _Checkpoint:
@@ -150,6 +170,8 @@ class _Checkpoint:
             raise ValueError(
                 f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
             ) from error
+        if "state" not in kept:
+            raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
         if {n: p.shape for n, p in kept["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
             raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
         self.put(kept["parameters"])
@@ -211,22 +233,28 @@ def fit(
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape
-    module = accelerator.prepare(module)
+    # FSDP of accelerate's own would wrap modules; a target is divided when it is loaded (see `shard`).
+    module = shard.replicated(module) if shard.wanted() else accelerator.prepare(module)
     precision = autocast(accelerator.device, config)
 
     def checked() -> Figures:
         module.eval()
-        with torch.no_grad(), precision:
-            found = validate()
-        module.train()
-        return found
+        # Several processes wait for each other inside a validation, so that it has to be finished.
+        signals.at_once = accelerator.num_processes == 1
+        try:
+            with torch.no_grad(), precision:
+                return validate()
+        finally:
+            signals.at_once = False
+            module.train()
 
     def due(every: int) -> bool:
         return state.step % every == 0 or state.step == config.steps
 
-    figures: Figures = {}
+    figures, signals = dict[str, Any](), _Signals()
+    first, spent, begun = state.step, state.seconds, 0
     show = tqdm(total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not _main(accelerator))
-    with _signals() as signals, show as bar:
+    with signals, show as bar:
         while (state.step < config.steps and not _flat(state, config)) or state.pending:
             if not state.pending:
                 start = time.perf_counter()
@@ -236,6 +264,12 @@ def fit(
                 state.seconds += took
                 state.pending = due(config.validate_every)
                 bar.update()
+                begun += tokens
+                if state.step - first == _TIMED and accelerator.is_main_process:
+                    left = (config.steps - state.step) * (state.seconds - spent) / _TIMED
+                    at = time.strftime("%H:%M", time.localtime(time.time() + left))
+                    rate = begun / (state.seconds - spent)
+                    bar.write(f"{rate:.0f} tokens/s over {_TIMED} steps: without validation, it ends at {at}")
                 if due(config.log_every):
                     told = accelerator.reduce({"loss": loss, **parts}, "mean")
                     record: Figures = {name: value.tolist() for name, value in told.items()}
@@ -245,25 +279,27 @@ def fit(
                         log.write({"train": record}, state.step)
                     shown = {headline: f"{figures[headline]:.3f}"} if figures else {}
                     bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
-            stop = _any(accelerator, bool(signals))
+            stop = _any(accelerator, bool(signals.caught))
             if state.pending and not stop:
-                figures, state.pending = checked(), False
-                if best:
-                    state.since += 1
-                    if state.best is None or figures[headline] > state.best[0]:
-                        state.best, state.since = (figures[headline], state.step, checkpoint.taken()), 0
-                if accelerator.is_main_process:
-                    log.write({"validation": figures}, state.step)
+                try:
+                    figures, state.pending = checked(), False
+                except _Interrupted:
+                    stop = True
+                else:
+                    if best:
+                        state.judge(figures[headline], checkpoint)
+                    if accelerator.is_main_process:
+                        log.write({"validation": figures}, state.step)
             if stop or due(config.checkpoint_every) or _flat(state, config):
                 if accelerator.is_main_process:
                     checkpoint.write(state)
                 accelerator.wait_for_everyone()
             if stop:
-                name = signal.Signals(signals[0]).name if signals else "a signal to another process"
+                number = signal.Signals(signals.caught[0] if signals.caught else signal.SIGTERM)
                 if accelerator.is_main_process:
-                    message = f"stopped by {name} at step {state.step}: saved; the same command goes on from there"
-                    print(message, file=sys.stderr, flush=True)
-                raise SystemExit(128 + (signals[0] if signals else signal.SIGTERM))
+                    said_last = f"stopped by {number.name} at step {state.step}: saved; the same command goes on from there"
+                    print(said_last, file=sys.stderr, flush=True)
+                raise SystemExit(128 + number)
     last = state.best is None or state.best[1] == state.step
     if state.best is not None and not last:
         checkpoint.put(state.best[2])
@@ -316,14 +352,15 @@ def _step(
     weights = counts / counts.sum().clamp(min=1)
     total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
     for i, piece in enumerate(pieces):
-        with accelerator.no_sync(module) if i < len(pieces) - 1 else nullcontext():
+        waits = i < len(pieces) - 1 and isinstance(module, DistributedDataParallel)
+        with module.no_sync() if waits else nullcontext():
             with autocast(accelerator.device, config):
                 loss, parts = module(piece)
             accelerator.backward(loss * weights[i])
         total += loss.detach() * weights[i]
         figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
     owned = [p for p in module.parameters() if p.requires_grad]
-    norm = float(accelerator.clip_grad_norm_(owned, config.clip))
+    norm = float(nn.utils.clip_grad_norm_(owned, config.clip))
     if not math.isfinite(norm):
         raise FloatingPointError(
             f"gradient norm {norm} at step {step}: lower the learning rate, or train with loop.precision=no"

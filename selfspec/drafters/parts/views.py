@@ -95,16 +95,20 @@ class Tail(Adapted):
         inner = Target(model, frozen=False, tuples=target.tuples, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
-            parameters = dict(block.named_parameters())
-            odd = [n for n, p in parameters.items() if type(p) is not nn.Parameter or not p.is_floating_point()]
+            owners = {
+                f"{path}.{name}": (module, name)
+                for path, module in block.named_modules()
+                for name, _ in module.named_parameters(recurse=False)
+            }
+            whole = {path: getattr(*owner) for path, owner in owners.items()}  # gathered, where a target is divided
+            odd = [n for n, p in whole.items() if type(p) not in (Tensor, nn.Parameter) or not p.is_floating_point()]
             if odd:
                 raise ValueError(
                     f"the target's last layer holds quantized weights ({odd[0]}), which can not be trained in full: "
                     "take drafter.train=lora, or drafter.prefix=false for sequential heads"
                 )
-            for module in block.modules():
-                for name, parameter in module.named_parameters(recurse=False):
-                    setattr(module, name, nn.Parameter(parameter.detach().to(dtype, copy=True)))
+            for path, (module, name) in owners.items():
+                setattr(module, name, nn.Parameter(whole[path].detach().to(dtype, copy=True)))
         elif rank > 0:
             inject(model, rank, list(linear_maps(model, head)), adapter, dtype)
         self.adapters = {adapter: model} if rank > 0 and not full else {}

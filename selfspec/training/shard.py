@@ -1,0 +1,71 @@
+"""A frozen target divided over processes: each keeps its part of every matrix and gathers a whole one where it is used.
+
+The parts are DTensors, cut along their first dimension as FSDP2 cuts them. FSDP2 gathers in hooks of the modules it was
+given; a drafter's structural views are modules of their own, with the target's tensors. So here the attribute gathers
+(SimpleFSDP, arXiv 2411.00284), whoever reads it. Every process has to read the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def wanted() -> bool:
+    """Whether `accelerate launch` was given a configuration of FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def divide(model: nn.Module, device: str) -> None:
+    """Keep on this process's device its part of every parameter of two dimensions or more, and all others whole.
+
+    The processes' group must be open. Gradients do not reach the parameters: the model is frozen.
+    """
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the original beside it, so that no other has its id
+    for module in list(model.modules()):
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, p in parameters.items():
+            if id(p) not in made:
+                made[id(p)] = p, nn.Parameter(_part(p.detach(), mesh, device), requires_grad=False)
+            module._parameters[name] = made[id(p)][1]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+        if cut := tuple(name for name, p in parameters.items() if p.ndim > 1):
+            module.__class__ = _gathering(type(module), cut)
+
+
+def replicated(module: nn.Module) -> DistributedDataParallel:
+    """A module whose trained parameters are whole in every process, beside views of a divided target."""
+    cut = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, cut)
+    return DistributedDataParallel(module)
+
+
+def _part(p: Tensor, mesh: DeviceMesh, device: str) -> Tensor:
+    if p.ndim < 2:
+        return p.to(device, copy=True)
+    cut = distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)
+    own = cut.to_local().clone()  # of a storage that holds no more than this
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+
+
+@lru_cache(maxsize=None)
+def _gathering(kind: type, names: tuple[str, ...]) -> type:
+    """A module class whose parameters of these names are whole tensors when they are read."""
+    members: dict[str, Any] = {name: property(partial(_whole, name=name)) for name in names}
+    return type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+
+
+def _whole(module: nn.Module, name: str) -> Tensor:
+    p = module._parameters[name]
+    assert p is not None
+    return p.full_tensor() if isinstance(p, DTensor) else p
