@@ -26,14 +26,7 @@ from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolv
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
 from selfspec.training.distill import distill, written
-from selfspec.training.drafter import (
-    check_training,
-    divided,
-    texts_folder,
-    train_drafter,
-    warm_start,
-    writer_of,
-)
+from selfspec.training.drafter import check_training, divided, texts_folder, train_drafter, warm_start, writer_of
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
 

@@ -153,7 +153,10 @@ def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> No
     if not isinstance(drafter, Hybrid):
         for mode in TEMPERATURES:
             calibrate(
-                target, drafter, mode, write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], range(9), drafter.reads)
+                target,
+                drafter,
+                mode,
+                write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], range(9), drafter.reads),
             )
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)

@@ -14,11 +14,11 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.data.windows import Stream, Windows, consecutive
+from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import distance, masked_mean
 from selfspec.loading import load_target
 from selfspec.log import atomic
 from selfspec.runs import run_training
-from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.training import drafter as drafter_module
 from selfspec.training import loop as loop_module
 from selfspec.training.distill import DistillConfig, distill
@@ -335,9 +335,12 @@ def test_the_best_weights_are_kept_and_a_flat_run_ends(
     monkeypatch.setattr(drafter_module, "calibrate", fixed)
     settings = ("loop.steps=12", "loop.validate_every=2", "loop.patience=2", "train.prompts=2")
     figures = run_training(small("best", tiny_folder, source_root, *settings), tmp_path / "a")
-    assert figures["steps"] == 8 and figures["kept_step"] == 4  # validations at 2, 4, 6 and 8
+    assert figures["steps"] == 8
+    assert figures["kept_step"] == 4
     monkeypatch.undo()
-    run_training(small("best", tiny_folder, source_root, "loop.steps=4", *settings[1:2], "train.prompts=2"), tmp_path / "b")
+    run_training(
+        small("best", tiny_folder, source_root, "loop.steps=4", *settings[1:2], "train.prompts=2"), tmp_path / "b"
+    )
     target, tokenizer = load_target(tiny_folder)
     best, short = (load_drafter(tmp_path / run / "drafter", target, tokenizer).trained() for run in "ab")
     state = torch.load(tmp_path / "a" / "state.pt", weights_only=True)
@@ -347,7 +350,8 @@ def test_the_best_weights_are_kept_and_a_flat_run_ends(
     assert short.keys() == best.keys()
     monkeypatch.setattr(drafter_module, "calibrate", fixed)
     again = run_training(small("best", tiny_folder, source_root, *settings), tmp_path / "a")  # finished: nothing is run
-    assert again["kept_step"] == 4 and len(logged(tmp_path / "a", "train")) == 8
+    assert again["kept_step"] == 4
+    assert len(logged(tmp_path / "a", "train")) == 8
 
 
 def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
@@ -356,9 +360,11 @@ def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_ro
     more = run_training(
         small("more", tiny_folder, source_root, *small_run, f"train.init_from={tmp_path / 'first'}"), tmp_path / "more"
     )
-    assert logged(tmp_path / "more", "train")[0]["train"]["loss"] < logged(tmp_path / "first", "train")[0]["train"]["loss"]
+    assert (
+        logged(tmp_path / "more", "train")[0]["train"]["loss"] < logged(tmp_path / "first", "train")[0]["train"]["loss"]
+    )
     assert more["loss"] < first["loss"]
-    with pytest.raises(ValueError, match="init_from=.* is a medusa drafter that does not fit this medusa"):
+    with pytest.raises(ValueError, match=r"init_from=.* is a medusa drafter that does not fit this medusa"):
         run_training(
             small("odd", tiny_folder, source_root, "drafter.heads=2", f"train.init_from={tmp_path / 'first'}"),
             tmp_path / "odd",

@@ -46,8 +46,8 @@ class DrafterConfig:
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text; average: the mean of
-    a tensor over all processes that train on parts of the same batch."""
+    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text; average: the mean
+    of a tensor over all processes that train on parts of the same batch."""
 
     tokens: Tensor
     mask: Tensor

@@ -39,7 +39,7 @@ from selfspec.drafters.base import (
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
-from selfspec.drafters.parts.losses import LOSSES, heads_loss
+from selfspec.drafters.parts.losses import LOSSES, heads_loss, random_rows
 from selfspec.drafters.parts.views import SharedHeads
 
 _SHORTLIST = 128  # tokens per depth that conditional scores are computed for

@@ -38,11 +38,7 @@ class Figures(TypedDict, total=False):
 
 
 def calibrate(
-    target: Target,
-    drafter: Drafter,
-    mode: str,
-    samples: Sequence[Sample],
-    total: Callable[[Tensor], Tensor] = itself,
+    target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample], total: Callable[[Tensor], Tensor] = itself
 ) -> Figures:
     """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode.
     total: the sum of a tensor over all processes, each of which measures samples of its own (trained drafters only)."""

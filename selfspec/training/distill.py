@@ -122,7 +122,11 @@ def distill(
 def written(told: list[Stats]) -> dict[str, str]:
     """Tokens that were written, their rate, and tokens per pass."""
     tokens, seconds, passes = (sum(getattr(s, name) for s in told) for name in ("tokens", "seconds", "passes"))
-    return {"tokens": f"{tokens}", "rate": f"{tokens / max(seconds, 1e-9):.0f}/s", "tau": f"{tokens / max(passes, 1):.2f}"}
+    return {
+        "tokens": f"{tokens}",
+        "rate": f"{tokens / max(seconds, 1e-9):.0f}/s",
+        "tau": f"{tokens / max(passes, 1):.2f}",
+    }
 
 
 def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
@@ -147,8 +151,8 @@ def _write(
     drafter: Drafter | None,
     told: list[Stats],
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is added
-    to `told`."""
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is
+    added to `told`."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens

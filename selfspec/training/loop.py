@@ -31,9 +31,9 @@ Batches = Callable[[int], dict[str, Tensor]]
 
 @dataclass
 class LoopConfig:
-    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs its
-    rows of a step in, one after another, so that memory holds one part; decay: the last part of the steps, over which
-    the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
+    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
+    its rows of a step in, one after another, so that memory holds one part; decay: the last part of the steps, over
+    which the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
     (autocast); the three `_every` count steps; patience: so many validations in a row without a better one end the
     run, 0 for never."""
 
@@ -142,7 +142,6 @@ class _State:
     pending: bool = False
     best: tuple[float, int, dict[str, Tensor]] | None = None
     since: int = 0
-
 
     def judge(self, value: float, checkpoint: _Checkpoint) -> None:
         """A validation's figure: the weights are kept where it is the highest so far."""
@@ -297,7 +296,9 @@ def fit(
             if stop:
                 number = signal.Signals(signals.caught[0] if signals.caught else signal.SIGTERM)
                 if accelerator.is_main_process:
-                    said_last = f"stopped by {number.name} at step {state.step}: saved; the same command goes on from there"
+                    said_last = (
+                        f"stopped by {number.name} at step {state.step}: saved; the same command goes on from there"
+                    )
                     print(said_last, file=sys.stderr, flush=True)
                 raise SystemExit(128 + number)
     last = state.best is None or state.best[1] == state.step
@@ -352,8 +353,9 @@ def _step(
     weights = counts / counts.sum().clamp(min=1)
     total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
     for i, piece in enumerate(pieces):
-        waits = i < len(pieces) - 1 and isinstance(module, DistributedDataParallel)
-        with module.no_sync() if waits else nullcontext():
+        last = i == len(pieces) - 1
+        alone = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+        with alone:
             with autocast(accelerator.device, config):
                 loss, parts = module(piece)
             accelerator.backward(loss * weights[i])

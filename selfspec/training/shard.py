@@ -8,7 +8,7 @@ given; a drafter's structural views are modules of their own, with the target's 
 from __future__ import annotations
 
 import os
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def divide(model: nn.Module, device: str) -> None:
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
         if cut := tuple(name for name, p in parameters.items() if p.ndim > 1):
-            module.__class__ = _gathering(type(module), cut)
+            module.__class__ = _gathering(type(module), cut)  # type: ignore[arg-type]
 
 
 def replicated(module: nn.Module) -> DistributedDataParallel:
@@ -58,7 +58,7 @@ def _part(p: Tensor, mesh: DeviceMesh, device: str) -> Tensor:
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _gathering(kind: type, names: tuple[str, ...]) -> type:
     """A module class whose parameters of these names are whole tensors when they are read."""
     members: dict[str, Any] = {name: property(partial(_whole, name=name)) for name in names}
