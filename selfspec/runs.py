@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import PartialState
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
@@ -110,7 +109,7 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     target, tokenizer, data = _opened(run, config)
     texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
     given = target, *divided(data.train(), tokenizer), own, loop.seed, texts
-    state, told = PartialState(cpu=target.device.type == "cpu"), list[Stats]()
+    state, told = shard.group(str(target.device)), list[Stats]()
     share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
     distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
     state.wait_for_everyone()
@@ -125,7 +124,7 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
         raise ValueError(f"data.path={config.data.path!r} is not a file")
     divide = None
     if shard.wanted():
-        PartialState(cpu=torch.device(device).type == "cpu")  # opens the processes' group
+        shard.group(device)
         divide = partial(shard.divide, device=device)
     target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
     tokenizer = tokenizer_of(target, found)

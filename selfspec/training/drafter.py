@@ -192,8 +192,8 @@ def memory_line(target: Target, drafter: Drafter, parts: int = 1) -> str:
     moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
     counts = [sum(p.numel() for p in found) / 1e6 for found in (trained, frozen)]
     return (
-        f"trains {counts[0]:.1f}M parameters, with gradients and moments {moved / 2**20:.0f} MB, beside a target of "
-        f"{counts[1]:.1f}M, {kept / 2**20:.0f} MB in each process"
+        f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
+        f"{counts[1]:.2f}M, {kept / 2**20:.1f} MB in each process"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -22,6 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 def wanted() -> bool:
     """Whether `accelerate launch` was given a configuration of FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def group(device: str) -> PartialState:
+    """The processes of this run; the first call opens their group."""
+    return PartialState(cpu=torch.device(device).type == "cpu")
 
 
 def divide(model: nn.Module, device: str) -> None:
