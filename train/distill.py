@@ -23,7 +23,7 @@ def main(config: DictConfig) -> None:
         if is_main_process():
             print(
                 f"wrote {figures['tokens']} tokens at {figures['rate']}, {figures['tau']} per pass; {figures['rows']} "
-                f"rows are there, {figures['counted']} tokens of them written by the target\n"
+                f"rows are there, {figures['counted']} tokens of them count in the loss\n"
                 f"train on them: train.distill.folder={config.train.distill.folder or folder / 'distill'}"
             )
 
