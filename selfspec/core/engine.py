@@ -69,6 +69,8 @@ class Engine:
         made: Any
         made, how = _read(path), "read"
         if made is None:
+            from torch._dynamo.exc import RestartAnalysis  # slow to import
+
             how = "compiled"
             try:
                 compiling: Any = torch.compile(
@@ -78,7 +80,10 @@ class Engine:
                     dynamic=False,
                     options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **_options(str(self.backend))},
                 )
-                made = compiling.aot_compile((args, {}))
+                try:
+                    made = compiling.aot_compile((args, {}))
+                except RestartAnalysis:  # torch.compile itself begins again then; aot_compile leaves it to its caller
+                    made = compiling.aot_compile((args, {}))
                 made.disable_guard_check()
             except Exception as error:  # torch raises many kinds, and the function itself is still right
                 made, how = function, "not compiled"
