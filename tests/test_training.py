@@ -16,9 +16,9 @@ from selfspec.core.sampling import Sampling
 from selfspec.data.windows import Stream, Windows, consecutive
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import distance, masked_mean
-from selfspec.loading import load_target
+from selfspec.loading import find_drafter, load_target
 from selfspec.log import atomic
-from selfspec.runs import run_training
+from selfspec.runs import run_distill, run_training
 from selfspec.training import drafter as drafter_module
 from selfspec.training import loop as loop_module
 from selfspec.training.distill import DistillConfig, distill
@@ -269,6 +269,10 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     assert torch.equal(again.tokens, whole.tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
     assert torch.equal(distill(target, stream, [], config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    for part in range(2):  # two processes write it together, by speculative decoding
+        drafter = find_drafter("prompt_lookup", target)
+        distill(target, stream, [], config, 3, tmp_path / "c", quiet=True, share=(part, 2), drafter=drafter)
+    assert torch.equal(distill(target, stream, [], config, 3, tmp_path / "c", quiet=True).tokens, whole.tokens)
     other = distill(target, stream, [], config, 4, tmp_path / "a", quiet=True)  # not what lies there
     assert not torch.equal(other.tokens, whole.tokens)
     with pytest.raises(ValueError, match="too few for prompts"):
@@ -292,6 +296,21 @@ def test_training_on_own_text_resumes_bit_equal(
     assert run(tmp_path / "cut", 6)["loss"] == whole["loss"]
     for name in ("drafter.safetensors", "lora/head_0/adapter_model.safetensors"):
         assert (tmp_path / "cut/drafter" / name).read_bytes() == (tmp_path / "whole/drafter" / name).read_bytes()
+
+
+def test_texts_are_written_by_a_job_of_their_own(tmp_path: Path, tiny_folder: str, source_root: Path) -> None:
+    texts, job = tmp_path / "texts", ("train.distill.drafter=prompt_lookup", "train.distill.nodes=3", "loop.steps=1")
+    config = small("texts", tiny_folder, source_root, *OWN, *job, f"train.distill.folder={texts}")
+    figures = run_distill(config, tmp_path / "job")
+    assert figures["rows"] == 80
+    assert float(figures["tau"]) >= 1
+    written = {path: path.stat().st_mtime_ns for path in texts.rglob("*.safetensors")}
+    assert len(written) == 2
+    config = small("texts", tiny_folder, source_root, *OWN, "loop.steps=1", f"train.distill.folder={texts}")
+    run_training(config, tmp_path / "run")  # reads them, though it has no drafter of its own
+    assert {path: path.stat().st_mtime_ns for path in texts.rglob("*.safetensors")} == written
+    with pytest.raises(ValueError, match=r"train.distill.rows=0: there is nothing to write"):
+        run_distill(small("none", tiny_folder, source_root), tmp_path / "none")
 
 
 def stop_after(save: Any, path: Path, state: dict[str, Any], steps: int) -> None:
