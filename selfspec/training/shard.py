@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def wanted() -> bool:
-    """Whether `accelerate launch` was given a configuration of FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    """Whether `accelerate launch` was given a configuration of FSDP, and more than one process."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return asked and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def group(device: str) -> PartialState:
