@@ -31,7 +31,10 @@ from selfspec.training.pretrain import instruct, pretrain
 
 R = TypeVar("R")
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
-_FREE = ("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every")
+_FREE = (
+    *("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
+    *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+)
 
 
 def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Figures:
@@ -45,6 +48,8 @@ def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] 
     if path.exists() and begun.exists():
         before, now = OmegaConf.load(path), OmegaConf.create(plain)
         for key in free:
+            if "." in key and OmegaConf.select(now, key.rpartition(".")[0]) is None:
+                continue  # of other runs
             OmegaConf.update(before, key, OmegaConf.select(now, key))
         if before != now:
             raise ValueError(f"{folder} holds a run with another configuration ({path}); choose another name=")
@@ -114,12 +119,17 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
     state.wait_for_everyone()
     stream = distill(*given, quiet=True)
-    return {**written(told), "rows": own.rows, "kept": len(stream.tokens), "counted": int(stream.mask.sum())}
+    return {
+        **written(shard.gathered(told), state.num_processes),
+        "rows": own.rows,
+        "kept": len(stream.tokens),
+        "counted": int(stream.mask.sum()),
+    }
 
 
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     """A training's target, tokenizer and data."""
-    device = run.target.device or default_device()
+    device = default_device() if run.target.device in (None, "cuda") else run.target.device
     if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
         raise ValueError(f"data.path={config.data.path!r} is not a file")
     divide = None

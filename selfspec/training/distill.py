@@ -36,7 +36,8 @@ class DistillConfig:
     begins with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of
     rows at temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train
     on the same (by default inside the run); drafter: what drafts while the target writes, by name, with trees of
-    `nodes` nodes (None: plain decoding). It changes how long the writing takes, not the texts."""
+    `nodes` nodes (None: plain decoding). It changes how long the writing takes, not the texts (in bfloat16 near-ties
+    can flip)."""
 
     rows: int = 0
     prompt_tokens: int = 128
@@ -76,8 +77,8 @@ def distill(
     the proportion of `share_of_questions`. A continued stretch fills a row; conversations lie side by side in one. What
     is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an interrupted call
     goes on where it stopped. share: this process's number and how many there are, of which each writes chunks of its
-    own; what is returned are those alone. drafter: drafts while the target writes. told: gets what each call of the
-    target took. Raises ValueError where the data are shorter than one prompt.
+    own; what is returned are those alone. drafter: drafts while the target writes. told: a list that
+    receives the counts of each call of the target. Raises ValueError where the data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
     asked = [question for talk in talks for question in openings(talk)]
@@ -119,12 +120,12 @@ def distill(
     return packed(rows, length, min(end_tokens(target), default=0))
 
 
-def written(told: list[Stats]) -> dict[str, str]:
-    """Tokens that were written, their rate, and tokens per pass."""
+def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
+    """Tokens that were written by so many processes at once, their rate, and tokens per pass."""
     tokens, seconds, passes = (sum(getattr(s, name) for s in told) for name in ("tokens", "seconds", "passes"))
     return {
         "tokens": f"{tokens}",
-        "rate": f"{tokens / max(seconds, 1e-9):.0f}/s",
+        "rate": f"{processes * tokens / max(seconds, 1e-9):.0f}/s",
         "tau": f"{tokens / max(passes, 1):.2f}",
     }
 

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
+from selfspec.checkpoint import load_drafter, save_drafter, target_hash, weights_hash
 from selfspec.core.cache import TextCache
 from selfspec.core.target import Target
 from selfspec.data.corpus import Document
@@ -35,7 +35,7 @@ class DrafterTraining:
     """length: tokens per row of the data; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of
     validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that drafters are calibrated
     on; distill: self-distillation data to train on instead of the data's own text; init_from: a drafter of the same
-    configuration (an embedded name, a run folder or a hub id) whose weights training begins with."""
+    kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins with."""
 
     length: int = 512
     lr: float = 1e-3
@@ -92,11 +92,12 @@ def train_drafter(
     nothing is calibrated and saved.
 
     Under `accelerate launch` every process has the whole target and its share of each batch, of the validation rows and
-    of the prompts; what is counted is added up, so that the figures are those of one process.
+    of the prompts; what is counted is added up, so that the figures are those of one process. Where the target is
+    divided, every process validates on all rows and prompts.
     Raises ValueError for data too short to train on, before anything long starts.
     """
     check_training(target, drafter, config, loop)
-    accelerator = Accelerator(cpu=target.device.type == "cpu")
+    accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")  # loop.precision says it
     rank, world = accelerator.process_index, accelerator.num_processes
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
     agree(accelerator, {"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop})
@@ -114,6 +115,11 @@ def train_drafter(
             "assistant, whose words alone count"
         )
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, rank, world)
+    if config.distill.rows and (size := _distilled_rows(config, loop)) % world:
+        raise ValueError(
+            f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
+            f"rows, which do not divide over {world} processes; choose another loop.batch_size"
+        )
     rows = consecutive(held_out.tokens, config.length, config.validation_rows)
     masks = consecutive(held_out.mask, config.length, config.validation_rows)
     prompts = sample_prompts(
@@ -162,11 +168,13 @@ def train_drafter(
             drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, "tau16", best=True)
-        figures |= _relative_cost(module, target, windows.batch(0), autocast(target.device, loop))
+        piece = {key: value.chunk(loop.accumulate)[0] for key, value in windows.batch(0).items()}
+        figures |= _relative_cost(module, target, piece, autocast(target.device, loop))
         for mode in TEMPERATURES:
             figures[mode]["decoded"] = decoded(target, drafter, mode, samples[mode], config.new_tokens, total)
         training = {"seconds": figures["seconds"], "tokens": figures["steps"] * windows.size * windows.length}
-        note = f"Trained for {figures['steps']} steps of {windows.size} x {windows.length} tokens."
+        note = f"Trained for {figures['steps']} steps of {windows.size} x {windows.length} tokens"
+        note += f"; the weights of step {figures['kept_step']} are kept."
     else:
         drafter.eval()
         print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
@@ -174,7 +182,8 @@ def train_drafter(
             figures, note = validate(), "Training-free; calibrated on the target's own text."
     if weights_hash(target.model) != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
-    summary = {**figures, "target_hash": before, "peak_memory_mb": _peak_memory_mb(target.device)}
+    told_hash = target_hash(target) if shard.wanted() else before  # `before` is of this process's part
+    summary = {**figures, "target_hash": told_hash, "peak_memory_mb": _peak_memory_mb(target.device)}
     if accelerator.is_main_process:
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         log.write({"summary": summary})
@@ -184,8 +193,8 @@ def train_drafter(
 
 
 def memory_line(target: Target, drafter: Drafter, parts: int = 1) -> str:
-    """What is trained and the memory that weights take in each process, the target divided into `parts`; activations
-    come to it. Weights on the meta device do as well."""
+    """What is trained, and the memory that weights take in each process, the target divided into `parts`. Activations
+    are not counted. Works for weights on the meta device, too."""
     frozen = list({id(p): p for p in target.model.parameters()}.values())
     trained = list(drafter.trained().values())
     kept = sum(p.numel() * p.element_size() for p in frozen) / parts
@@ -264,8 +273,13 @@ def _distilled(
     accelerator.wait_for_everyone()  # what the others wrote is then read
     stream = distill(*given, quiet=True)
     length = config.distill.prompt_tokens + config.distill.new_tokens
-    size = max(1, loop.batch_size * config.length // length)
-    return stream, Windows(stream, length, size, loop.seed, rank, world, aligned=True)
+    return stream, Windows(stream, length, _distilled_rows(config, loop), loop.seed, rank, world, aligned=True)
+
+
+def _distilled_rows(config: DrafterTraining, loop: LoopConfig) -> int:
+    """Rows of self-distillation data that hold about as many tokens as a step of the data's."""
+    own = config.distill.prompt_tokens + config.distill.new_tokens
+    return max(1, loop.batch_size * config.length // own)
 
 
 def _fill_vocabulary(drafter: Drafter, stream: Stream, vocab: int) -> None:

@@ -32,7 +32,7 @@ Batches = Callable[[int], dict[str, Tensor]]
 @dataclass
 class LoopConfig:
     """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
-    its rows of a step in, one after another, so that memory holds one part; decay: the last part of the steps, over
+    its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
     which the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
     (autocast); the three `_every` count steps; patience: so many validations in a row without a better one end the
     run, 0 for never."""
@@ -105,9 +105,9 @@ class _Interrupted(BaseException):
 
 
 class _Signals:
-    """SIGTERM and SIGINT (Ctrl-C) that came while this context was open; `caught` holds them. A second one ends the
-    process at once. With `at_once` they raise _Interrupted. In other threads than the main one, where Python can not
-    catch signals, they do what they did."""
+    """SIGTERM and SIGINT (Ctrl-C) that came while this context was open; `caught` holds them. A second Ctrl-C ends the
+    process at once; a second SIGTERM does not, since launchers repeat what came to all processes. With `at_once` they
+    raise _Interrupted. Outside the main thread Python can not set handlers, and signals keep their effect."""
 
     def __init__(self) -> None:
         self.caught: list[int] = []
@@ -125,7 +125,9 @@ class _Signals:
 
     def _note(self, number: int, frame: object) -> None:
         if self.caught:
-            raise SystemExit(128 + number)
+            if number == signal.SIGINT == self.caught[0]:
+                raise SystemExit(128 + number)
+            return
         self.caught.append(number)
         if self.at_once:
             raise _Interrupted
@@ -218,10 +220,12 @@ def fit(
     """Train `module`, whose forward takes a batch and returns (loss, figures); returns the last validation.
 
     Only parameters that require gradients are trained and saved. A `state.pt` in `folder` is resumed, and gives the
-    same weights as a run that was never interrupted. `headline` names the validation figure in the progress bar; with
-    `best` it is to be high, and the weights that had it highest are those the run ends with. SIGTERM and Ctrl-C save
-    and raise SystemExit.
+    same weights as a run that was never interrupted. `headline` names the validation figure in the progress bar. With
+    `best`, higher is better, and the run ends with the weights of the validation that scored highest. SIGTERM and
+    Ctrl-C save and raise SystemExit.
     """
+    if config.patience and not best:
+        raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
     checkpoint = _Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
     state, said = checkpoint.read()
@@ -251,7 +255,7 @@ def fit(
         return state.step % every == 0 or state.step == config.steps
 
     figures, signals = dict[str, Any](), _Signals()
-    first, spent, begun = state.step, state.seconds, 0
+    first, spent, tokens_read = state.step, state.seconds, 0
     show = tqdm(total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not _main(accelerator))
     with signals, show as bar:
         while (state.step < config.steps and not _flat(state, config)) or state.pending:
@@ -263,11 +267,11 @@ def fit(
                 state.seconds += took
                 state.pending = due(config.validate_every)
                 bar.update()
-                begun += tokens
+                tokens_read += tokens
                 if state.step - first == _TIMED and accelerator.is_main_process:
                     left = (config.steps - state.step) * (state.seconds - spent) / _TIMED
                     at = time.strftime("%H:%M", time.localtime(time.time() + left))
-                    rate = begun / (state.seconds - spent)
+                    rate = tokens_read / (state.seconds - spent)
                     bar.write(f"{rate:.0f} tokens/s over {_TIMED} steps: without validation, it ends at {at}")
                 if due(config.log_every):
                     told = accelerator.reduce({"loss": loss, **parts}, "mean")
@@ -280,19 +284,22 @@ def fit(
                     bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
             stop = _any(accelerator, bool(signals.caught))
             if state.pending and not stop:
+                if accelerator.num_processes > 1 and accelerator.is_main_process:
+                    checkpoint.write(state)  # launchers do not wait long for processes they have stopped
                 try:
                     figures, state.pending = checked(), False
                 except _Interrupted:
                     stop = True
                 else:
                     if best:
-                        state.judge(figures[headline], checkpoint)
+                        state.judge(_mean(accelerator, figures[headline]), checkpoint)
                     if accelerator.is_main_process:
                         log.write({"validation": figures}, state.step)
             if stop or due(config.checkpoint_every) or _flat(state, config):
                 if accelerator.is_main_process:
                     checkpoint.write(state)
                 accelerator.wait_for_everyone()
+                stop = stop or _any(accelerator, bool(signals.caught))  # it came during the validation
             if stop:
                 number = signal.Signals(signals.caught[0] if signals.caught else signal.SIGTERM)
                 if accelerator.is_main_process:
@@ -317,6 +324,13 @@ def _flat(state: _State, config: LoopConfig) -> bool:
 
 def _main(accelerator: Accelerator) -> bool:
     return bool(accelerator.is_main_process)
+
+
+def _mean(accelerator: Accelerator, value: float) -> float:
+    """One number for all processes, so that they judge alike."""
+    if accelerator.num_processes == 1:
+        return value
+    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), "mean"))
 
 
 def _any(accelerator: Accelerator, value: bool) -> bool:
@@ -358,7 +372,7 @@ def _step(
         with alone:
             with autocast(accelerator.device, config):
                 loss, parts = module(piece)
-            accelerator.backward(loss * weights[i])
+            (loss * weights[i]).backward()
         total += loss.detach() * weights[i]
         figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
     owned = [p for p in module.parameters() if p.requires_grad]

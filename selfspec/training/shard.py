@@ -2,7 +2,8 @@
 
 The parts are DTensors, cut along their first dimension as FSDP2 cuts them. FSDP2 gathers in hooks of the modules it was
 given; a drafter's structural views are modules of their own, with the target's tensors. So here the attribute gathers
-(SimpleFSDP, arXiv 2411.00284), whoever reads it. Every process has to read the same ones in the same order.
+(SimpleFSDP, arXiv 2411.00284), whoever reads it. Each read is a collective: all processes must read the same parameters
+in the same order, or they wait forever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -31,13 +33,18 @@ def group(device: str) -> PartialState:
     return PartialState(cpu=torch.device(device).type == "cpu")
 
 
+def gathered(values: list[Any]) -> list[Any]:
+    """The lists of all processes, one behind the other."""
+    return list(gather_object(values))
+
+
 def divide(model: nn.Module, device: str) -> None:
     """Keep on this process's device its part of every parameter of two dimensions or more, and all others whole.
 
     The processes' group must be open. Gradients do not reach the parameters: the model is frozen.
     """
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the original beside it, so that no other has its id
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the original alive: its id is not reused
     for module in list(model.modules()):
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         for name, p in parameters.items():
@@ -61,7 +68,7 @@ def _part(p: Tensor, mesh: DeviceMesh, device: str) -> Tensor:
     if p.ndim < 2:
         return p.to(device, copy=True)
     cut = distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)
-    own = cut.to_local().clone()  # of a storage that holds no more than this
+    own = cut.to_local().clone()  # a copy, so that the whole matrix's storage is freed
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
 
