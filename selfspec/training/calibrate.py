@@ -160,7 +160,8 @@ def write_samples(
     hidden states, and the outputs of the layers named by `reads`."""
     samples = []
     for first in range(0, len(prompts), _BATCH):
-        batch, own_seeds = prompts[first : first + _BATCH], list(seeds[first : first + _BATCH])
+        batch = prompts[first : first + _BATCH]
+        own_seeds = list(seeds[first : first + len(batch)])
         options = Options(new_tokens, Sampling(temperature), own_seeds, end_tokens(target))
         for prompt, new, own in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
             tokens = torch.tensor(prompt + new)

@@ -61,7 +61,7 @@ class DraftLoss(nn.Module):
     """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S]); only the
     drafter is a submodule."""
 
-    def __init__(self, drafter: Trained, target: Target, average: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, drafter: Trained, target: Target, average: Callable[[Tensor], Tensor] = itself) -> None:
         """average: the mean of a tensor over all processes, each of which has a part of the batch in training."""
         super().__init__()
         self.drafter, self.average = drafter, average
