@@ -20,7 +20,6 @@ from selfspec.config import PretrainRun, TrainRun
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import DrafterConfig
-from selfspec.evaluation.plots import plot_training
 from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
@@ -99,6 +98,8 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
         settings = run.train, run.loop
         figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
         if is_main_process():
+            from selfspec.evaluation.plots import plot_training  # slow to import
+
             records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
             log.images(plot_training(records, folder))
         return figures
@@ -119,12 +120,7 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
     state.wait_for_everyone()
     stream = distill(*given, quiet=True)
-    return {
-        **written(shard.gathered(told), state.num_processes),
-        "rows": own.rows,
-        "kept": len(stream.tokens),
-        "counted": int(stream.mask.sum()),
-    }
+    return {**written(shard.gathered(told), state.num_processes), "rows": own.rows, "counted": int(stream.mask.sum())}
 
 
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -100,7 +99,7 @@ def train_drafter(
     accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")  # loop.precision says it
     rank, world = accelerator.process_index, accelerator.num_processes
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
-    agree(accelerator, {"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop})
+    agree({"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop})
     if world > 1 and target.device.type == "cpu" and accelerator.is_main_process:
         print(f"{world} processes train on the CPU, over gloo")
     # Processes among which a target is divided have to run the same passes: each does all of it.
@@ -229,10 +228,10 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
         p.copy_(given[key])
 
 
-def agree(accelerator: Accelerator, settings: dict[str, object]) -> None:
+def agree(settings: dict[str, object]) -> None:
     """Raises ValueError, in every process, where they were started with different settings."""
     for name in settings:
-        found = gather_object([repr(settings[name])])
+        found = shard.gathered([repr(settings[name])])
         if odd := [i for i, value in enumerate(found) if value != found[0]]:
             raise ValueError(
                 f"process {odd[0]} was started with another {name} than process 0: {found[odd[0]]} instead of "

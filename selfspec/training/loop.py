@@ -256,7 +256,9 @@ def fit(
 
     figures, signals = dict[str, Any](), _Signals()
     first, spent, tokens_read = state.step, state.seconds, 0
-    show = tqdm(total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not _main(accelerator))
+    show = tqdm(
+        total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not accelerator.is_main_process
+    )
     with signals, show as bar:
         while (state.step < config.steps and not _flat(state, config)) or state.pending:
             if not state.pending:
@@ -320,10 +322,6 @@ def fit(
 
 def _flat(state: _State, config: LoopConfig) -> bool:
     return 0 < config.patience <= state.since
-
-
-def _main(accelerator: Accelerator) -> bool:
-    return bool(accelerator.is_main_process)
 
 
 def _mean(accelerator: Accelerator, value: float) -> float:
