@@ -17,14 +17,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import drafter_class, load_drafter
 from selfspec.config import PretrainRun, TrainRun
+from selfspec.core.engine import cache_folder
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.data.records import Records, files_of
+from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import DrafterConfig
 from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
 from selfspec.training.distill import distill, written
-from selfspec.training.drafter import check_training, divided, texts_folder, train_drafter, warm_start, writer_of
+from selfspec.training.drafter import check_training, texts_folder, train_drafter, warm_start, writer_of
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
 
@@ -93,8 +96,8 @@ def run_training(config: DictConfig, folder: Path) -> Figures:
         source = load_drafter(drafter_folder(run.train.init_from), target, tokenizer)
         warm_start(drafter, source, run.train.init_from)
     check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
+    texts = _tokenized(data, tokenizer, str(target.device))
     with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
-        texts = data.train(), data.validation()
         settings = run.train, run.loop
         figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
         if is_main_process():
@@ -114,8 +117,8 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
     target, tokenizer, data = _opened(run, config)
     texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
-    given = target, *divided(data.train(), tokenizer), own, loop.seed, texts
     state, told = shard.group(str(target.device)), list[Stats]()
+    given = target, _tokenized(data, tokenizer, str(target.device))[0], own, loop.seed, texts
     share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
     distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
     state.wait_for_everyone()
@@ -123,11 +126,19 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     return {**written(shard.gathered(told), state.num_processes), "rows": own.rows, "counted": int(stream.mask.sum())}
 
 
+def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
+    """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine."""
+    if not isinstance(data, Records):
+        return tokenize(data.train(), tokenizer), tokenize(data.validation(), tokenizer)
+    with shard.group(device).local_main_process_first():
+        return stored(data, tokenizer, cache_folder() / "texts")
+
+
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     """A training's target, tokenizer and data."""
     device = default_device() if run.target.device in (None, "cuda") else run.target.device
-    if "path" in config.data and not Path(config.data.path).is_file():  # before a target is fetched
-        raise ValueError(f"data.path={config.data.path!r} is not a file")
+    if "path" in config.data:
+        files_of(as_plain(config.data)["path"])  # before a target is fetched
     divide = None
     if shard.wanted():
         shard.group(device)

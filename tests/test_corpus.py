@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 from conftest import write_lines
 
-from selfspec.data.corpus import EVALUATION, VALIDATION, JsonLines, PythonSource, TextFolder
+from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.prompts import cut_prompts
-from selfspec.data.windows import tokenize
+from selfspec.data.records import Hub, JsonLines, Parquet
+from selfspec.data.store import stored, tokenize
 
 
 def test_held_out_modules_are_never_trained_on() -> None:
@@ -47,7 +49,7 @@ SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}
 
 def test_only_what_the_assistant_says_counts(tokenizer: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}, {"conversations": SHAREGPT}, {"text": "plain"}])
-    documents = JsonLines(path, tokenizer)._documents()
+    documents = [document for document, _ in JsonLines(path=path, tokenizer=tokenizer).documents()]
     said = [("<user>Hi</user>\n<assistant>", False), ("Hello!", True)]
     assert list(documents[0].spans) == [*said, ("</assistant>\n", False)]
     assert list(documents[1].spans) == [*said, ("</assistant>\n<user>Bye</user>\n", False)]
@@ -66,8 +68,8 @@ def test_every_turn_counts_under_a_template_that_rewrites_earlier_ones(tokenizer
     )
     turns = [("user", "say one"), ("assistant", "one"), ("user", "now two, not one"), ("assistant", "two")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    path = write_lines(tmp_path / "d.jsonl", [{"messages": messages}])
-    (document,) = JsonLines(path, other)._documents()
+    path = write_lines(tmp_path / "d.jsonl", [{"messages": messages}, {"text": "x"}])
+    (document, _), _ = JsonLines(path=path, tokenizer=other).documents()
     end = other.eos_token
     assert [text for text, counts in document.spans if counts] == [f"one{end}", f"two{end}"]
     assert document.text == other.apply_chat_template(messages, tokenize=False)
@@ -75,13 +77,14 @@ def test_every_turn_counts_under_a_template_that_rewrites_earlier_ones(tokenizer
 
 def test_line_separators_inside_a_string_are_text(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert JsonLines(str(path), tokenizer)._documents()[0].text == "a\u2028b\u0085c"
+    path.write_text(json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + '\n{"text": "x"}\n', encoding="utf-8")
+    documents = JsonLines(path=str(path), tokenizer=tokenizer).documents()
+    assert [document.text for document, _ in documents] == ["a\u2028b\u0085c", "x"]
 
 
 def test_jsonl_splits_without_overlap(tokenizer: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"text": f"text {i}"} for i in range(20)])
-    data = JsonLines(path, tokenizer, 0.2)
+    data = JsonLines(path=path, tokenizer=tokenizer, validation_share=0.2)
     train, held = {d.name for d in data.train()}, {d.name for d in data.validation()}
     assert len(train) == 16
     assert len(held) == 4
@@ -101,7 +104,7 @@ def test_jsonl_splits_without_overlap(tokenizer: Any, tmp_path: Path) -> None:
 def test_broken_lines_are_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", [{"text": "fine"}, line])
     with pytest.raises(ValueError, match=message):
-        JsonLines(path, tokenizer).train()
+        JsonLines(path=path, tokenizer=tokenizer).train()
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:
@@ -109,14 +112,14 @@ def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:
 
     path = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(ValueError, match="line 1: a conversation needs a chat template"):
-        JsonLines(path, train_tokenizer(["abc"], 300)).train()
+        JsonLines(path=path, tokenizer=train_tokenizer(["abc"], 300)).train()
 
 
 @pytest.mark.parametrize("records", [[], [{"text": " "}], [{"messages": CHAT[:1]}]])
 def test_data_without_a_usable_example_is_refused(records: list[Any], tokenizer: Any, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "d.jsonl", records)
     with pytest.raises(ValueError, match="no usable example"):
-        JsonLines(path, tokenizer).train()
+        JsonLines(path=path, tokenizer=tokenizer).train()
 
 
 def test_text_folders(tmp_path: Path) -> None:
@@ -143,3 +146,113 @@ def test_prompts_have_their_length_and_start_a_line(tokenizer: Any) -> None:
     for prompt in prompts:
         text = tokenizer.decode(prompt[:-2])
         assert any(d.text.startswith(text) or "\n" + text in d.text for d in documents)
+
+
+# -- records and their tokens
+
+
+def talk(i: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"It is {i}!"}]}
+
+
+def test_records_are_tokenized_once(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [talk(i) if i % 3 else {"text": f"text {i}\n" * i} for i in range(40)])
+    source = JsonLines(path=path, tokenizer=tokenizer)
+    train, validation = stored(source, tokenizer, tmp_path / "cache")
+    for corpus, documents in ((train, source.train()), (validation, source.validation())):
+        whole = tokenize(documents, tokenizer)
+        assert corpus.tokens.tolist() == whole.tokens.tolist()
+        assert corpus.mask.tolist() == whole.mask.tolist()
+        assert corpus.starts.tolist() == whole.starts.tolist()
+        assert corpus.talks.tolist() == whole.talks.tolist() == [d.conversation for d in documents]
+        assert (corpus.n_bytes, corpus.counted) == (whole.n_bytes, whole.counted)
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "documents", None)  # not read again
+        again, _ = stored(JsonLines(path=path, tokenizer=tokenizer), tokenizer, tmp_path / "cache")
+        assert again.tokens.tolist() == train.tokens.tolist()
+    other = copy.deepcopy(tokenizer)
+    other.chat_template += "."
+    assert stored(JsonLines(path=path, tokenizer=other), other, tmp_path / "cache")[0].key != train.key
+    write_lines(Path(path), [talk(i) for i in range(40)])
+    assert stored(source, tokenizer, tmp_path / "cache")[0].key != train.key
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_broken_records_are_counted_and_limited(tokenizer: Any, tmp_path: Path, capsys: Any) -> None:
+    lines = [talk(i) for i in range(30)] + ["{broken", {"messages": [{"role": "user"}]}, {"text": "\ud800"}]
+    path = write_lines(tmp_path / "d.jsonl", [*lines, {"text": ""}])
+    with (tmp_path / "d.jsonl").open("ab") as file:
+        file.write(b'{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 35: not UTF-8.*3 before it were tolerated.*data.tolerate=4"):
+        stored(JsonLines(path=path, tokenizer=tokenizer, tolerate=3), tokenizer, tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+    for _ in range(2):  # read, then from the cache
+        source = JsonLines(path=path, tokenizer=tokenizer, tolerate=4)
+        train, validation = stored(source, tokenizer, tmp_path / "cache")
+        assert len(train.talks) + len(validation.talks) == 30
+        said = capsys.readouterr().err
+        assert "4 broken records" in said
+        assert "line 31: not JSON" in said
+        assert "line 33: the text holds half of a surrogate pair" in said
+
+
+def test_a_template_that_refuses_or_leaves_out_the_answer_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [talk(0), talk(1)])
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ValueError, match="line 1: the chat template leaves out what the assistant says"):
+        JsonLines(path=path, tokenizer=other).train()
+    other.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"line 1: the chat template refuses it \(roles must alternate\)"):
+        JsonLines(path=path, tokenizer=other).train()
+
+
+def test_tokens_are_those_of_the_whole_text(tokenizer: Any) -> None:
+    """Encoded part by part, a text may have other tokens than where it is written in one go."""
+    document = Document("d", (("x = pri", False), ("nt(1)", True)))
+    corpus = tokenize([document], tokenizer)
+    assert corpus.tokens[1:].tolist() == tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    said = tokenizer.decode(corpus.tokens[corpus.mask])
+    assert said in document.text[6:]
+    assert document.text.endswith(said)
+
+
+def test_many_records_are_divided_by_their_text(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [{"text": f"text {i % 1500}"} for i in range(3000)])
+    source = JsonLines(path=path, tokenizer=tokenizer)
+    train, held = [d.text for d in source.train()], [d.text for d in source.validation()]
+    assert not set(train) & set(held)
+    assert len(train) + len(held) == 3000
+    assert 200 < len(held) < 400
+
+
+def test_parquet_and_data_sets_by_name_are_read_alike(tokenizer: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{**talk(i), "text": None} if i % 2 else {"messages": None, "text": f"text {i}"} for i in range(20)]
+    path = write_lines(tmp_path / "d.jsonl", [{k: v for k, v in row.items() if v is not None} for row in rows])
+    texts = {d.text for d in JsonLines(path=path, tokenizer=tokenizer).train()}
+    folder = tmp_path / "set"
+    folder.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
+    one = Parquet(path=str(folder / "*.parquet"), tokenizer=tokenizer)
+    two = Hub(name=str(folder), tokenizer=tokenizer)
+    for source in (one, two):
+        assert {d.text for d in source.train()} == texts
+        corpus, _ = stored(source, tokenizer, tmp_path / "cache")
+        assert len(corpus.talks) == len(texts)
+    assert two.fingerprint() == Hub(name=str(folder), tokenizer=tokenizer).fingerprint()
+    (folder / "broken.parquet").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"broken\.parquet can not be read as Parquet"):
+        Parquet(path=str(folder / "broken.parquet"), tokenizer=tokenizer).train()
+    with pytest.raises(ValueError, match=r"data.name='nobody/none' .* can not be loaded"):
+        Hub(name="nobody/none", tokenizer=tokenizer).train()
+
+
+def test_gzipped_files_and_patterns(tokenizer: Any, tmp_path: Path) -> None:
+    for part in range(2):
+        with gzip.open(tmp_path / f"{part}.jsonl.gz", "wt") as file:
+            file.writelines(json.dumps({"text": f"text {part} {i}"}) + "\n" for i in range(5))
+    source = JsonLines(path=str(tmp_path / "*.gz"), tokenizer=tokenizer)
+    assert len(source.train() + source.validation()) == 10
+    with pytest.raises(ValueError, match=r"none\*\.jsonl' is not a file, and matches none"):
+        JsonLines(path="none*.jsonl", tokenizer=tokenizer).train()

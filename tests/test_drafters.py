@@ -12,6 +12,8 @@ import pytest
 import torch
 from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
 
+import selfspec.drafters.mask
+import selfspec.drafters.sequential
 from selfspec.checkpoint import load_drafter, save_drafter, weights_hash
 from selfspec.core.generate import autoregressive, speculative, speculative_steps
 from selfspec.core.options import Options
@@ -138,6 +140,37 @@ def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     assert all(torch.equal(p, frozen[name]) for name, p in drafter.named_parameters() if name in frozen)
     assert not any(p.grad is not None for p in target.model.parameters())
     assert weights_hash(target.model) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a packed row is that of its documents in rows of their own."""
+    for module in (selfspec.drafters.sequential, selfspec.drafters.mask):
+        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+    target = Target(tiny_model(family, dtype=torch.float64))
+    drafter = built(row, target)
+    if not isinstance(drafter, Trained):
+        return
+    if isinstance(drafter, Mask):
+        drafter.config.anchors = 100  # behind every position
+    g = torch.Generator().manual_seed(1)
+    texts = [torch.randint(VOCAB, (n,), generator=g) for n in (12, 17, 9)]
+    masks = [torch.rand(len(text), generator=g) < 0.8 for text in texts]
+    room = 50 - sum(map(len, texts))
+    packed = {"tokens": torch.cat([*texts, torch.zeros(room).long()])[None]}
+    packed["mask"] = torch.cat([*masks, torch.zeros(room).bool()])[None]
+    packed["documents"] = torch.tensor([n for n, text in enumerate(texts) for _ in text] + [-1] * room)[None]
+    alone = {
+        name: torch.stack([torch.cat([part, part.new_zeros(50 - len(part))]) for part in parts])
+        for name, parts in (("tokens", texts), ("mask", masks))
+    }
+    drafter.train()
+    (one, told), (two, wanted) = (DraftLoss(drafter, target)(given) for given in (packed, alone))
+    assert float(one) == pytest.approx(float(two), rel=1e-5)
+    for name, values in wanted.items():
+        assert told[name].tolist() == pytest.approx(values.tolist(), rel=1e-5)
+    across = DraftLoss(drafter, target)({name: packed[name] for name in ("tokens", "mask")})[0]
+    assert float(across) != pytest.approx(float(two), rel=1e-5)
 
 
 def test_target_weights_are_views(row: Row, target: Target) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import SPEC_BENCH, compose_config, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import selfspec
 from selfspec.core.generate import autoregressive
@@ -21,9 +24,10 @@ from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.instructions import Instructions, conversations, instructions
 from selfspec.data.prompts import sample_prompts
 from selfspec.data.questions import Asking, Question, read_questions
+from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS
-from selfspec.data.windows import Stream, openings, packed, tokenize
+from selfspec.data.windows import Packed, openings, side_by_side
 from selfspec.evaluation.answers import answer_files, write_answers
 from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
@@ -107,22 +111,23 @@ def test_spans_are_the_generation_tags_of_the_template(held_out: Pool, chatty: A
         turns = document.text.removeprefix(chatty.bos_token).split("<|end|>")[:-1]
         said = [turn.removeprefix("<|").split("|>", 1) for turn in turns]
         messages = [{"role": role, "content": content} for role, content in said]
-        given = chatty.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        assert given["input_ids"] == stream.tokens.tolist()
-        assert given["assistant_masks"] == stream.mask.int().tolist()
+        own = chatty.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert own["input_ids"] == stream.tokens.tolist()
+        assert own["assistant_masks"] == stream.mask.int().tolist()
     assert chatty.decode(chatty("x = 12345\n")["input_ids"]) == "x = 12345\n"
     assert len(chatty("12345")["input_ids"]) == 5
 
 
 def test_openings_end_where_an_answer_begins(held_out: Pool, chatty: Any) -> None:
     document = next(d for d in conversations(instructions(held_out, ["extract"], 20, 0), chatty, 0) if len(d.spans) > 2)
-    found = openings(tokenize([document], chatty))
-    assert len(found) == sum(counts for _, counts in document.spans)
-    for opening in found:
-        text = chatty.decode(opening.tokens)
+    corpus = tokenize([Document("plain", (("x = 1\n", True),)), document, document], chatty)
+    starts, ends = openings(corpus)
+    assert len(starts) == 2 * sum(counts for _, counts in document.spans)
+    assert sorted(set(starts.tolist())) == corpus.starts[1:3].tolist()
+    for start, end in zip(starts, ends, strict=True):
+        text = chatty.decode(corpus.tokens[start:end])
         assert text.endswith("<|assistant|>")
         assert document.text.startswith(text)
-        assert not opening.mask.any()
 
 
 @pytest.mark.parametrize("answer", ["a", "user", "1", "assistant", "end"])
@@ -135,19 +140,18 @@ def test_an_answer_may_be_a_word_of_the_template(answer: str, own: bool, chatty:
 
 
 def test_prompts_of_conversations_leave_room_and_are_different(chatty: Any) -> None:
-    def talk(words: int, answer: str = "yes") -> Document:
-        said = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": answer}]
+    def talk(words: int) -> Document:
+        said = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": "yes"}]
         return Document(f"{words}", spans(said, chatty, "x"))
 
-    talks = [talk(n) for n in (1, 2, 3, 900)] + [talk(4, "")]  # too long, and without an answer
-    found = sample_prompts(talks[:4], chatty, 3, 16, 8, limit=256)
+    talks = [talk(n) for n in (1, 2, 3, 900)]  # the last is too long
+    found = sample_prompts(tokenize(talks[:4], chatty), chatty, 3, 16, 8, limit=256)
     assert len({tuple(p) for p in found}) == 3
     assert max(map(len, found)) < 100
     with pytest.raises(ValueError, match="3 of 4 questions leave room for an answer of 8 tokens"):
-        sample_prompts(talks[:4], chatty, 4, 16, 8, limit=256)
-    assert not talks[4].conversation
+        sample_prompts(tokenize(talks[:4], chatty), chatty, 4, 16, 8, limit=256)
     text = Document("t", (("x = 1\n" * 400, True),))
-    mixed = sample_prompts([*talks[:3], text], chatty, 3, 16, 8)
+    mixed = sample_prompts(tokenize([*talks[:3], text], chatty), chatty, 3, 16, 8)
     assert sum(len(p) == 16 for p in mixed) == 3  # three questions against some 60 rows of text
 
 
@@ -156,35 +160,67 @@ def test_distillation_answers_questions(chatty: Any, held_out: Pool, tmp_path: P
 
     model = tiny_model(dtype=torch.float32, vocab_size=len(chatty), max_position_embeddings=512)
     target = Target(model)
-    talks = [tokenize([d], chatty) for d in conversations(instructions(held_out, ["extract"], 6, 0), chatty, 0)]
+    talks = tokenize(conversations(instructions(held_out, ["extract"], 6, 0), chatty, 0), chatty)
     config = DistillConfig(rows=6, prompt_tokens=200, new_tokens=200)
-    nothing = Stream(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool), 0)
-    whole = distill(target, nothing, talks, config, 0, tmp_path, quiet=True)
-    assert len(whole.tokens) % 400 == 0
-    asked = {tuple(q.tokens.tolist()) for talk in talks for q in openings(talk)}
-    row = whole.tokens[:400].tolist()
+    whole = distill(target, talks, config, 0, tmp_path, quiet=True)
+    assert len(whole.starts) == 7
+    asked = {tuple(talks.tokens[a:b].tolist()) for a, b in zip(*openings(talks), strict=True)}
+    row = whole.document(0).tokens.tolist()
     start = next(i for i, counts in enumerate(whole.mask.tolist()) if counts)
     assert tuple(row[:start]) in asked
     options = Options(200, Sampling(1.0), [0], end_tokens(target))
     own = autoregressive(target, [row[:start]], options).token_ids[0]
     assert row[start : start + len(own)] == own
     assert whole.mask[start : start + len(own)].all()
-    again = distill(target, nothing, talks, config, 0, tmp_path, quiet=True)
+    again = distill(target, talks, config, 0, tmp_path, quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     with pytest.raises(ValueError, match=r"none of .* questions leaves room for an answer in 16 tokens"):
-        distill(target, nothing, talks, DistillConfig(6, 8, 8), 0, tmp_path, quiet=True)
+        distill(target, talks, DistillConfig(6, 8, 8), 0, tmp_path, quiet=True)
 
 
-def test_packed_rows_hold_every_document_whole() -> None:
-    streams = [Stream(torch.full((n,), n), torch.ones(n, dtype=torch.bool), 1) for n in (5, 9, 3, 7, 2, 2, 8, 1, 20)]
-    whole = packed(streams, 10, pad=0)
+def of_sizes(sizes: Sequence[int]) -> Corpus:
+    """Documents of these lengths, the tokens of each its length."""
+    tokens, starts = torch.tensor([n for n in sizes for _ in range(n)]), torch.tensor([0, *sizes]).cumsum(0)
+    return joined(tokens, torch.ones_like(tokens, dtype=torch.bool), starts, torch.zeros(len(sizes), dtype=torch.bool))
+
+
+def test_rows_hold_documents_side_by_side() -> None:
+    corpus = of_sizes((5, 9, 3, 7, 2, 2, 8, 1, 20))
+    whole = side_by_side(corpus, 10, pad=0)
     rows, masks = whole.tokens.view(-1, 10), whole.mask.view(-1, 10)
     assert torch.equal(rows > 0, masks)
     for n in (5, 9, 3, 7, 8, 1):
         assert sum((row == n).sum().item() == n for row in rows) == 1
     assert (rows == 20).sum() == 10  # cut
     assert len(rows) == 5
-    assert packed(streams, 10, 0).tokens.tolist() == whole.tokens.tolist()
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=200), st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_packed_rows_hold_every_token_once(sizes: list[int], seed: int) -> None:
+    rows = Packed(of_sizes(sizes), 12, 4, seed)
+    batch = rows.rows(range(rows.per_epoch))
+    assert (batch["mask"] == (batch["documents"] >= 0)).all()
+    assert sorted(batch["tokens"][batch["mask"]].tolist()) == sorted(n for n in sizes for _ in range(n))
+    for tokens, documents in zip(batch["tokens"], batch["documents"], strict=True):
+        for n in range(int(documents.max()) + 1):
+            own = tokens[documents == n]
+            assert len(set(own.tolist())) == 1
+            assert len(own) <= min(12, own[0])  # whole, or a part of a longer one
+            assert len(own) == own[0] or own[0] > 12
+    assert rows.filled > 0.5 or rows.per_epoch < 3
+
+
+def test_packed_batches_follow_from_the_step() -> None:
+    sizes = [n % 11 + 1 for n in range(300)]
+    one, two = Packed(of_sizes(sizes), 16, 4, seed=1), Packed(of_sizes(sizes), 16, 4, seed=1)
+    later = [two.batch(step) for step in (40, 3)][::-1]
+    for step, expected in zip((3, 40), later, strict=True):
+        assert all(torch.equal(value, expected[key]) for key, value in one.batch(step).items())
+    halves = [Packed(of_sizes(sizes), 16, 4, 1, rank, 2).batch(3)["tokens"] for rank in range(2)]
+    assert torch.equal(torch.cat(halves), one.batch(3)["tokens"])
+    epoch = [i for step in range(one.per_epoch // 4) for i in one.numbers(step)]
+    assert len(set(epoch)) == len(epoch)
 
 
 # -- sets

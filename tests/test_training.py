@@ -13,7 +13,8 @@ from selfspec.checkpoint import load_drafter, weights_hash
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
-from selfspec.data.windows import Stream, Windows, consecutive
+from selfspec.data.store import Stream, joined
+from selfspec.data.windows import Windows, consecutive
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import distance, masked_mean
 from selfspec.loading import find_drafter, load_target
@@ -249,9 +250,10 @@ OWN = ("train.distill.rows=80", "train.distill.prompt_tokens=8", "train.distill.
 
 def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Path, tiny_folder: str) -> None:
     target, _ = load_target(tiny_folder)
-    stream = Stream(torch.arange(300) % 50, torch.arange(300) % 50 % 7 > 0, 0)
+    text = torch.arange(300) % 50
+    stream = joined(text, text % 7 > 0, torch.tensor([0, 120, 300]), torch.zeros(2, dtype=torch.bool))
     config = DistillConfig(rows=80, prompt_tokens=8, new_tokens=16)
-    whole = distill(target, stream, [], config, 3, tmp_path / "a", quiet=True)
+    whole = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert len(whole.tokens) == len(whole.mask) == 80 * 24
     rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
     eos = end_tokens(target)
@@ -265,18 +267,19 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     files = sorted((tmp_path / "a").rglob("*.safetensors"))
     assert len(files) == 2
     files[1].unlink()
-    again = distill(target, stream, [], config, 3, tmp_path / "a", quiet=True)
+    again = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
-    assert torch.equal(distill(target, stream, [], config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    assert torch.equal(distill(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
     for part in range(2):  # two processes write it together, by speculative decoding
         drafter = find_drafter("prompt_lookup", target)
-        distill(target, stream, [], config, 3, tmp_path / "c", quiet=True, share=(part, 2), drafter=drafter)
-    assert torch.equal(distill(target, stream, [], config, 3, tmp_path / "c", quiet=True).tokens, whole.tokens)
-    other = distill(target, stream, [], config, 4, tmp_path / "a", quiet=True)  # not what lies there
+        distill(target, stream, config, 3, tmp_path / "c", quiet=True, share=(part, 2), drafter=drafter)
+    assert torch.equal(distill(target, stream, config, 3, tmp_path / "c", quiet=True).tokens, whole.tokens)
+    other = distill(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
     assert not torch.equal(other.tokens, whole.tokens)
+    short = joined(text[:8], text[:8] > 0, torch.tensor([0, 8]), torch.zeros(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="too few for prompts"):
-        distill(target, Stream(stream.tokens[:8], stream.mask[:8], 0), [], config, 3, tmp_path / "b")
+        distill(target, short, config, 3, tmp_path / "b")
 
 
 def test_training_on_own_text_resumes_bit_equal(

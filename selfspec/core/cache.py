@@ -254,6 +254,22 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
+def within(documents: Tensor, dtype: torch.dtype, window: int | None) -> Tensor:
+    """The additive causal mask [B, 1, S, S] of rows that hold several documents, int64 [B, S], one behind another."""
+    at = torch.arange(documents.shape[1], device=documents.device)
+    far = at[:, None] - at
+    seen = far >= 0 if window is None else (far >= 0) & (far < window)
+    return additive(seen & (documents[:, :, None] == documents[:, None]), dtype)[:, None]
+
+
+def restarting(documents: Tensor) -> Tensor:
+    """int64 [B, S]: the position of every token in its own document."""
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    new = torch.ones_like(documents, dtype=torch.bool)
+    new[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return at - at.where(new, torch.zeros_like(at)).cummax(1).values
+
+
 def enough(sizes: dict[torch.device, int], rows: int, slots: int) -> None:
     """Raises MemoryError where a cache of so many rows and slots, of `sizes` bytes on each device, does not fit."""
     for device, size in sizes.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import PassCache, TextCache, TreeCache
+from selfspec.core.cache import PassCache, TextCache, TreeCache, restarting, within
 from selfspec.core.engine import Engine
 from selfspec.core.slots import Opened, Picking, SlotCache, padded, static_pass
 from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
@@ -288,11 +288,15 @@ class Target:
         cache: TextCache | None = None,
         masks: Tensor | dict[str, Tensor] | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Pass:
         """One pass over whole texts, tokens int64 [B, S], under the model's own causal mask unless `masks` and
         `positions` are given; gradients flow. As `forward`, but start may be the number of layers: then only the final
-        norm and lm_head run."""
+        norm and lm_head run. documents: int64 [B, S], by which a token sees those of its own document alone, and
+        positions begin anew in each."""
         cache = TextCache(self.n_layers) if cache is None else cache
+        if documents is not None:
+            masks, positions = self.per_type(partial(within, documents, self.dtype)), restarting(documents)
         cache.enter(hidden)
         return self._run(cache, tokens, logits, layers or (0, self.n_layers), reads, masks, positions)
 

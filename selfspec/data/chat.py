@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 END = "<|end|>"
 ROLES = ("system", "user", "assistant")
@@ -24,7 +27,10 @@ def message(turn: Any, place: str) -> dict[str, str]:
     """A turn as `role` and `content`, from those or from ShareGPT's `from` and `value`. Raises ValueError that names
     the place."""
     if isinstance(turn, dict):
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        role, content = (
+            next((turn[name] for name in names if turn.get(name) is not None), None)  # tables hold None for no field
+            for names in (("role", "from"), ("content", "value"))
+        )
         if isinstance(role, str) and isinstance(content, str):
             return {"role": _NAMES.get(role, role), "content": content}
     raise ValueError(
@@ -40,20 +46,52 @@ def opening(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str
 
 def spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> tuple[tuple[str, bool], ...]:
     """The conversation through the tokenizer's chat template, cut into (text, counts in the loss): what the assistant
-    says counts, its end token included. Raises ValueError, with the place, where the tokenizer has no template."""
+    says counts, by the template's generation tags where it has them; otherwise its words where they stand in the text,
+    and the EOS token behind them. Raises ValueError, with the place, where the tokenizer has no template, or the
+    template refuses the conversation."""
     return tuple(_spans(messages, tokenizer, place))
 
 
 def _templated(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str, answer: bool) -> str:
+    _has_template(tokenizer, place)
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"{place}: the chat template refuses it ({error})") from error
+
+
+def _tagged(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
+    """Spans by the template's own generation tags."""
+    own: Any = tokenizer.special_tokens_map
+    try:
+        found: Any = render_jinja_template(
+            [list(messages)], chat_template=tokenizer.get_chat_template(), return_assistant_tokens_mask=True, **own
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"{place}: the chat template refuses it ({error})") from error
+    text, tagged, done = found[0][0], found[1][0], 0
+    for start, end in tagged:
+        if start > done:
+            yield text[done:start], False
+        if end > start:
+            yield text[start:end], True
+        done = end
+    if text[done:]:
+        yield text[done:], False
+
+
+def _has_template(tokenizer: Tokenizer, place: str) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"{place}: a conversation needs a chat template, and tokenizer {tokenizer.name_or_path!r} has none; use a "
             "chat model's tokenizer, or plain text"
         )
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
 
 
 def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
+    if re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+        yield from _tagged(messages, tokenizer, place)
+        return
     text = _templated(messages, tokenizer, place, False)
     done = 0
     for i, said in enumerate(messages):

@@ -1,17 +1,12 @@
-"""Where training text comes from: Python source, a folder of text, or JSON lines, as documents with a loss mask."""
+"""Where training text comes from: Python source or a folder of text, as documents with a loss mask."""
 
 from __future__ import annotations
 
-import json
 import random
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
-from selfspec.data.chat import message, spans
+from typing import ClassVar
 
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
@@ -172,68 +167,3 @@ class TextFolder:
 
     def evaluation(self) -> list[Document]:
         return self.validation()
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """JSON lines: ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart line by line.
-
-    Conversations go through the chat template of `tokenizer` (a transformers tokenizer), and only what the assistant
-    says counts in the loss.
-    """
-
-    questions: ClassVar[str] = "source"
-    path: str
-    tokenizer: Tokenizer
-    validation_share: float = 0.1
-
-    def _documents(self) -> list[Document]:
-        file = Path(self.path)
-        if not file.is_file():
-            raise ValueError(f"data.path={self.path!r} is not a file")
-        found = []
-        try:
-            text = file.read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path} is not UTF-8 text ({error}); convert it") from error
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                place = f"{self.path}, line {number}"
-                if (document := self._document(parse(line, place), place)) is not None:
-                    found.append(document)
-        return _usable(found, f"{self.path} holds no text and no assistant's turn")
-
-    def _document(self, record: dict[str, Any], place: str) -> Document | None:
-        if isinstance(text := record.get("text"), str):
-            return Document(place, ((text, True),)) if text.strip() else None
-        turns = record.get("messages", record.get("conversations"))
-        if not isinstance(turns, list):
-            raise ValueError(f"{place}: expected `text`, `messages` or `conversations`, found {sorted(record)}")
-        messages = [message(turn, place) for turn in turns]
-        if not any(m["role"] == "assistant" for m in messages):
-            return None
-        return Document(place, spans(messages, self.tokenizer, place))
-
-    def train(self) -> list[Document]:
-        return _split(self._documents(), self.validation_share)[0]
-
-    def validation(self) -> list[Document]:
-        return _split(self._documents(), self.validation_share)[1]
-
-    def evaluation(self) -> list[Document]:
-        return self.validation()
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def parse(line: str, place: str) -> dict[str, Any]:
-    """A line as a JSON object. Raises ValueError that names the place."""
-    try:
-        record = json.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
-    return record

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
-from selfspec.data.windows import openings, share_of_questions, tokenize
+from selfspec.data.store import Corpus
+from selfspec.data.windows import openings, share_of_questions
 
 # Groups of text whose repetitiveness differs, and what their prompts are
 GROUPS = {
@@ -76,8 +78,11 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tok
     return list(prompts.values())
 
 
+_MANY = 2000  # texts at most that prompts are cut from
+
+
 def sample_prompts(
-    documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
+    corpus: Corpus, tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
 ) -> list[list[int]]:
     """`count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of conversations,
     and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`.
@@ -85,19 +90,26 @@ def sample_prompts(
     limit: positions of the target; questions that leave no room for an answer are left out. Raises ValueError where
     there are too few.
     """
-    texts = [d for d in documents if not d.conversation]
-    asked = [openings(tokenize([d], tokenizer)) for d in documents if d.conversation]
-    rounds = range(max(map(len, asked), default=0))
-    turns = [own[i] for i in rounds for own in asked if i < len(own)]  # every first turn, every second one, ...
-    fitting = [q.tokens.tolist() for q in turns if limit is None or len(q.tokens) + new_tokens <= limit]
-    many = count if not texts else 0
-    if fitting and texts:
-        amount = len(tokenize(texts, tokenizer).tokens)
+    starts, ends = openings(corpus)
+    turn = torch.arange(len(starts)) - torch.searchsorted(starts, starts)  # every first turn, every second one, ...
+    order = turn.argsort(stable=True)
+    sizes = (ends - starts)[order]
+    fitting = order if limit is None else order[sizes + new_tokens <= limit]
+    texts = (~corpus.talks).nonzero()[:, 0]
+    many = count if not len(texts) else 0
+    if len(fitting) and len(texts):
+        amount = int(corpus.lengths()[texts].sum())
         many = round(count * share_of_questions(len(fitting), amount, tokens + new_tokens))
     if len(fitting) < many:
         raise ValueError(
             f"no usable example: {len(fitting)} of {many} questions leave room for an answer of {new_tokens} tokens; "
             "give more conversations, or ask for fewer prompts"
         )
-    chosen = [fitting[(2 * i + 1) * len(fitting) // (2 * many)] for i in range(many)]
-    return chosen + (cut_prompts(texts, tokenizer, count - many, tokens) if many < count else [])
+    chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
+    asked = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
+    if many == count:
+        return asked
+    some = texts[:: max(1, len(texts) // _MANY)].tolist()
+    texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
+    documents = [Document("", ((text, True),)) for text in texts_of]
+    return asked + cut_prompts(documents, tokenizer, count - many, tokens)

@@ -11,9 +11,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import message, opening
-from selfspec.data.corpus import Document, parse
+from selfspec.data.corpus import Document
 from selfspec.data.instructions import instructions
 from selfspec.data.prompts import GROUPS, prompts_of_group, sample_prompts
+from selfspec.data.records import parse
+from selfspec.data.store import tokenize
 from selfspec.data.tasks import TASKS, pool
 
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
@@ -140,7 +142,9 @@ def _source(
 ) -> list[Question]:
     tokens = asking.prompt_tokens
     if not groups:
-        return _texts("source", sample_prompts(documents, tokenizer, count, tokens, asking.max_new_tokens))
+        return _texts(
+            "source", sample_prompts(tokenize(documents, tokenizer), tokenizer, count, tokens, asking.max_new_tokens)
+        )
     found = {}
     for i, group in enumerate(groups):
         share = count // len(groups) + (i < count % len(groups))

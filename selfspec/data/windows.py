@@ -1,52 +1,18 @@
-"""Documents as one stream of tokens, and batches as a pure function of the step."""
+"""Rows of tokens to train on, as a pure function of the step: windows over a stream, or whole documents packed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.corpus import Document
+from selfspec.data.store import Corpus, Stream
 
-_OPEN = 16  # rows that `packed` fills at the same time
-
-
-@dataclass(frozen=True)
-class Stream:
-    """All documents in a row, each behind one separator token.
-
-    tokens: int64 [T]; mask: bool [T], True where the token counts in the loss; n_bytes: UTF-8 bytes of the text.
-    """
-
-    tokens: Tensor
-    mask: Tensor
-    n_bytes: int
-
-
-def tokenize(documents: list[Document], tokenizer: Tokenizer) -> Stream:
-    """Encode documents with a Hugging Face tokenizer; the separator is its BOS, or EOS where it has no BOS.
-
-    Raises ValueError where the tokenizer has neither.
-    """
-    separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if separator is None:
-        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
-    spans = [span for document in documents for span in document.spans]
-    encoded = iter(tokenizer([text for text, _ in spans], add_special_tokens=False)["input_ids"] if spans else [])
-    tokens: list[int] = []
-    mask: list[bool] = []
-    for document in documents:
-        for i, (_, counts) in enumerate(document.spans):
-            ids = next(encoded)
-            if i == 0 and ids[:1] != [separator]:  # a chat template may begin with it
-                tokens.append(separator)
-                mask.append(False)
-            tokens.extend(ids)
-            mask.extend([counts] * len(ids))
-    n_bytes = sum(len(text.encode()) for text, _ in spans)
-    return Stream(torch.tensor(tokens, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), n_bytes)
+_OPEN = 16  # rows that are filled at the same time
 
 
 class Windows:
@@ -65,8 +31,7 @@ class Windows:
                 f"no usable example: {len(stream.tokens)} tokens of text, but a length of {length} needs at least "
                 f"{(1 if aligned else 2) * length}; give more text or a smaller length"
             )
-        if size % world:
-            raise ValueError(f"{size} rows a step do not divide over {world} processes; choose another loop.batch_size")
+        _divides(size, world)
         self.stream, self.length, self.size, self.seed = stream, length, size, seed
         self.rank, self.world = rank, world
         self.aligned = aligned
@@ -86,38 +51,136 @@ class Windows:
         indices = range(first, first + self.size // self.world)
         starts = torch.stack([self._starts(i // self.per_epoch)[i % self.per_epoch] for i in indices])
         at = starts[:, None] + torch.arange(self.length)
-        return {"tokens": self.stream.tokens[at], "mask": self.stream.mask[at]}
+        return {"tokens": self.stream.tokens[at].long(), "mask": self.stream.mask[at]}
 
 
-def packed(streams: list[Stream], length: int, pad: int) -> Stream:
-    """Whole documents, one stream each, side by side in rows of `length` tokens, rows one after another; what is left
-    of a row is `pad`, outside the loss. A document goes to the fullest row it fits in; a longer one is cut."""
-    open_rows: list[list[Stream]] = []
-    rows: list[list[Stream]] = []
-    for stream in streams:
-        need = min(len(stream.tokens), length)
-        fits = [row for row in open_rows if _filled(row) + need <= length]
-        if not fits:
-            if len(open_rows) == _OPEN:
-                rows.append(open_rows.pop(max(range(_OPEN), key=lambda i: _filled(open_rows[i]))))
-            fits = [[]]
-            open_rows.append(fits[0])
-        max(fits, key=_filled).append(stream)
-    rows += open_rows
-    tokens = torch.full((len(rows), length), pad)
-    mask = torch.zeros(len(rows), length, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        own, counts = torch.cat([s.tokens for s in row])[:length], torch.cat([s.mask for s in row])[:length]
-        tokens[i, : len(own)], mask[i, : len(own)] = own, counts
-    return Stream(tokens.flatten(), mask.flatten(), sum(s.n_bytes for s in streams))
+class Packed:
+    """Batches of rows of `length` tokens in which whole documents lie side by side; every epoch shuffles the rows anew.
+    Only documents longer than a row are cut, into rows' lengths, each part a document of its own.
+
+    `batch(step)` depends on the arguments alone, as that of `Windows`.
+    """
+
+    def __init__(
+        self, corpus: Corpus, length: int, size: int, seed: int, rank: int = 0, world: int = 1, pad: int = 0
+    ) -> None:
+        """pad: the token that fills rows up, outside the loss. Raises ValueError where there is no document, or `size`
+        does not divide over `world`."""
+        if not len(corpus.tokens):
+            raise ValueError("no usable example: there is no text")
+        _divides(size, world)
+        self.corpus, self.length, self.size, self.seed, self.pad = corpus, length, size, seed, pad
+        self.rank, self.world = rank, world
+        documents = corpus.lengths()
+        parts = (documents + length - 1) // length
+        number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+        self.starts = corpus.starts[:-1].repeat_interleave(parts) + number * length
+        self.lengths = (documents.repeat_interleave(parts) - number * length).clamp(max=length)
+        order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed))
+        self.members, self.ends = plan(self.lengths[order].tolist(), length)
+        self.members = order[self.members]
+        self.per_epoch = len(self.ends)
+        self._epoch = (-1, torch.empty(0))
+
+    def _row(self, i: int) -> int:
+        """The row that is read as the i-th of all."""
+        epoch, at = divmod(i, self.per_epoch)
+        if self._epoch[0] != epoch:
+            g = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g))
+        return int(self._epoch[1][at])
+
+    def numbers(self, step: int) -> list[int]:
+        """The rows of this process's part of a step."""
+        first = step * self.size + self.rank * (self.size // self.world)
+        return [self._row(i) for i in range(first, first + self.size // self.world)]
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """tokens int64 [size/world, length], mask bool and documents int64 of the same shape: which document of its row
+        a token belongs to."""
+        return self.rows(self.numbers(step))
+
+    def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """As `batch`, of rows by their numbers in 0 .. per_epoch - 1."""
+        tokens = torch.full((len(numbers), self.length), self.pad)
+        mask = torch.zeros(len(numbers), self.length, dtype=torch.bool)
+        documents = torch.full((len(numbers), self.length), -1)
+        for i, row in enumerate(numbers):
+            end = 0
+            for n, member in enumerate(self.members[self.ends[row - 1] if row else 0 : self.ends[row]].tolist()):
+                start, count = int(self.starts[member]), int(self.lengths[member])
+                place = slice(end, end + count)
+                tokens[i, place] = self.corpus.tokens[start : start + count].long()
+                mask[i, place] = self.corpus.mask[start : start + count]
+                documents[i, place] = n
+                end += count
+        return {"tokens": tokens, "mask": mask, "documents": documents}
+
+    @property
+    def filled(self) -> float:
+        """Share of the rows' tokens that are text."""
+        return float(self.lengths.sum()) / (self.per_epoch * self.length)
 
 
-def openings(stream: Stream) -> list[Stream]:
-    """What stands before each answer of a conversation: the stream up to every token at which its mask begins. Nothing
-    of it counts in the loss."""
-    begins = (stream.mask[1:] & ~stream.mask[:-1]).nonzero()[:, 0] + 1
-    none = torch.zeros_like(stream.mask)
-    return [Stream(stream.tokens[:at], none[:at], 0) for at in begins.tolist()]
+def plan(lengths: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
+    """Which documents share rows of `length` tokens: members, int64 [D], and for each row where its members end, int64
+    [R]. A document goes to the fullest row it fits in, of the 16 that are open."""
+    free, rows = list[int](), list[list[int]]()  # of the open rows, by what is left of them, the fullest first
+    members, ends = array("q"), array("q")
+
+    def close(row: list[int]) -> None:
+        members.extend(row)
+        ends.append(len(members))
+
+    for i, whole in enumerate(lengths):
+        need = min(whole, length)
+        at = bisect_left(free, need)
+        if at < len(free):
+            left, row = free.pop(at) - need, [*rows.pop(at), i]
+        else:
+            if len(free) == _OPEN:
+                free.pop(0)
+                close(rows.pop(0))
+            left, row = length - need, [i]
+        at = bisect_left(free, left)
+        free.insert(at, left)
+        rows.insert(at, row)
+    for row in rows:
+        close(row)
+    return torch.from_numpy(np.array(members, np.int64)), torch.from_numpy(np.array(ends, np.int64))
+
+
+def side_by_side(corpus: Corpus, length: int, pad: int) -> Stream:
+    """Whole documents in rows of `length` tokens (see `plan`), rows one after another; what is left of a row is `pad`,
+    outside the loss. A longer document is cut off."""
+    members, ends = plan(corpus.lengths().tolist(), length)
+    tokens = torch.full((len(ends), length), pad)
+    mask = torch.zeros(len(ends), length, dtype=torch.bool)
+    for i, row in enumerate(members.tensor_split(ends[:-1])):
+        own = [corpus.document(int(member)) for member in row]
+        found, counts = torch.cat([s.tokens for s in own])[:length], torch.cat([s.mask for s in own])[:length]
+        tokens[i, : len(found)], mask[i, : len(found)] = found, counts
+    return Stream(tokens.flatten(), mask.flatten(), corpus.n_bytes)
+
+
+def openings(corpus: Corpus) -> tuple[Tensor, Tensor]:
+    """What stands before each answer of the conversations, as where it starts and ends in the corpus, int64 [Q] each:
+    from the start of the conversation up to every token at which the mask begins."""
+    ends = _begins(corpus.mask)
+    documents = torch.searchsorted(corpus.starts, ends, right=True) - 1
+    starts = corpus.starts[documents]
+    asks = corpus.talks[documents] & (ends > starts)
+    return starts[asks], ends[asks]
+
+
+def _begins(mask: Tensor, piece: int = 1 << 24) -> Tensor:
+    """Where a mask [T] turns True, a piece at a time, so that long ones are not held."""
+    found, before = [torch.zeros(0, dtype=torch.int64)], torch.zeros(1, dtype=torch.bool)
+    for first in range(0, len(mask), piece):
+        part = torch.cat([before, mask[first : first + piece]])
+        found.append((part[1:] & ~part[:-1]).nonzero()[:, 0] + first)
+        before = part[-1:]
+    return torch.cat(found)
 
 
 def share_of_questions(questions: int, tokens: int, length: int) -> float:
@@ -126,8 +189,9 @@ def share_of_questions(questions: int, tokens: int, length: int) -> float:
     return questions / (questions + tokens / length) if questions else 0.0
 
 
-def _filled(row: list[Stream]) -> int:
-    return sum(len(stream.tokens) for stream in row)
+def _divides(size: int, world: int) -> None:
+    if size % world:
+        raise ValueError(f"{size} rows a step do not divide over {world} processes; choose another loop.batch_size")
 
 
 def consecutive(values: Tensor, length: int, limit: int | None = None) -> Tensor:

@@ -74,16 +74,16 @@ class EarlyExit(Trained):
         self.reads = (config.exit - 1,)
         self.tail = Tail(target, config.rank, training_dtype(target.dtype), "exit", head=True)
 
-    def along(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def along(self, hidden: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] along whole texts from the exit's hidden states [B, S, H] on them."""
-        logits = self.tail.text(hidden, tokens, block=self.config.rank > 0).logits
+        logits = self.tail.text(hidden, tokens, block=self.config.rank > 0, documents=documents).logits
         assert logits is not None
         return logits
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        draft = self.along(batch.features[self.config.exit - 1], batch.tokens)
+        draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
         losses = distance(self.config.loss, draft[:, :-1], batch.logits[:, :-1], batch.tokens[:, 1:])
-        return decayed(self.config.loss, masked_mean(losses[None], batch.mask[None, :, 1:], batch.average), 1.0)
+        return decayed(self.config.loss, masked_mean(losses[None], batch.counted(1)[None], batch.average), 1.0)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache, additive
+from selfspec.core.cache import TextCache, additive, restarting
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
@@ -147,7 +147,9 @@ class Feature(Trained):
             self.few = Ready(self.head.weight.detach()[ids])
         return self
 
-    def unrolled(self, tokens: Tensor, features: dict[int, Tensor], steps: int) -> list[Tensor]:
+    def unrolled(
+        self, tokens: Tensor, features: dict[int, Tensor], steps: int, documents: Tensor | None = None
+    ) -> list[Tensor]:
         """Logits [B, S - 1, V] of every step over whole texts, tokens int64 [B, S], features [B, S, H] by layer.
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
@@ -163,8 +165,13 @@ class Feature(Trained):
             # verified entries, then one block for each step, this one the last
             seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
             far = torch.cat([behind] * (step + 1), 1)
+            places = at[None]
+            if documents is not None:
+                own = documents[:, :n]
+                places = restarting(own)
+                seen = seen & (own[:, :, None] == own[:, None]).repeat(1, 1, step + 1)
             masks = self.layer.tail.target.per_type(partial(self._mask, seen, far))
-            out = self.layer.text(states, tokens[:, 1:], True, cache, masks, at[None])
+            out = self.layer.text(states, tokens[:, 1:], True, cache, masks, places)
             assert out.logits is not None
             result.append(out.logits)
             states = F.pad(out.features[self.layer.tail.layer][:, :-1], (0, 0, 1, 0))
@@ -172,14 +179,14 @@ class Feature(Trained):
 
     def _mask(self, seen: Tensor, far: Tensor, window: int | None) -> Tensor:
         seen = seen if window is None else seen & (far < window)
-        return additive(seen, self.layer.tail.dtype)[None, None]
+        return additive(seen if seen.ndim == 3 else seen[None], self.layer.tail.dtype)[:, None]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
         means = []
-        for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll)):
+        for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll, batch.documents)):
             guess, wanted = draft[:, step:n], batch.logits[:, step + 1 : n + 1]
-            mask = batch.mask[:, step + 2 :]
+            mask = batch.counted(step + 2)
             if self.vocabulary is not None:
                 mask = mask & torch.isin(wanted.argmax(-1), self.vocabulary)
                 guess, wanted = guess[..., self.vocabulary], wanted[..., self.vocabulary]

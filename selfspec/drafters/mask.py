@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache, additive
+from selfspec.core.cache import TextCache, additive, restarting
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
@@ -140,19 +140,23 @@ class Mask(Trained):
         unit = F.rms_norm(found, found.shape[-1:]).to(self.start.dtype)
         return logits + (unit @ self.start[depth] @ self.out).to(logits.dtype)
 
-    def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache) -> Tensor:
+    def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache, documents: Tensor | None = None) -> Tensor:
         """Logits [B, A, K, V] of groups behind positions `anchors`, int64 [B, A], of whole texts, tokens int64 [B, S],
-        whose keys and values `cache` holds."""
+        whose keys and values `cache` holds. documents: int64 [B, S], see `Batch`."""
         rows, count, masks = *anchors.shape, self.config.masks
         device, length = tokens.device, tokens.shape[1]
         step = torch.arange(1, masks + 1, device=device)
         ids = (self.vocab - 1 + step).expand(rows, count, -1).flatten(1)
-        positions = (anchors[:, :, None] + step).flatten(1)
+        read = torch.arange(length, device=device).expand(rows, -1) if documents is None else restarting(documents)
+        positions = (read.gather(1, anchors)[:, :, None] + step).flatten(1)
         group = torch.arange(count, device=device).repeat_interleave(masks)
         order = torch.arange(count * masks, device=device)
         own = (group[:, None] == group) & (order[:, None] >= order)  # [A*K, A*K]
-        text = torch.arange(length, device=device) <= anchors.repeat_interleave(masks, 1)[:, :, None]  # [B, A*K, S]
-        places = torch.cat([torch.arange(length, device=device).expand(rows, -1), positions], 1)  # [B, S + A*K]
+        hosts = anchors.repeat_interleave(masks, 1)
+        text = torch.arange(length, device=device) <= hosts[:, :, None]  # [B, A*K, S]
+        if documents is not None:
+            text = text & (documents.gather(1, hosts)[:, :, None] == documents[:, None])
+        places = torch.cat([read, positions], 1)  # [B, S + A*K]
 
         def mask(window: int | None) -> Tensor:
             seen = torch.cat([text, own.expand(rows, -1, -1)], 2)
@@ -171,16 +175,16 @@ class Mask(Trained):
         tokens, masks = batch.tokens, self.config.masks
         room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
         # Random positions, those first whose next tokens count.
-        keys = random_rows(tokens, room) + batch.mask[:, 2 : 2 + room]
+        keys = random_rows(tokens, room) + batch.counted(2)[:, :room]
         anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
-        draft = self.along(tokens, anchors, batch.cache)  # [B, A, K, V]
+        draft = self.along(tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
         losses, counts = [], []
         for j in range(masks):
             at = anchors + 1 + j
             parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
             wanted = batch.logits.gather(1, at[:, :, None].expand(-1, -1, batch.logits.shape[-1]))
             losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
-            counts.append(batch.mask.gather(1, at + 1))
+            counts.append(batch.counted(2 + j).gather(1, anchors))
         means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
         return decayed(self.config.loss, means, self.config.depth_decay)
 

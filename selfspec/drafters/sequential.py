@@ -221,18 +221,22 @@ class SequentialHeads(Trained):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = batch.tokens
         n = tokens.shape[1] - 1 - self.depth  # positions from which every head has a target
-        hidden = self.read(tokens, batch.hidden, batch.features)
+        hidden = self.read(tokens, batch.hidden, batch.features, batch.documents)
         paths = self.embed(tokens[:, 1:].unfold(1, self.depth, 1)[:, :n].flatten(0, 1))
         forget = random_rows(tokens, n).flatten() < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
         return heads_loss(self.config.loss, draft, batch, self.config.depth_decay)
 
-    def read(self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor]) -> Tensor:
+    def read(
+        self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor], documents: Tensor | None = None
+    ) -> Tensor:
         """What the heads read at each position but the last of whole texts, [B, S - 1, H]."""
         if self.prefix is None:
             return hidden[:, :-1]
         states = self.prefix.fused(self.prefix.stacked({layer: part[:, :-1] for layer, part in features.items()}))
-        return self.prefix.text(states, tokens[:, 1:], logits=False).hidden
+        # An entry reads a position and the token after it: it belongs where the position does.
+        own = None if documents is None else documents[:, :-1]
+        return self.prefix.text(states, tokens[:, 1:], logits=False, documents=own).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         device, dtype = sample.hidden.device, self.compute_dtype

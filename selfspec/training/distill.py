@@ -23,7 +23,8 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.data.windows import Stream, openings, packed, share_of_questions
+from selfspec.data.store import Corpus, Stream, joined
+from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
 from selfspec.log import atomic
 
@@ -59,10 +60,52 @@ class DistillConfig:
             raise ValueError(f"train.distill.sampled={self.sampled} must lie in [0, 1]")
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What prompts are drawn from. texts: int64 [D], the documents whose stretches are continued, in all `amount`
+    tokens; starts, ends: int64 [Q], the questions that leave room for an answer."""
+
+    corpus: Corpus
+    texts: Tensor
+    amount: int
+    starts: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, corpus: Corpus, length: int) -> _Source:
+        starts, ends = openings(corpus)
+        fitting = ends - starts + 1 < length
+        texts = (~corpus.talks).nonzero()[:, 0]
+        return cls(corpus, texts, int(corpus.lengths()[texts].sum()), starts[fitting], ends[fitting])
+
+    def prompts(self, tokens: int, rows: int, length: int, g: torch.Generator) -> tuple[list[Stream], Tensor]:
+        """The beginnings of rows, and which of them are questions: bool [rows]. tokens: of a stretch."""
+        count, stretches = len(self.starts), max(0, self.amount - tokens)
+        share = share_of_questions(count, stretches, length)
+        at = torch.randint(max(1, stretches), (rows,), generator=g)[:, None] + torch.arange(tokens)
+        chosen = torch.rand(rows, generator=g) < share if count else torch.zeros(rows, dtype=torch.bool)
+        numbers = torch.randint(max(1, count), (rows,), generator=g)
+        return [
+            self._question(int(number)) if question else self._stretch(where)
+            for number, question, where in zip(numbers, chosen, at, strict=True)
+        ], chosen
+
+    def _question(self, number: int) -> Stream:
+        tokens = self.corpus.tokens[self.starts[number] : self.ends[number]].long()
+        return Stream(tokens, torch.zeros_like(tokens, dtype=torch.bool), 0)
+
+    def _stretch(self, at: Tensor) -> Stream:
+        """Tokens `at` of all texts in a row."""
+        sizes = self.corpus.lengths()[self.texts]
+        ends = sizes.cumsum(0)
+        text = torch.searchsorted(ends, at, right=True)
+        where = self.corpus.starts[self.texts[text]] + at - (ends - sizes)[text]
+        return Stream(self.corpus.tokens[where].long(), self.corpus.mask[where], 0)
+
+
 def distill(
     target: Target,
-    stream: Stream,
-    talks: list[Stream],
+    corpus: Corpus,
     config: DistillConfig,
     seed: int,
     folder: Path,
@@ -70,23 +113,25 @@ def distill(
     share: tuple[int, int] = (0, 1),
     drafter: Drafter | None = None,
     told: list[Stats] | None = None,
-) -> Stream:
-    """Texts of the target's own as one stream of rows, each of prompt_tokens + new_tokens tokens.
+) -> Corpus:
+    """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens.
 
-    stream: text whose stretches are continued; talks: conversations, whose answers are written anew. They are drawn in
-    the proportion of `share_of_questions`. A continued stretch fills a row; conversations lie side by side in one. What
-    is left of a row is an EOS token, outside the loss mask. Chunks are kept in `folder`, so that an interrupted call
-    goes on where it stopped. share: this process's number and how many there are, of which each writes chunks of its
-    own; what is returned are those alone. drafter: drafts while the target writes. told: a list that
-    receives the counts of each call of the target. Raises ValueError where the data are shorter than one prompt.
+    Stretches of the corpus's texts are continued, and answers of its conversations written anew, in the proportion of
+    `share_of_questions`. Behind a continued stretch that ended early stand EOS tokens, outside the loss mask.
+    Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. share: this process's number and
+    how many there are, of which each writes chunks of its own; what is returned are those alone. drafter: drafts while
+    the target writes. told: a list that receives the counts of each call of the target. Raises ValueError where the
+    data are shorter than one prompt.
     """
     length = config.prompt_tokens + config.new_tokens
-    asked = [question for talk in talks for question in openings(talk)]
-    fitting = [question for question in asked if len(question.tokens) + 1 < length]
-    if len(stream.tokens) <= config.prompt_tokens and not fitting:
-        longest = f", and none of {len(asked)} questions leaves room for an answer in {length} tokens" if asked else ""
+    source = _Source.of(corpus, length)
+    if source.amount <= config.prompt_tokens and not len(source.starts):
+        questions = len(openings(corpus)[0])
+        longest = (
+            f", and none of {questions} questions leaves room for an answer in {length} tokens" if questions else ""
+        )
         raise ValueError(
-            f"no usable example: {len(stream.tokens)} tokens of text are too few for prompts of "
+            f"no usable example: {source.amount} tokens of text are too few for prompts of "
             f"train.distill.prompt_tokens={config.prompt_tokens}{longest}; raise train.distill.new_tokens or give more"
         )
     if target.max_positions is not None and length > target.max_positions:
@@ -94,11 +139,8 @@ def distill(
             f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
             f"{target.max_positions} positions"
         )
-    text = hashlib.sha256()
-    for read in (stream, *talks):
-        text.update(read.tokens.numpy().tobytes() + read.mask.numpy().tobytes())
     kept = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
-    settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={text.hexdigest()}"}
+    settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={corpus.key}"}
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
     parts, told = [], [] if told is None else told
@@ -107,17 +149,15 @@ def distill(
         path = folder / f"{first:06d}.safetensors"
         part = _read(path, settings)
         if part is None:
-            part = _write(target, stream, fitting, config, seed, first, drafter, told)
+            part = _write(target, source, config, seed, first, drafter, told)
             with atomic(path) as scratch:
                 save_file(part, scratch, settings)
             bar.set_postfix(written(told))
         parts.append(part)
-    rows = [
-        Stream(tokens[:used].long(), mask[:used], 0)
-        for part in parts
-        for tokens, mask, used in zip(part["tokens"], part["mask"], part["used"].tolist(), strict=True)
-    ]
-    return packed(rows, length, min(end_tokens(target), default=0))
+    tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in ("tokens", "mask", "used"))
+    own = torch.arange(length) < used[:, None]
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
+    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool))
 
 
 def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
@@ -144,8 +184,7 @@ def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
 
 def _write(
     target: Target,
-    stream: Stream,
-    asked: list[Stream],
+    source: _Source,
     config: DistillConfig,
     seed: int,
     first: int,
@@ -157,7 +196,7 @@ def _write(
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens
-    prompts, chosen = _prompts(stream, asked, config, rows, length, g)
+    prompts, chosen = source.prompts(config.prompt_tokens, rows, length, g)
     eos = end_tokens(target)
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
     mask = torch.zeros(rows, length, dtype=torch.bool)
@@ -180,20 +219,3 @@ def _write(
             tokens[row, start:end], mask[row, start:end] = torch.tensor(new[: end - start], dtype=torch.int32), True
             used[row] = end if chosen[row] else length
     return {"tokens": tokens, "mask": mask, "used": used}
-
-
-def _prompts(
-    stream: Stream, asked: list[Stream], config: DistillConfig, rows: int, length: int, g: torch.Generator
-) -> tuple[list[Stream], Tensor]:
-    """The beginnings of rows, and which of them are questions: bool [rows]."""
-    stretches = max(0, len(stream.tokens) - config.prompt_tokens)
-    share = share_of_questions(len(asked), stretches, length)
-    starts = torch.randint(max(1, stretches), (rows,), generator=g)
-    chosen = torch.rand(rows, generator=g) < share if asked else torch.zeros(rows, dtype=torch.bool)
-    numbers = torch.randint(max(1, len(asked)), (rows,), generator=g)
-    at = starts[:, None] + torch.arange(config.prompt_tokens)
-    prompts = [
-        asked[int(number)] if question else Stream(stream.tokens[where], stream.mask[where], 0)
-        for number, question, where in zip(numbers, chosen, at, strict=True)
-    ]
-    return prompts, chosen

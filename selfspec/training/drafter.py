@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import load_drafter, save_drafter, target_hash, weights_hash
 from selfspec.core.cache import TextCache
+from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
-from selfspec.data.corpus import Document
 from selfspec.data.prompts import sample_prompts
-from selfspec.data.windows import Stream, Windows, consecutive, tokenize
+from selfspec.data.store import Corpus
+from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.views import Tail
 from selfspec.loading import find_drafter
@@ -31,12 +32,15 @@ from selfspec.training.loop import LoopConfig, autocast, average, fit
 
 @dataclass
 class DrafterTraining:
-    """length: tokens per row of the data; lr: peak learning rate (AdamW); weight_decay; validation_rows: rows of
-    validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text that drafters are calibrated
-    on; distill: self-distillation data to train on instead of the data's own text; init_from: a drafter of the same
-    kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins with."""
+    """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
+    itself alone, instead of windows that cut through them; lr: peak learning rate (AdamW); weight_decay;
+    validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text
+    that drafters are calibrated on; distill: self-distillation data to train on instead of the data's own text;
+    init_from: a drafter of the same kind and shapes (an embedded name, a run folder or a hub id) whose weights training
+    begins with."""
 
     length: int = 512
+    packed: bool = True
     lr: float = 1e-3
     weight_decay: float = 0.0
     validation_rows: int = 32
@@ -57,8 +61,8 @@ class DrafterTraining:
 
 
 class DraftLoss(nn.Module):
-    """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S]); only the
-    drafter is a submodule."""
+    """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S], and
+    documents int64 [B, S] where rows are packed); only the drafter is a submodule."""
 
     def __init__(self, drafter: Trained, target: Target, average: Callable[[Tensor], Tensor] = itself) -> None:
         """average: the mean of a tensor over all processes, each of which has a part of the batch in training."""
@@ -67,11 +71,11 @@ class DraftLoss(nn.Module):
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        cache = TextCache(self.target.n_layers, kept=True)
+        cache, documents = TextCache(self.target.n_layers, kept=True), batch.get("documents")
         with torch.no_grad():
-            out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache)
+            out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
-        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
+        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache, documents
         return self.drafter.loss(Batch(*given, self.average if self.training else itself))
 
 
@@ -80,8 +84,8 @@ def train_drafter(
     target_name: str,
     tokenizer: Tokenizer,
     drafter: Drafter,
-    train: list[Document],
-    validation: list[Document],
+    train: Corpus,
+    validation: Corpus,
     config: DrafterTraining,
     loop: LoopConfig,
     folder: Path,
@@ -107,20 +111,20 @@ def train_drafter(
     if world > 1 and not trained:
         raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
     texts, writer = texts_folder(config, folder), writer_of(config, target, tokenizer)
-    stream, held_out = tokenize(train, tokenizer), tokenize(validation, tokenizer)
-    if not stream.mask.any():
+    if not train.counted:
         raise ValueError(
-            f"none of the {len(stream.tokens)} training tokens counts in the loss; conversations need turns of the "
+            f"none of the {len(train.tokens)} training tokens counts in the loss; conversations need turns of the "
             "assistant, whose words alone count"
         )
-    windows = Windows(stream, config.length, loop.batch_size, loop.seed, rank, world)
+    rows_of = Packed if config.packed else Windows
+    batches = rows_of(train, config.length, loop.batch_size, loop.seed, rank, world)
     if config.distill.rows and (size := _distilled_rows(config, loop)) % world:
         raise ValueError(
             f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
             f"rows, which do not divide over {world} processes; choose another loop.batch_size"
         )
-    rows = consecutive(held_out.tokens, config.length, config.validation_rows)
-    masks = consecutive(held_out.mask, config.length, config.validation_rows)
+    rows = consecutive(validation.tokens, config.length, config.validation_rows).long()
+    masks = consecutive(validation.mask, config.length, config.validation_rows)
     prompts = sample_prompts(
         validation, tokenizer, config.prompts, config.prompt_tokens, config.new_tokens, target.max_positions
     )
@@ -137,8 +141,8 @@ def train_drafter(
         for mode, temperature in TEMPERATURES.items()
     }
     if config.distill.rows and trained:
-        stream, windows = _distilled(accelerator, target, tokenizer, train, config, loop, texts, writer)
-    _fill_vocabulary(drafter, stream, target.vocab_size)
+        train, batches = _distilled(accelerator, target, train, config, loop, texts, writer)
+    _fill_vocabulary(drafter, train, target.vocab_size)
     module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
 
     def total(counts: Tensor) -> Tensor:
@@ -166,13 +170,13 @@ def train_drafter(
         optimizer = torch.optim.AdamW(
             drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
-        figures = fit(accelerator, module, [optimizer], windows.batch, validate, loop, folder, log, "tau16", best=True)
-        piece = {key: value.chunk(loop.accumulate)[0] for key, value in windows.batch(0).items()}
+        figures = fit(accelerator, module, [optimizer], batches.batch, validate, loop, folder, log, "tau16", best=True)
+        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
         figures |= _relative_cost(module, target, piece, autocast(target.device, loop))
         for mode in TEMPERATURES:
             figures[mode]["decoded"] = decoded(target, drafter, mode, samples[mode], config.new_tokens, total)
-        training = {"seconds": figures["seconds"], "tokens": figures["steps"] * windows.size * windows.length}
-        note = f"Trained for {figures['steps']} steps of {windows.size} x {windows.length} tokens"
+        training = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
+        note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
         note += f"; the weights of step {figures['kept_step']} are kept."
     else:
         drafter.eval()
@@ -203,12 +207,6 @@ def memory_line(target: Target, drafter: Drafter, parts: int = 1) -> str:
         f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
         f"{counts[1]:.2f}M, {kept / 2**20:.1f} MB in each process"
     )
-
-
-def divided(train: list[Document], tokenizer: Tokenizer) -> tuple[Stream, list[Stream]]:
-    """What `distill` takes: texts as one stream, and every conversation as one of its own."""
-    texts = tokenize([d for d in train if not d.conversation], tokenizer)
-    return texts, [tokenize([d], tokenizer) for d in train if d.conversation]
 
 
 @torch.no_grad()
@@ -258,21 +256,20 @@ def texts_folder(config: DrafterTraining, folder: Path) -> Path:
 def _distilled(
     accelerator: Accelerator,
     target: Target,
-    tokenizer: Tokenizer,
-    train: list[Document],
+    train: Corpus,
     config: DrafterTraining,
     loop: LoopConfig,
     texts: Path,
     writer: Drafter | None,
-) -> tuple[Stream, Windows]:
-    """Self-distillation data, and windows over it with about as many tokens per step as the data's."""
+) -> tuple[Corpus, Packed]:
+    """Self-distillation data, and rows of it with about as many tokens per step as the data's."""
     rank, world = accelerator.process_index, accelerator.num_processes
-    given = target, *divided(train, tokenizer), config.distill, loop.seed, texts
+    given = target, train, config.distill, loop.seed, texts
     distill(*given, quiet=rank > 0, share=(0, 1) if shard.wanted() else (rank, world), drafter=writer)
     accelerator.wait_for_everyone()  # what the others wrote is then read
-    stream = distill(*given, quiet=True)
-    length = config.distill.prompt_tokens + config.distill.new_tokens
-    return stream, Windows(stream, length, _distilled_rows(config, loop), loop.seed, rank, world, aligned=True)
+    written, length = distill(*given, quiet=True), config.distill.prompt_tokens + config.distill.new_tokens
+    pad = min(end_tokens(target), default=0)
+    return written, Packed(written, length, _distilled_rows(config, loop), loop.seed, rank, world, pad)
 
 
 def _distilled_rows(config: DrafterTraining, loop: LoopConfig) -> int:
@@ -281,12 +278,14 @@ def _distilled_rows(config: DrafterTraining, loop: LoopConfig) -> int:
     return max(1, loop.batch_size * config.length // own)
 
 
-def _fill_vocabulary(drafter: Drafter, stream: Stream, vocab: int) -> None:
+def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
     """A reduced draft vocabulary, which a drafter holds as its buffer `vocabulary`, becomes the text's most frequent
     tokens."""
     ids = dict(drafter.named_buffers(recurse=False)).get("vocabulary")
     if ids is not None:
-        counts = stream.tokens[stream.mask].bincount(minlength=vocab)
+        counts = torch.zeros(vocab, dtype=torch.int64)
+        for tokens, mask in zip(corpus.tokens.split(1 << 24), corpus.mask.split(1 << 24), strict=True):
+            counts += tokens[mask].bincount(minlength=vocab)
         ids.copy_(counts.argsort(descending=True, stable=True)[: len(ids)])
 
 

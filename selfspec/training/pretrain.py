@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data import chat
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import conversations, instructions
+from selfspec.data.store import Stream, tokenize
 from selfspec.data.tasks import TASKS, pool
-from selfspec.data.windows import Stream, Windows, consecutive, packed, tokenize
+from selfspec.data.windows import Windows, consecutive, side_by_side
 from selfspec.log import Figures, RunLog, atomic
 from selfspec.training.loop import LoopConfig, fit
 
@@ -191,7 +192,7 @@ def pretrain(
     windows = Windows(
         stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
     )
-    held_out = {"": tokenize(validation, tokenizer)}
+    held_out: dict[str, Stream] = {"": tokenize(validation, tokenizer)}
     lr = config.muon_lr, config.adam_lr
     return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, {})
 
@@ -220,7 +221,7 @@ def instruct(
         model.generation_config.eos_token_id = ends
     groups = list(TASKS)
     made = instructions(pool(train, "train"), groups, config.count, loop.seed)
-    rows = packed([tokenize([d], tokenizer) for d in conversations(made, tokenizer, loop.seed)], config.length, ends[0])
+    rows = side_by_side(tokenize(conversations(made, tokenizer, loop.seed), tokenizer), config.length, ends[0])
     source = tokenize(train, tokenizer)
     if len(source.tokens) <= config.length:
         raise ValueError(
@@ -235,8 +236,11 @@ def instruct(
     world = accelerator.process_index, accelerator.num_processes
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world, aligned=True)
     asked = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
-    answers = [tokenize([d], tokenizer) for d in conversations(asked, tokenizer, loop.seed)]
-    held_out = {"": tokenize(validation, tokenizer), "answer_": packed(answers, config.length, ends[0])}
+    answers = tokenize(conversations(asked, tokenizer, loop.seed), tokenizer)
+    held_out: dict[str, Stream] = {
+        "": tokenize(validation, tokenizer),
+        "answer_": side_by_side(answers, config.length, ends[0]),
+    }
     lr = config.muon_lr, config.adam_lr
     return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, before)
 

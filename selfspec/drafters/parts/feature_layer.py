@@ -73,9 +73,10 @@ class FeatureLayer(nn.Module):
         cache: TextCache | None = None,
         masks: Tensor | dict[str, Tensor] | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Pass:
         """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
-        return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions)
+        return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions, documents)
 
     def behind(self, read: Read | Unread, logits: bool) -> Read:
         """What was read, or is read now, at each row's root."""

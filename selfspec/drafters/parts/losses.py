@@ -148,5 +148,5 @@ def heads_loss(loss: str, draft: Tensor, batch: Batch, decay: float) -> tuple[Te
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
         losses.append(distance(loss, guess, batch.logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
-        counts.append(batch.mask[:, place])
+        counts.append(batch.counted(2 + k)[:, :n])
     return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)

@@ -166,12 +166,15 @@ class Tail(Adapted):
         cache: TextCache | None = None,
         masks: Tensor | dict[str, Tensor] | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Pass:
         """The layer on whole texts, reading `hidden` [B, S, H]; tokens int64 [B, S]. The layer's output is among the
         pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
         start = self.layer if block else self.layer + 1
         reads = (self.layer,) if block else ()
-        return self.target.text(tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions)
+        return self.target.text(
+            tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents
+        )
 
     def step(self, hidden: Tensor, tree: DraftTree, cache: RowCache, ran: int = 0, logits: bool = True) -> Pass:
         """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""

@@ -1,0 +1,289 @@
+"""Records of text and of conversations: JSON lines, Parquet files, and data sets by name."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, cast
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.data.chat import message, spans
+from selfspec.data.corpus import Document
+
+_SMALL = 1000  # so many documents, or fewer, are divided by rank, so that both parts hold some
+_NAMED = 10  # broken records whose reasons are told
+
+
+@dataclass
+class Broken:
+    """Records that can not be used. count: how many; named: place and reason of the first; empty: records that hold
+    no text, or no assistant's turn."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+    empty: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records(ABC):
+    """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart one by one.
+
+    Conversations go through the chat template of `tokenizer`, and only what the assistant says counts in the loss.
+    validation_share: of the records, chosen by their text, that validate, so that equal records fall on one side;
+    tolerate: how many broken records are left out, with a line for the first of them; one more ends the run.
+    """
+
+    questions: ClassVar[str] = "source"
+    tokenizer: Tokenizer
+    validation_share: float = 0.1
+    tolerate: int = 0
+    broken: Broken = field(default_factory=Broken, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.validation_share < 1:
+            raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
+        if self.tolerate < 0:
+            raise ValueError(f"data.tolerate={self.tolerate} must be at least 0")
+
+    @abstractmethod
+    def records(self) -> Iterator[tuple[str, object]]:
+        """(place, record) one by one; a ValueError in a record's stead says why it can not be read."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Of the records' content."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What the records are called in messages."""
+
+    def documents(self) -> Iterator[tuple[Document, str]]:
+        """Documents in their order, each with its part, `train` or `validation`. What was left out is in `broken`
+        afterwards. Raises ValueError for more broken records than are tolerated, and where a part would be empty."""
+        self.broken.__init__()  # type: ignore[misc]
+        found = self._usable()
+        first = list(islice(found, _SMALL + 1))
+        if len(first) < 2:
+            raise ValueError(
+                f"no usable example: {self} holds {len(first)} of text or with an assistant's turn, but one must train "
+                "and another validate"
+            )
+        if len(first) <= _SMALL:
+            n = min(len(first) - 1, max(1, round(self.validation_share * len(first))))
+            ranks = sorted(range(len(first)), key=lambda i: (_digest(first[i]), i))[:n]
+            held_out = set(ranks)
+            yield from ((document, _part(i in held_out)) for i, document in enumerate(first))
+            return
+        some = set[str]()
+        for document in chain(first, found):
+            part = _part(_digest(document) < self.validation_share)
+            some.add(part)
+            yield document, part
+        if len(some) < 2:
+            raise ValueError(
+                f"no usable example: data.validation_share={self.validation_share} leaves a part of {self} empty"
+            )
+
+    def _usable(self) -> Iterator[Document]:
+        for place, record in self.records():
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                document = self._document(record, place)
+            except ValueError as error:
+                self.broken.count += 1
+                if self.broken.count <= _NAMED:
+                    self.broken.named.append(str(error))
+                if self.broken.count > self.tolerate:
+                    more = f"; {self.tolerate} before it were tolerated" if self.tolerate else ""
+                    raise ValueError(
+                        f"{error}{more}; mend it, or leave such records out with data.tolerate={self.tolerate + 1}"
+                        " or more"
+                    ) from error
+                continue
+            if document is None:
+                self.broken.empty += 1
+            else:
+                yield document
+
+    def _document(self, record: object, place: str) -> Document | None:
+        if not isinstance(record, dict):
+            raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
+        if isinstance(text := record.get("text"), str):
+            _encodable(text, place)
+            return Document(place, ((text, True),)) if text.strip() else None
+        turns = record.get("messages") or record.get("conversations")  # a table holds None where a row has none
+        if not isinstance(turns, list):
+            raise ValueError(f"{place}: expected `text`, `messages` or `conversations`, found {sorted(record)}")
+        messages = [message(turn, place) for turn in turns]
+        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+            return None
+        document = Document(place, spans(messages, self.tokenizer, place))
+        _encodable(document.text, place)
+        if not any(counts for _, counts in document.spans):
+            raise ValueError(f"{place}: the chat template leaves out what the assistant says; use another tokenizer")
+        return document
+
+    def train(self) -> list[Document]:
+        return [document for document, part in self.documents() if part == "train"]
+
+    def validation(self) -> list[Document]:
+        return [document for document, part in self.documents() if part == "validation"]
+
+    def evaluation(self) -> list[Document]:
+        return self.validation()
+
+    def tell(self, count: int, named: Sequence[str]) -> None:
+        """Say which records were left out as broken."""
+        if count:
+            print(f"{count} broken records of {self} are left out, among them:", *named, sep="\n  ", file=sys.stderr)
+
+
+def _part(held_out: bool) -> str:
+    return "validation" if held_out else "train"
+
+
+def _digest(document: Document) -> float:
+    """A number in [0, 1) that follows from the text."""
+    return int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest()) / 2**64
+
+
+def _encodable(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}: the text holds half of a surrogate pair ({error})") from error
+
+
+def files_of(path: str | Sequence[str]) -> list[Path]:
+    """Files by their paths, or by patterns."""
+    given = [path] if isinstance(path, str) else list(path)
+    found = [Path(name) for one in given for name in ([one] if Path(one).is_file() else sorted(glob.glob(one)))]
+    missing = [one for one in given if not Path(one).is_file() and not glob.glob(one)]
+    if missing or not found:
+        raise ValueError(f"data.path={(missing or given)[0]!r} is not a file, and matches none as a pattern")
+    return found
+
+
+def _hashed(files: Sequence[Path]) -> str:
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(hashlib.file_digest(file, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _datasets(data: str) -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"data={data} needs the package datasets: pip install 'selfspec[data]'") from error
+    datasets.disable_progress_bars()
+    return cast(ModuleType, datasets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(Records):
+    """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them."""
+
+    path: Any
+
+    def __str__(self) -> str:
+        return f"data.path={self.path!r}"
+
+    def fingerprint(self) -> str:
+        return _hashed(files_of(self.path))
+
+    def records(self) -> Iterator[tuple[str, object]]:
+        for path in files_of(self.path):
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        place = f"{path}, line {number}"
+                        yield place, _parsed(line, place)
+
+
+def _parsed(line: bytes, place: str) -> object:
+    try:
+        return parse(line.decode("utf-8-sig"), place)
+    except UnicodeDecodeError as error:
+        return ValueError(f"{place}: not UTF-8 text ({error})")
+    except ValueError as error:
+        return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(Records):
+    """Parquet files. path: a file, a pattern, or a list of them."""
+
+    path: Any
+
+    def __str__(self) -> str:
+        return f"data.path={self.path!r}"
+
+    def fingerprint(self) -> str:
+        return _hashed(files_of(self.path))
+
+    def records(self) -> Iterator[tuple[str, object]]:
+        datasets = _datasets("parquet")
+        for path in files_of(self.path):
+            try:
+                rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+                yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+            except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # pyarrow's are ValueErrors
+                raise ValueError(f"{path} can not be read as Parquet ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub(Records):
+    """A data set of the hub, or a folder in one of its forms. name, subset, split, revision: as `datasets.load_dataset`
+    takes them."""
+
+    name: str
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"data.name={self.name!r}"
+
+    def _loaded(self) -> Any:
+        datasets = _datasets("hub")
+        try:
+            return datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            raise ValueError(
+                f"data.name={self.name!r} (subset {self.subset}, split {self.split}, revision {self.revision}) can not "
+                f"be loaded: {error}"
+            ) from error
+
+    def fingerprint(self) -> str:
+        return "".join(Path(one["filename"]).parent.name for one in self._loaded().cache_files)
+
+    def records(self) -> Iterator[tuple[str, object]]:
+        return ((f"{self.name}, row {number}", row) for number, row in enumerate(self._loaded(), 1))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def parse(line: str, place: str) -> dict[str, Any]:
+    """A line as a JSON object. Raises ValueError that names the place."""
+    try:
+        record = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
+    return record

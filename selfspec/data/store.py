@@ -1,0 +1,216 @@
+"""Documents as tokens: in memory, or written once into files that are mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.data.corpus import Document
+from selfspec.data.records import Records
+from selfspec.log import atomic
+
+_BATCH = 512  # documents that go through the tokenizer at once
+_PARTS = ("train", "validation")
+_VERSION = 1  # of the files and of what stands in them
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Texts in a row. tokens: int64 or int32 [T]; mask: bool [T], True where the token counts in the loss; n_bytes:
+    UTF-8 bytes of the text."""
+
+    tokens: Tensor
+    mask: Tensor
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Corpus(Stream):
+    """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
+    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts."""
+
+    starts: Tensor
+    talks: Tensor
+    counted: int
+    key: str
+
+    def document(self, i: int) -> Stream:
+        part = slice(int(self.starts[i]), int(self.starts[i + 1]))
+        return Stream(self.tokens[part].long(), self.mask[part], 0)
+
+    def lengths(self) -> Tensor:
+        """int64 [D]"""
+        return self.starts.diff()
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    tokens: list[int]
+    mask: list[bool]
+    talk: bool
+    n_bytes: int
+
+
+def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
+    """Each document's tokens behind a separator, which is the tokenizer's BOS, or EOS where it has none; and which of
+    them count. A document is encoded as a whole; a token counts where its first character does. Raises ValueError where
+    the tokenizer has neither."""
+    separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if separator is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
+    left = iter(documents)
+    while batch := list(islice(left, _BATCH)):
+        texts = [document.text for document in batch]
+        if tokenizer.is_fast:
+            found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+            rows: Iterable[Any] = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        else:
+            rows = (_by_span(document, tokenizer) for document in batch)
+        for document, text, (ids, offsets) in zip(batch, texts, rows, strict=True):
+            mask = _counting(document, offsets)
+            if ids[:1] != [separator]:  # a chat template may begin with it
+                ids, mask = [separator, *ids], [False, *mask]
+            yield _Encoded(ids, mask, document.conversation, len(text.encode()))
+
+
+def _by_span(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
+    """For tokenizers that do not tell where a token stands: every span on its own, its tokens all at its start."""
+    ids, offsets, at = list[int](), list[tuple[int, int]](), 0
+    for text, _ in document.spans:
+        new = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += new
+        offsets += [(at, at)] * len(new)
+        at += len(text)
+    return ids, offsets
+
+
+def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Which tokens, of which `offsets` tell the characters, begin in a span that counts."""
+    if len(document.spans) == 1:
+        return [document.spans[0][1]] * len(offsets)
+    mask, end, spans, counts = list[bool](), 0, iter(document.spans), False
+    for start, _ in offsets:
+        while start >= end and (span := next(spans, None)) is not None:
+            end, counts = end + len(span[0]), span[1]
+        mask.append(counts)
+    return mask
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Corpus:
+    """Documents as tokens in memory; see `encoded`."""
+    tokens, mask, starts, talks, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
+    for one in encoded(documents, tokenizer):
+        tokens.append(torch.tensor(one.tokens, dtype=torch.int64))
+        mask.append(torch.tensor(one.mask, dtype=torch.bool))
+        starts.append(starts[-1] + len(one.tokens))
+        talks.append(one.talk)
+        n_bytes += one.n_bytes
+    return joined(
+        torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
+        torch.cat([torch.zeros(0, dtype=torch.bool), *mask]),
+        torch.tensor(starts),
+        torch.tensor(talks, dtype=torch.bool),
+        n_bytes,
+    )
+
+
+def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
+    """A corpus of tensors, its figures counted."""
+    key = hashlib.sha256()
+    for part in (tokens, mask, starts):
+        key.update(part.contiguous().numpy().tobytes())
+    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest())
+
+
+# -- files
+
+
+class _Writer:
+    """The files of one part: tokens int32, masks, and the lengths of documents, appended as they come."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self.files: dict[str, BinaryIO] = {n: (folder / f"{part}.{n}").open("wb") for n in ("tokens", "mask", "ends")}
+        self.talks = bytearray()
+        self.end = self.n_bytes = self.counted = 0
+        self.key = hashlib.sha256()
+
+    def add(self, one: _Encoded) -> None:
+        tokens, mask = np.asarray(one.tokens, np.int32).tobytes(), np.asarray(one.mask, np.bool_).tobytes()
+        self.end += len(one.tokens)
+        self.files["tokens"].write(tokens)
+        self.files["mask"].write(mask)
+        self.files["ends"].write(np.int64(self.end).tobytes())
+        self.talks.append(one.talk)
+        self.n_bytes += one.n_bytes
+        self.counted += sum(one.mask)
+        self.key.update(tokens + mask + np.int64(self.end).tobytes())
+
+    def close(self) -> dict[str, int | str]:
+        for file in self.files.values():
+            file.close()
+        told = {"tokens": self.end, "documents": len(self.talks), "bytes": self.n_bytes, "counted": self.counted}
+        return {**told, "key": self.key.hexdigest()}
+
+
+def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus, Corpus]:
+    """Training and validation texts of records, tokenized once. The files lie in `folder` under a hash of the records,
+    of the tokenizer and of its chat template; a second call maps them into memory, which then holds what is read. What
+    was broken is told in both cases (see `Records`)."""
+    folder = folder / _key(source, tokenizer)
+    if not (folder / "about.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(folder) as scratch:
+            _write(source, tokenizer, scratch)
+    about = json.loads((folder / "about.json").read_text())
+    source.tell(about["broken"], about["named"])
+    return _mapped(folder, "train", about), _mapped(folder, "validation", about)
+
+
+def _key(source: Records, tokenizer: Tokenizer) -> str:
+    whole = hashlib.sha256(f"{_VERSION} {source.fingerprint()} {source.validation_share}".encode())
+    # What a tokenizer makes of some text tells more of it than its class does.
+    told = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    whole.update(f"{told} {tokenizer.chat_template} {tokenizer.special_tokens_map}".encode())
+    return whole.hexdigest()[:24]
+
+
+def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir()
+    writers = {part: _Writer(folder, part) for part in _PARTS}
+    documents, sides = source.documents(), list[str]()
+
+    def noted() -> Iterator[Document]:
+        for document, side in documents:
+            sides.append(side)
+            yield document
+
+    for i, one in enumerate(encoded(noted(), tokenizer)):
+        writers[sides[i]].add(one)
+    about = {part: writer.close() for part, writer in writers.items()}
+    for part, writer in writers.items():
+        (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
+    broken = {"broken": source.broken.count, "named": source.broken.named}
+    (folder / "about.json").write_text(json.dumps({**about, **broken}))
+
+
+def _mapped(folder: Path, part: str, about: dict[str, dict[str, int]]) -> Corpus:
+    told = about[part]
+
+    def read(name: str, dtype: torch.dtype, size: int) -> Tensor:
+        return torch.from_file(str(folder / f"{part}.{name}"), size=size, dtype=dtype)
+
+    tokens = read("tokens", torch.int32, told["tokens"])
+    mask = read("mask", torch.bool, told["tokens"])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, told["documents"])])
+    talks = read("talks", torch.bool, told["documents"])
+    return Corpus(tokens, mask, told["bytes"], starts, talks, told["counted"], str(told["key"]))
