@@ -43,10 +43,13 @@ class TargetConfig:
 
 @dataclass
 class TrainRun:
+    """check: only tell what would be read and what it would take."""
+
     name: str = MISSING
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = MISSING
     data: Any = MISSING
+    check: bool = False
     train: DrafterTraining = field(default_factory=DrafterTraining)
     loop: LoopConfig = field(default_factory=LoopConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)

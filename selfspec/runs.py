@@ -22,10 +22,11 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
-from selfspec.drafters.base import DrafterConfig
+from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
+from selfspec.training.check import check
 from selfspec.training.distill import distill, written
 from selfspec.training.drafter import check_training, texts_folder, train_drafter, warm_start, writer_of
 from selfspec.training.loop import checkpoint_path, default_device
@@ -35,7 +36,7 @@ R = TypeVar("R")
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = (
     *("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
-    *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    *("check", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
 )
 
 
@@ -83,15 +84,27 @@ def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
     return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
 
 
+def run_check(config: DictConfig) -> list[str]:
+    """What a training would read and take, as lines; see `selfspec.training.check`."""
+    run = typed(TrainRun, config)
+    target, tokenizer, data = _opened(run, config)
+    drafter = _made(run.drafter, target)
+    train, validation = _tokenized(data, tokenizer, str(target.device))
+    return check(target, tokenizer, drafter, train, validation, run.train, run.loop)
+
+
+def _made(config: DrafterConfig, target: Target) -> Drafter:
+    kind = drafter_class(type(config).__module__.rsplit(".", 1)[-1])
+    return kind(target, config)  # type: ignore[arg-type]
+
+
 def run_training(config: DictConfig, folder: Path) -> Figures:
     """Train a drafter; see `selfspec.training.drafter`."""
     run = typed(TrainRun, config)
     plain = open_run(config, folder, checkpoint_path(folder))
-    made: DrafterConfig = run.drafter
     target, tokenizer, data = _opened(run, config)
     torch.manual_seed(run.loop.seed)
-    kind = drafter_class(type(made).__module__.rsplit(".", 1)[-1])
-    drafter = kind(target, made)  # type: ignore[arg-type]
+    drafter = _made(run.drafter, target)
     if run.train.init_from is not None:
         source = load_drafter(drafter_folder(run.train.init_from), target, tokenizer)
         warm_start(drafter, source, run.train.init_from)

@@ -8,22 +8,25 @@ from typing import Any
 import pytest
 import torch
 from conftest import compose_config
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.checkpoint import load_drafter, weights_hash
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
 from selfspec.data.store import Stream, joined
 from selfspec.data.windows import Windows, consecutive
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import distance, masked_mean
 from selfspec.loading import find_drafter, load_target
 from selfspec.log import atomic
-from selfspec.runs import run_distill, run_training
+from selfspec.runs import run_check, run_distill, run_training
 from selfspec.training import drafter as drafter_module
 from selfspec.training import loop as loop_module
+from selfspec.training.cost import memory_line
 from selfspec.training.distill import DistillConfig, distill
-from selfspec.training.drafter import memory_line
 from selfspec.training.loop import LoopConfig
 
 SMALL = (
@@ -386,7 +389,45 @@ def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_ro
 def test_the_memory_of_a_run_is_told_before_it(tiny_folder: str) -> None:
     target, _ = load_target(tiny_folder)
     drafter = Medusa(target, MedusaConfig(heads=2, rank=4))
-    line = memory_line(target, drafter)
+    line = memory_line(target, drafter, 10)
     trained = sum(p.numel() for p in drafter.trained().values())
     assert f"trains {trained / 1e6:.2f}M parameters" in line
     assert f"{4 * 4 * trained / 2**20:.1f} MB, beside" in line
+    assert f"logits of 10 tokens at once {10 * 5 * target.vocab_size * target.dtype.itemsize / 2**20:.1f} MB" in line
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "parts", "free"),
+    [((32, 4096, 14336, 32), ("train.length=1024",), 1, 24), ((80, 8192, 28672, 64), ("loop.batch_size=64",), 8, 80)],
+    ids=["8B on one card of 24 GB", "70B divided over eight of 80 GB"],
+)
+def test_memory_of_large_targets_is_planned_on_no_device(
+    sizes: tuple[int, ...], overrides: tuple[str, ...], parts: int, free: int
+) -> None:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    shape = dict(zip(names, sizes, strict=True))
+    config = LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128256)
+    run = compose_config("train", "+experiment=llama3_8b_medusa", "data.path=x", *overrides)
+    with torch.device("meta"):
+        target = Target(LlamaForCausalLM(config).bfloat16())
+        drafter = Medusa(target, OmegaConf.to_object(run.drafter))
+    tokens = run.loop.batch_size * run.train.length // parts // run.loop.accumulate
+    line = memory_line(target, drafter, tokens, parts)
+    needed = float(line.split("process ")[1].split(" GiB")[0]) * 2**30
+    assert sum(p.numel() for p in target.model.parameters()) * 2 / parts < needed < 0.95 * free * 1e9, line
+    assert all(p.device.type == "meta" for p in drafter.parameters())
+
+
+def test_a_check_tells_what_training_would_read(
+    tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "\n".join(run_check(small("check", tiny_folder, source_root, "loop.steps=100")))
+    assert "training: " in said
+    assert "100.0% filled" in said or "% filled" in said
+    assert "example 3:" in said
+    assert "⟦" in said
+    assert "trains 0." in said
+    assert "100 steps" in said
+    assert "memory of this process" in said
+    with pytest.raises(ValueError, match=r"train\.length=999999 exceeds"):
+        run_check(small("check", tiny_folder, source_root, "train.length=999999"))

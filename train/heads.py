@@ -1,7 +1,10 @@
-"""Train a drafter on a frozen target: python train/heads.py +experiment=tiny_medusa"""
+"""Train a drafter on a frozen target: python train/heads.py +experiment=tiny_medusa
+
+With --check it only tells what would be read, how long it would take and what memory."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import hydra
@@ -10,7 +13,7 @@ from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
 from selfspec.log import Figures, is_main_process
-from selfspec.runs import run_training
+from selfspec.runs import run_check, run_training
 
 register(drafters=True)
 
@@ -18,6 +21,9 @@ register(drafters=True)
 @hydra.main(config_path="../configs", config_name="train", version_base="1.3")
 def main(config: DictConfig) -> None:
     with clear_errors():
+        if config.check:
+            print(*run_check(config), sep="\n")
+            return
         figures = run_training(config, Path(HydraConfig.get().runtime.output_dir))
         if is_main_process():
             report(figures)
@@ -39,5 +45,6 @@ def report(figures: Figures) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv = ["check=true" if given == "--check" else given for given in sys.argv]
     with clear_errors():
         main()

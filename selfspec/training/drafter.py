@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,7 @@ from selfspec.loading import find_drafter
 from selfspec.log import Figures, RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
+from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig, autocast, average, fit
 
@@ -116,8 +115,7 @@ def train_drafter(
             f"none of the {len(train.tokens)} training tokens counts in the loss; conversations need turns of the "
             "assistant, whose words alone count"
         )
-    rows_of = Packed if config.packed else Windows
-    batches = rows_of(train, config.length, loop.batch_size, loop.seed, rank, world)
+    batches = rows_of(train, config, loop, rank, world)
     if config.distill.rows and (size := _distilled_rows(config, loop)) % world:
         raise ValueError(
             f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
@@ -166,13 +164,14 @@ def train_drafter(
     if trained:
         assert module is not None
         if accelerator.is_main_process:
-            print(memory_line(target, drafter, world if shard.wanted() else 1))
+            at_once = batches.size * batches.length // world // loop.accumulate
+            print(memory_line(target, drafter, at_once, world if shard.wanted() else 1))
         optimizer = torch.optim.AdamW(
             drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         figures = fit(accelerator, module, [optimizer], batches.batch, validate, loop, folder, log, "tau16", best=True)
         piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-        figures |= _relative_cost(module, target, piece, autocast(target.device, loop))
+        figures |= relative_cost(module, target, piece, autocast(target.device, loop))
         for mode in TEMPERATURES:
             figures[mode]["decoded"] = decoded(target, drafter, mode, samples[mode], config.new_tokens, total)
         training = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
@@ -186,7 +185,7 @@ def train_drafter(
     if weights_hash(target.model) != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
     told_hash = target_hash(target) if shard.wanted() else before  # `before` is of this process's part
-    summary = {**figures, "target_hash": told_hash, "peak_memory_mb": _peak_memory_mb(target.device)}
+    summary = {**figures, "target_hash": told_hash, "peak_memory_mb": peak_memory_mb(target.device)}
     if accelerator.is_main_process:
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         log.write({"summary": summary})
@@ -195,18 +194,12 @@ def train_drafter(
     return summary
 
 
-def memory_line(target: Target, drafter: Drafter, parts: int = 1) -> str:
-    """What is trained, and the memory that weights take in each process, the target divided into `parts`. Activations
-    are not counted. Works for weights on the meta device, too."""
-    frozen = list({id(p): p for p in target.model.parameters()}.values())
-    trained = list(drafter.trained().values())
-    kept = sum(p.numel() * p.element_size() for p in frozen) / parts
-    moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
-    counts = [sum(p.numel() for p in found) / 1e6 for found in (trained, frozen)]
-    return (
-        f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
-        f"{counts[1]:.2f}M, {kept / 2**20:.1f} MB in each process"
-    )
+def rows_of(
+    corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1
+) -> Packed | Windows:
+    """Rows of the data's own text."""
+    kind = Packed if config.packed else Windows
+    return kind(corpus, config.length, loop.batch_size, loop.seed, rank, world)
 
 
 @torch.no_grad()
@@ -308,39 +301,3 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
             "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "
             "target with target.dtype=float32"
         )
-
-
-def _relative_cost(
-    module: nn.Module, target: Target, batch: dict[str, Tensor], precision: torch.autocast
-) -> dict[str, float]:
-    """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians."""
-    batch = {key: value.to(target.device) for key, value in batch.items()}
-    steps, forwards = [], []
-    module.train()
-    for _ in range(6):
-        start = time.perf_counter()
-        with torch.no_grad(), precision:
-            target.text(batch["tokens"])  # what any drafter trained online has to run
-        _wait(target.device)
-        middle = time.perf_counter()
-        with precision:
-            loss, _ = module(batch)
-        loss.backward()
-        _wait(target.device)
-        forwards.append(middle - start)
-        steps.append(time.perf_counter() - middle)
-        module.zero_grad(set_to_none=True)
-    module.eval()
-    step, forward = sorted(steps[1:])[2], sorted(forwards[1:])[2]
-    return {"seconds_step": step, "seconds_target_forward": forward, "step_over_forward": step / forward}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _peak_memory_mb(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,100 @@
+"""What a training would read, how long it would take and what it would hold, without training anything."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus
+from selfspec.data.windows import Packed
+from selfspec.drafters.base import Drafter, Trained
+from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
+from selfspec.training.drafter import DrafterTraining, DraftLoss, check_training, rows_of
+from selfspec.training.loop import LoopConfig, autocast
+
+_EXAMPLES = 3
+_SHOWN = 600  # characters of an example
+_QUANTILES = (0.05, 0.5, 0.95, 1.0)
+
+
+def check(
+    target: Target,
+    tokenizer: Tokenizer,
+    drafter: Drafter,
+    train: Corpus,
+    validation: Corpus,
+    config: DrafterTraining,
+    loop: LoopConfig,
+) -> list[str]:
+    """The lines to print. Raises ValueError for what training would refuse."""
+    check_training(target, drafter, config, loop)
+    lines = [*_told("training", train), *_told("validation", validation)]
+    if not train.counted:
+        raise ValueError("none of the training tokens counts in the loss; conversations need turns of the assistant")
+    rows = rows_of(train, config, loop)
+    if isinstance(rows, Packed):
+        cut = int((train.lengths() > config.length).sum())
+        filled = f"{rows.per_epoch} rows of {config.length} tokens, {rows.filled:.1%} filled"
+        lines.append(f"{filled}; {cut} documents are longer and are cut")
+    else:
+        lines.append(f"{rows.per_epoch} windows of {config.length} tokens in an epoch")
+    lines += _examples(train, tokenizer)
+    if config.distill.rows:
+        lines.append(
+            f"training reads {config.distill.rows} texts that the target writes first (train.distill); time and memory "
+            "below are of the data's own text"
+        )
+    lines.append(memory_line(target, drafter, loop.batch_size * config.length // loop.accumulate))
+    if isinstance(drafter, Trained) and drafter.trained():
+        batch = rows.batch(0)
+        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batch.items()}
+        drafter.train()
+        cost = relative_cost(DraftLoss(drafter, target), target, piece, autocast(target.device, loop), times=3)
+        seconds = cost["seconds_step"] * loop.accumulate
+        total, epochs = seconds * loop.steps, loop.steps * loop.batch_size / rows.per_epoch
+        lines.append(
+            f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, "
+            f"{batch['tokens'].numel() / seconds:.0f} tokens/s; {loop.steps} steps, {epochs:.2f} epochs, take "
+            f"{total / 60:.0f} min without validation"
+        )
+        lines.append(f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB")
+    return lines
+
+
+def _told(name: str, corpus: Corpus) -> list[str]:
+    lengths, talks = corpus.lengths(), int(corpus.talks.sum())
+    found = torch.quantile(lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double())
+    spread = ", ".join(f"{n:.0f}" for n in found.tolist())
+    return [
+        f"{name}: {len(lengths)} documents, {talks} of them conversations; {len(corpus.tokens)} tokens, "
+        f"{corpus.counted / max(1, len(corpus.tokens)):.1%} of them count in the loss",
+        f"  tokens of a document, smallest 5%, median, largest 5%, longest: {spread}",
+    ]
+
+
+def _examples(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """Documents spread over the corpus, what counts in the loss in green, or between brackets without a terminal."""
+    begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
+    width, lines = shutil.get_terminal_size().columns, list[str]()
+    count = min(_EXAMPLES, len(corpus.talks))
+    for i in range(count):
+        one = corpus.document((2 * i + 1) * len(corpus.talks) // (2 * count))
+        text = ""
+        changes = (one.mask[1:] != one.mask[:-1]).nonzero()[:, 0].add(1).tolist()
+        for start, stop in zip([0, *changes], [*changes, len(one.tokens)], strict=True):
+            part = str(tokenizer.decode(one.tokens[start:stop]))
+            text += f"{begin}{part}{end}" if one.mask[start] else part
+            if len(text) > _SHOWN:
+                break
+        # Cut through neither a colour nor a line: what is cut off is told.
+        more = len(one.tokens) - stop
+        shown = [line for whole in text.splitlines() for line in (textwrap.wrap(whole, width - 2) or [""])]
+        lines += [f"example {i + 1}:", *(f"  {line}" for line in shown)]
+        if more:
+            lines.append(f"  ... {more} more tokens")
+    return lines

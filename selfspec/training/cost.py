@@ -1,0 +1,71 @@
+"""What a training takes: memory by its parts, computed before it begins, and time, measured."""
+
+from __future__ import annotations
+
+import resource
+import time
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter, Trained
+
+
+def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -> str:
+    """What is trained, and the memory of each process, by its parts. tokens: that run at once in a process; parts:
+    among which the target is divided. Works for weights on the meta device, too.
+
+    Counted are weights, gradients and AdamW's moments, and logits: the target's, and with their gradients those of
+    every depth that is trained at once. Hidden states and what a framework needs are not.
+    """
+    frozen = list({id(p): p for p in target.model.parameters()}.values())
+    trained = list(drafter.trained().values())
+    kept = sum(p.numel() * p.element_size() for p in frozen) / parts
+    moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
+    depths = drafter.depth if isinstance(drafter, Trained) else 0
+    logits = tokens * target.vocab_size * target.dtype.itemsize * (1 + 2 * depths)
+    counts = [sum(p.numel() for p in found) / 1e6 for found in (trained, frozen)]
+    return (
+        f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
+        f"{counts[1]:.2f}M, {kept / 2**20:.1f} MB; logits of {tokens} tokens at once {logits / 2**20:.1f} MB; in each "
+        f"process {(kept + moved + logits) / 2**30:.2f} GiB and what hidden states take"
+    )
+
+
+def relative_cost(
+    module: nn.Module, target: Target, batch: dict[str, Tensor], precision: torch.autocast, times: int = 6
+) -> dict[str, float]:
+    """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians."""
+    batch = {key: value.to(target.device) for key, value in batch.items()}
+    steps, forwards = [], []
+    module.train()
+    for _ in range(times):
+        start = time.perf_counter()
+        with torch.no_grad(), precision:
+            target.text(batch["tokens"])  # what any drafter trained online has to run
+        _wait(target.device)
+        middle = time.perf_counter()
+        with precision:
+            loss, _ = module(batch)
+        loss.backward()
+        _wait(target.device)
+        forwards.append(middle - start)
+        steps.append(time.perf_counter() - middle)
+        module.zero_grad(set_to_none=True)
+    module.eval()
+    step, forward = median(steps[1:]), median(forwards[1:])
+    return {"seconds_step": step, "seconds_target_forward": forward, "step_over_forward": step / forward}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory that this process has held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
