@@ -37,12 +37,14 @@ class Stream:
 @dataclass(frozen=True)
 class Corpus(Stream):
     """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
-    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts."""
+    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts; roots:
+    bool [T], the positions that a loss is taken at (None: all)."""
 
     starts: Tensor
     talks: Tensor
     counted: int
     key: str
+    roots: Tensor | None = None
 
     def document(self, i: int) -> Stream:
         part = slice(int(self.starts[i]), int(self.starts[i + 1]))
@@ -124,12 +126,14 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Corpus:
     )
 
 
-def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
+def joined(
+    tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0, roots: Tensor | None = None
+) -> Corpus:
     """A corpus of tensors, its figures counted."""
     key = hashlib.sha256()
     for part in (tokens, mask, starts):
         key.update(part.contiguous().numpy().tobytes())
-    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest())
+    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest(), roots)
 
 
 # -- files

@@ -105,6 +105,7 @@ class Packed:
         tokens = torch.full((len(numbers), self.length), self.pad)
         mask = torch.zeros(len(numbers), self.length, dtype=torch.bool)
         documents = torch.full((len(numbers), self.length), -1)
+        roots = torch.zeros_like(mask)
         for i, row in enumerate(numbers):
             end = 0
             for n, member in enumerate(self.members[self.ends[row - 1] if row else 0 : self.ends[row]].tolist()):
@@ -113,8 +114,11 @@ class Packed:
                 tokens[i, place] = self.corpus.tokens[start : start + count].long()
                 mask[i, place] = self.corpus.mask[start : start + count]
                 documents[i, place] = n
+                if self.corpus.roots is not None:
+                    roots[i, place] = self.corpus.roots[start : start + count]
                 end += count
-        return {"tokens": tokens, "mask": mask, "documents": documents}
+        found = {"tokens": tokens, "mask": mask, "documents": documents}
+        return found if self.corpus.roots is None else {**found, "roots": roots}
 
     @property
     def filled(self) -> float:

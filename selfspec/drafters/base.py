@@ -47,8 +47,9 @@ class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
     layers that the drafter reads, by index; cache: its keys and values, for passes behind the text; documents: int64
-    [B, S], which of its row's documents a token belongs to (None: each row is one); average: the mean of a tensor over
-    all processes that train on parts of the same batch."""
+    [B, S], which of its row's documents a token belongs to (None: each row is one); roots: bool [B, S], the
+    positions that the loss is taken at (None: all); average: the mean of a tensor over all processes that train on
+    parts of the same batch."""
 
     tokens: Tensor
     mask: Tensor
@@ -57,15 +58,16 @@ class Batch:
     features: dict[int, Tensor]
     cache: TextCache
     documents: Tensor | None = None
+    roots: Tensor | None = None
     average: Callable[[Tensor], Tensor] = itself
 
     def counted(self, ahead: int) -> Tensor:
-        """bool [B, S - ahead]: for every position, whether the token so many places on belongs to the same document and
-        counts."""
+        """bool [B, S - ahead]: for every position, whether the loss is taken there of the token so many places on: that
+        token counts, and belongs to the same document."""
         counts = self.mask[:, ahead:]
-        if self.documents is None:
-            return counts
-        return counts & (self.documents[:, ahead:] == self.documents[:, :-ahead])
+        if self.documents is not None:
+            counts = counts & (self.documents[:, ahead:] == self.documents[:, :-ahead])
+        return counts if self.roots is None else counts & self.roots[:, :-ahead]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
 from selfspec.log import atomic
 
+_FIELDS = ("tokens", "mask", "used", "answers")  # of a chunk's file
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 
 
@@ -103,6 +104,27 @@ class _Source:
         return Stream(self.corpus.tokens[where].long(), self.corpus.mask[where], 0)
 
 
+@dataclass(frozen=True)
+class Written(Corpus):
+    """Texts of the target's own. answers: int64 [D], how many tokens of each stand before the target's own; seed: the
+    i-th was sampled with seed + i; sampled, new_tokens: see `DistillConfig`."""
+
+    answers: Tensor = field(default_factory=lambda: torch.zeros(0))
+    seed: int = 0
+    sampled: float = 0.0
+    new_tokens: int = 0
+
+    def temperature(self, i: int) -> float:
+        """At which the i-th text was written."""
+        first = i // _CHUNK * _CHUNK
+        return _temperature(i - first, min(_CHUNK, len(self.talks) - first), self.sampled)
+
+
+def _temperature(row: int, rows: int, sampled: float) -> float:
+    """Of a row of a chunk of so many: those sampled stand first."""
+    return float(row < int(rows * sampled + 0.5))
+
+
 def distill(
     target: Target,
     corpus: Corpus,
@@ -113,7 +135,7 @@ def distill(
     share: tuple[int, int] = (0, 1),
     drafter: Drafter | None = None,
     told: list[Stats] | None = None,
-) -> Corpus:
+) -> Written:
     """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens.
 
     Stretches of the corpus's texts are continued, and answers of its conversations written anew, in the proportion of
@@ -154,10 +176,11 @@ def distill(
                 save_file(part, scratch, settings)
             bar.set_postfix(written(told))
         parts.append(part)
-    tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in ("tokens", "mask", "used"))
+    tokens, mask, used, answers = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
     own = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
-    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool))
+    whole = joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool))
+    return Written(**vars(whole), answers=answers, seed=seed, sampled=config.sampled, new_tokens=config.new_tokens)
 
 
 def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
@@ -173,11 +196,7 @@ def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
 def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
     try:
         with safe_open(path, "pt") as file:
-            return (
-                {name: file.get_tensor(name) for name in ("tokens", "mask", "used")}
-                if file.metadata() == settings
-                else None
-            )
+            return {name: file.get_tensor(name) for name in _FIELDS} if file.metadata() == settings else None
     except (FileNotFoundError, SafetensorError):
         return None
 
@@ -191,8 +210,8 @@ def _write(
     drafter: Drafter | None,
     told: list[Stats],
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is
-    added to `told`."""
+    """A chunk of rows: tokens [rows, length], their loss mask, how many tokens each row holds, and how many of them
+    stand before the target's own. What it took is added to `told`."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens
@@ -201,8 +220,8 @@ def _write(
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
     mask = torch.zeros(rows, length, dtype=torch.bool)
     used = torch.full((rows,), length)
-    sampled = int(rows * config.sampled + 0.5)
-    for temperature, part in ((1.0, range(sampled)), (0.0, range(sampled, rows))):
+    for temperature in (1.0, 0.0):
+        part = [row for row in range(rows) if _temperature(row, rows, config.sampled) == temperature]
         if not part:
             continue
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
@@ -218,4 +237,5 @@ def _write(
             tokens[row, :start], mask[row, :start] = prompts[row].tokens.int(), prompts[row].mask
             tokens[row, start:end], mask[row, start:end] = torch.tensor(new[: end - start], dtype=torch.int32), True
             used[row] = end if chosen[row] else length
-    return {"tokens": tokens, "mask": mask, "used": used}
+    answers = torch.tensor([len(prompt.tokens) for prompt in prompts])
+    return {"tokens": tokens, "mask": mask, "used": used, "answers": answers}

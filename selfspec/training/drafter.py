@@ -25,8 +25,9 @@ from selfspec.log import Figures, RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.distill import DistillConfig, distill
+from selfspec.training.distill import DistillConfig, Written, distill
 from selfspec.training.loop import LoopConfig, autocast, average, fit
+from selfspec.training.rounds import Rounds, RoundsConfig
 
 
 @dataclass
@@ -47,6 +48,7 @@ class DrafterTraining:
     prompt_tokens: int = 64
     new_tokens: int = 128
     distill: DistillConfig = field(default_factory=DistillConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +57,10 @@ class DrafterTraining:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.prompt_tokens < 2:
             raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
+        if self.rounds.count > 1 and not self.distill.rows:
+            raise ValueError(
+                f"train.rounds.count={self.rounds.count} decodes self-distillation texts; give train.distill.rows"
+            )
         if not self.lr > 0:
             raise ValueError(f"train.lr={self.lr} must be above 0")
 
@@ -74,8 +80,9 @@ class DraftLoss(nn.Module):
         with torch.no_grad():
             out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
-        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache, documents
-        return self.drafter.loss(Batch(*given, self.average if self.training else itself))
+        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
+        average = self.average if self.training else itself
+        return self.drafter.loss(Batch(*given, documents, batch.get("roots"), average))
 
 
 def train_drafter(
@@ -115,7 +122,7 @@ def train_drafter(
             f"none of the {len(train.tokens)} training tokens counts in the loss; conversations need turns of the "
             "assistant, whose words alone count"
         )
-    batches = rows_of(train, config, loop, rank, world)
+    batches: Packed | Windows | Rounds = rows_of(train, config, loop, rank, world)
     if config.distill.rows and (size := _distilled_rows(config, loop)) % world:
         raise ValueError(
             f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
@@ -139,7 +146,8 @@ def train_drafter(
         for mode, temperature in TEMPERATURES.items()
     }
     if config.distill.rows and trained:
-        train, batches = _distilled(accelerator, target, train, config, loop, texts, writer)
+        own_text = _distilled(accelerator, target, train, config, loop, texts, writer)
+        train, batches = own_text, _own_rows(own_text, target, config, loop, rank, world)
     _fill_vocabulary(drafter, train, target.vocab_size)
     module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
 
@@ -149,8 +157,17 @@ def train_drafter(
         summed: Tensor = accelerator.reduce(counts.to(target.device), "sum")
         return summed.cpu()
 
+    def calibrated() -> Figures:
+        return {mode: calibrate(target, drafter, mode, samples[mode], total) for mode in TEMPERATURES}
+
+    if config.rounds.count > 1 and trained:
+        assert isinstance(drafter, Trained)
+        assert isinstance(batches, Packed)
+        given = own_text, target, drafter, calibrated, config.rounds, loop.steps, folder / "rounds", (part, parts)
+        batches = Rounds(batches, *given)
+
     def validate() -> Figures:
-        figures: Figures = {mode: calibrate(target, drafter, mode, samples[mode], total) for mode in TEMPERATURES}
+        figures = calibrated()
         if module is None:
             return figures
         losses = torch.zeros(len(rows))
@@ -254,15 +271,21 @@ def _distilled(
     loop: LoopConfig,
     texts: Path,
     writer: Drafter | None,
-) -> tuple[Corpus, Packed]:
-    """Self-distillation data, and rows of it with about as many tokens per step as the data's."""
+) -> Written:
+    """Self-distillation data, written by all processes together."""
     rank, world = accelerator.process_index, accelerator.num_processes
     given = target, train, config.distill, loop.seed, texts
     distill(*given, quiet=rank > 0, share=(0, 1) if shard.wanted() else (rank, world), drafter=writer)
     accelerator.wait_for_everyone()  # what the others wrote is then read
-    written, length = distill(*given, quiet=True), config.distill.prompt_tokens + config.distill.new_tokens
-    pad = min(end_tokens(target), default=0)
-    return written, Packed(written, length, _distilled_rows(config, loop), loop.seed, rank, world, pad)
+    return distill(*given, quiet=True)
+
+
+def _own_rows(
+    texts: Written, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
+) -> Packed:
+    """Rows of self-distillation data, with about as many tokens per step as the data's."""
+    length, pad = config.distill.prompt_tokens + config.distill.new_tokens, min(end_tokens(target), default=0)
+    return Packed(texts, length, _distilled_rows(config, loop), loop.seed, rank, world, pad)
 
 
 def _distilled_rows(config: DrafterTraining, loop: LoopConfig) -> int:
