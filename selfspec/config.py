@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pkgutil
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 import selfspec.drafters
@@ -145,6 +146,16 @@ class AuditRun(Measurement):
 @dataclass
 class VerifiersRun(Measurement):
     verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+
+
+def _folder_name(text: str) -> str:
+    """A text as the name of one folder."""
+    flat = text.replace("/", "_") or "default"
+    return flat if len(flat) < 200 else f"{flat[:180]}-{hashlib.sha256(flat.encode()).hexdigest()[:12]}"
+
+
+# When this module is imported: workers of a sweep import it, and never call `register`.
+OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
 
 
 def register(drafters: bool = False) -> None:

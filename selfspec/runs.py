@@ -98,10 +98,22 @@ def _made(config: DrafterConfig, target: Target) -> Drafter:
     return kind(target, config)  # type: ignore[arg-type]
 
 
-def run_training(config: DictConfig, folder: Path) -> Figures:
-    """Train a drafter; see `selfspec.training.drafter`."""
+def _finished(folder: Path, steps: int) -> Figures | None:
+    """The summary of a run of so many steps, where it is finished."""
+    log = folder / "train.jsonl"
+    told = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    found = next((record["summary"] for record in told[::-1] if "summary" in record), None)
+    return found if found is not None and found.get("steps", 0) >= steps else None
+
+
+def run_training(config: DictConfig, folder: Path, again: bool = True) -> Figures:
+    """Train a drafter; see `selfspec.training.drafter`. again: False leaves a finished run as it is, whose figures are
+    returned."""
     run = typed(TrainRun, config)
     plain = open_run(config, folder, checkpoint_path(folder))
+    if not again and (done := _finished(folder, run.loop.steps)) is not None:
+        print(f"{folder} is finished")
+        return done
     target, tokenizer, data = _opened(run, config)
     torch.manual_seed(run.loop.seed)
     drafter = _made(run.drafter, target)

@@ -158,3 +158,34 @@ def test_four_kills_at_random_moments_lose_nothing(
     assert made
     for path in made:
         assert path.read_bytes() == (folder / "drafter" / path.relative_to(tmp_path / "whole" / "drafter")).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "submitit_local"])
+def test_a_killed_sweep_goes_on_with_what_is_missing(
+    launcher: str, tiny_folder: str, source_root: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    folder = tmp_path / "runs" / "sweep"
+    own = command(folder, tiny_folder, source_root, f"hydra.sweep.dir={folder}", "loop.seed=1,2,3")
+    own.insert(2, "-m")  # behind the script
+    started = subprocess.Popen(
+        [*own, f"hydra/launcher={launcher}"], env=environment(), cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 200
+    while not list(folder.glob("*/drafter")):
+        assert started.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started.kill()
+    subprocess.run(["pkill", "-KILL", "-f", str(tmp_path)], check=False)
+    time.sleep(1)
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("*/drafter/drafter.json")}
+    assert kept
+    subprocess.run([*own, "hydra/launcher=local"], env=environment(), cwd=tmp_path, check=True, timeout=300)
+    names = sorted(path.parent.name for path in folder.glob("*/drafter"))
+    assert len(names) == 3
+    assert all(f"loop.seed={seed}" in name for seed, name in zip((1, 2, 3), names, strict=True))
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())  # what was finished is left as it is
+    assert not (tmp_path / "multirun").exists()

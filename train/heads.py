@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec.config import clear_errors, register
@@ -24,7 +25,10 @@ def main(config: DictConfig) -> None:
         if config.check:
             print(*run_check(config), sep="\n")
             return
-        figures = run_training(config, Path(HydraConfig.get().runtime.output_dir))
+        sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweep and config.wandb.group is None:
+            config.wandb.group = config.name
+        figures = run_training(config, Path(HydraConfig.get().runtime.output_dir), again=not sweep)
         if is_main_process():
             report(figures)
 
