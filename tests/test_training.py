@@ -25,6 +25,7 @@ from selfspec.loading import find_drafter, load_target
 from selfspec.log import atomic
 from selfspec.runs import run_check, run_distill, run_training
 from selfspec.training import drafter as drafter_module
+from selfspec.training import hidden as hidden_module
 from selfspec.training import loop as loop_module
 from selfspec.training.cost import memory_line
 from selfspec.training.distill import DistillConfig, distill
@@ -416,6 +417,54 @@ def test_rounds_decode_with_the_present_drafter_and_resume_bit_equal(
         assert run(tmp_path / f"cut{stop}")["loss"] == whole["loss"]
     with pytest.raises(ValueError, match=r"train\.rounds\.count=2 decodes self-distillation texts"):
         run_training(small("x", tiny_folder, source_root, "train.rounds.count=2"), tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "feature"])
+def test_kept_hidden_states_give_the_same_losses(
+    kind: str, tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("abc.py", "queue.py"):  # few rows, so that they are read again
+        (source / name).write_text((source_root / name).read_text()[:6000])
+
+    def losses(name: str, *more: str) -> list[float]:
+        settings = [one for one in SMALL if not one.startswith("drafter.")]
+        places = f"name={name}", f"target.name={tiny_folder}", f"data.root={source}", f"drafter={kind}"
+        run_training(compose_config("train", *places, *settings, "loop.steps=20", *more), tmp_path / name)
+        return [record["train"]["loss"] for record in logged(tmp_path / name, "train")]
+
+    plain = losses("plain")
+    for place in ("memory", "disk"):
+        assert losses(place, f"train.cache={place}") == plain
+    folder = next((tmp_path / "cache/hidden").iterdir())
+    assert len(list(folder.glob("*.done"))) == (1 if kind == "medusa" else 2)
+    capsys.readouterr()
+    runs = []
+    kept = Target.text
+    monkeypatch.setattr(Target, "text", lambda self, *a, **k: runs.append(k.get("layers")) or kept(self, *a, **k))
+    assert losses("again", "train.cache=disk") == plain
+    assert "0.00 GiB of them new" in capsys.readouterr().out
+    passes, wanted = [layers for layers in runs if layers is not None and layers[0] == layers[1]], 20
+    assert len(passes) >= wanted  # norm and lm_head alone
+
+
+def test_a_cache_that_can_not_be_is_refused(
+    tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(message: str, *more: str) -> None:
+        settings = [one for one in SMALL if not ("drafter=mask" in more and one.startswith("drafter."))]
+        places = "name=x", f"target.name={tiny_folder}", f"data.root={source_root}"
+        with pytest.raises(ValueError, match=message):
+            run_training(compose_config("train", *places, *settings, *more), tmp_path / "x")
+        assert not (tmp_path / "x/state.pt").exists()
+
+    refused("train.cache='ram' must be one of none, memory, disk", "train.cache=ram")
+    refused("train.cache=disk: windows change with every epoch", "train.cache=disk", "train.packed=false")
+    refused("mask tokens read the target's keys and values", "train.cache=memory", "drafter=mask")
+    monkeypatch.setattr(hidden_module, "free_memory", lambda device: 1000)
+    refused(r"GiB in memory, but 0\.00 GiB are free", "train.cache=memory")
 
 
 def test_the_memory_of_a_run_is_told_before_it(tiny_folder: str) -> None:

@@ -97,7 +97,7 @@ class Packed:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """tokens int64 [size/world, length], mask bool and documents int64 of the same shape: which document of its row
-        a token belongs to."""
+        a token belongs to; rows int64 [size/world]: their numbers."""
         return self.rows(self.numbers(step))
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class Packed:
                 if self.corpus.roots is not None:
                     roots[i, place] = self.corpus.roots[start : start + count]
                 end += count
-        found = {"tokens": tokens, "mask": mask, "documents": documents}
+        found = {"tokens": tokens, "mask": mask, "documents": documents, "rows": torch.tensor(numbers)}
         return found if self.corpus.roots is None else {**found, "roots": roots}
 
     @property

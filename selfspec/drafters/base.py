@@ -46,7 +46,8 @@ class DrafterConfig:
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text; documents: int64
+    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where
+    hidden states alone were kept); documents: int64
     [B, S], which of its row's documents a token belongs to (None: each row is one); roots: bool [B, S], the
     positions that the loss is taken at (None: all); average: the mean of a tensor over all processes that train on
     parts of the same batch."""
@@ -56,7 +57,7 @@ class Batch:
     hidden: Tensor
     logits: Tensor
     features: dict[int, Tensor]
-    cache: TextCache
+    cache: TextCache | None
     documents: Tensor | None = None
     roots: Tensor | None = None
     average: Callable[[Tensor], Tensor] = itself

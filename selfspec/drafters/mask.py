@@ -173,6 +173,8 @@ class Mask(Trained):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, masks = batch.tokens, self.config.masks
+        if batch.cache is None:
+            raise ValueError("mask tokens read the target's keys and values, which are not kept; take train.cache=none")
         room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
         # Random positions, those first whose next tokens count.
         keys = random_rows(tokens, room) + batch.counted(2)[:, :room]

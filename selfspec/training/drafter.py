@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import load_drafter, save_drafter, target_hash, weights_hash
 from selfspec.core.cache import TextCache
+from selfspec.core.engine import cache_folder
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.prompts import sample_prompts
@@ -26,6 +28,7 @@ from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.distill import DistillConfig, Written, distill
+from selfspec.training.hidden import PLACES, HiddenStates
 from selfspec.training.loop import LoopConfig, autocast, average, fit
 from selfspec.training.rounds import Rounds, RoundsConfig
 
@@ -33,14 +36,16 @@ from selfspec.training.rounds import Rounds, RoundsConfig
 @dataclass
 class DrafterTraining:
     """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
-    itself alone, instead of windows that cut through them; lr: peak learning rate (AdamW); weight_decay;
-    validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the target's own text
-    that drafters are calibrated on; distill: self-distillation data to train on instead of the data's own text;
-    init_from: a drafter of the same kind and shapes (an embedded name, a run folder or a hub id) whose weights training
-    begins with."""
+    itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
+    are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
+    weight_decay; validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the
+    target's own text that drafters are calibrated on; distill: self-distillation data to train on instead of the data's
+    own text; rounds: see `RoundsConfig`; init_from: a drafter of the same kind and shapes (an embedded name, a run
+    folder or a hub id) whose weights training begins with."""
 
     length: int = 512
     packed: bool = True
+    cache: str = "none"
     lr: float = 1e-3
     weight_decay: float = 0.0
     validation_rows: int = 32
@@ -55,6 +60,10 @@ class DrafterTraining:
         for name in ("length", "validation_rows", "prompts", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.cache not in PLACES:
+            raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
+        if self.cache != "none" and not self.packed and not self.distill.rows:
+            raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
         if self.prompt_tokens < 2:
             raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
         if self.rounds.count > 1 and not self.distill.rows:
@@ -69,16 +78,27 @@ class DraftLoss(nn.Module):
     """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S], and
     documents int64 [B, S] where rows are packed); only the drafter is a submodule."""
 
-    def __init__(self, drafter: Trained, target: Target, average: Callable[[Tensor], Tensor] = itself) -> None:
-        """average: the mean of a tensor over all processes, each of which has a part of the batch in training."""
+    def __init__(
+        self,
+        drafter: Trained,
+        target: Target,
+        average: Callable[[Tensor], Tensor] = itself,
+        kept: HiddenStates | None = None,
+    ) -> None:
+        """average: the mean of a tensor over all processes, each of which has a part of the batch in training; kept:
+        what the target said of rows that are read again."""
         super().__init__()
-        self.drafter, self.average = drafter, average
+        self.drafter, self.average, self.kept = drafter, average, kept
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        cache, documents = TextCache(self.target.n_layers, kept=True), batch.get("documents")
+        documents, cache = batch.get("documents"), None
         with torch.no_grad():
-            out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
+            if self.kept is not None and "rows" in batch:
+                out = self.kept.states(batch)
+            else:
+                cache = TextCache(self.target.n_layers, kept=True)
+                out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
         given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
         average = self.average if self.training else itself
@@ -150,6 +170,11 @@ def train_drafter(
         train, batches = own_text, _own_rows(own_text, target, config, loop, rank, world)
     _fill_vocabulary(drafter, train, target.vocab_size)
     module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
+    if config.cache != "none" and module is not None and trained:
+        assert isinstance(batches, Packed)
+        module.kept = _kept(module, train, batches, config, loop)
+        if accelerator.is_main_process:
+            print(module.kept.told)
 
     def total(counts: Tensor) -> Tensor:
         if parts == 1:
@@ -209,6 +234,22 @@ def train_drafter(
     accelerator.wait_for_everyone()
     load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
     return summary
+
+
+def _kept(module: DraftLoss, corpus: Corpus, rows: Packed, config: DrafterTraining, loop: LoopConfig) -> HiddenStates:
+    """Where hidden states on rows are kept. Raises ValueError where the drafter can not be trained on them, or they do
+    not fit."""
+    target, device = module.target, module.target.device
+    one = {key: value[:1].to(device) for key, value in rows.rows([0]).items()}
+    with torch.no_grad(), autocast(device, loop):
+        dtype = target.text(one["tokens"], False, reads=(target.n_layers - 1,)).features[target.n_layers - 1].dtype
+        module.kept = HiddenStates(target, module.drafter.reads, 1, rows.length, dtype, None)
+        module(one | {"rows": torch.zeros(1, dtype=torch.int64)})  # it may need more than is kept
+    folder = None
+    if config.cache == "disk":
+        told = f"{target_hash(target)} {corpus.key} {rows.length} {rows.seed} {rows.pad} {dtype} {loop.precision}"
+        folder = cache_folder() / "hidden" / hashlib.sha256(told.encode()).hexdigest()[:24]
+    return HiddenStates(target, module.drafter.reads, rows.per_epoch, rows.length, dtype, folder)
 
 
 def rows_of(
@@ -307,6 +348,8 @@ def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
 
 def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
     """Raises ValueError for settings that would fail only once training has begun."""
+    if config.cache != "none" and shard.wanted():
+        raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
     lengths = {"train.length": config.length}

@@ -94,6 +94,7 @@ class Rounds:
             self._round = number, Packed(corpus, p.length, size, p.seed + number, p.rank, p.world, p.pad)
         again = self._round[1].batch(step)
         kept = len(plain["mask"]) - self.again
+        del plain["rows"]  # they have no numbers in common
         return {name: torch.cat([values[:kept], again[name]]) for name, values in plain.items()}
 
     def _decoded(self, number: int) -> Corpus:
