@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from types import TracebackType
 from typing import Any
 
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
 MODES = ("auto", "online", "offline", "disabled")
 
 
@@ -35,7 +38,8 @@ class WandbConfig:
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
-    interruption leaves the old one or the new one, never half of one."""
+    interruption leaves the old one or the new one, never half of one. Raises OSError where the disk is full, whatever
+    the writer made of that."""
     scratch, old = (
         path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
     )
@@ -44,6 +48,13 @@ def atomic(path: Path) -> Iterator[Path]:
         if path.is_dir():
             os.replace(path, old)
         os.replace(scratch, path)
+    except Exception as error:
+        cut_short = getattr(error, "errno", None) in _FULL or "inline_container" in str(error)  # of torch's own files
+        if not cut_short and shutil.disk_usage(path.parent).free > _LITTLE:
+            raise
+        raise OSError(
+            f"no room to write {path} ({error}); what was there is kept, so make room and start the same command again"
+        ) from error
     finally:
         if old.exists() and not path.exists():
             os.replace(old, path)
