@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
@@ -191,15 +193,19 @@ def _key(source: Records, tokenizer: Tokenizer) -> str:
 def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir()
     writers = {part: _Writer(folder, part) for part in _PARTS}
-    documents, sides = source.documents(), list[str]()
+    sides = deque[str]()  # of the documents that are on their way through the tokenizer
 
     def noted() -> Iterator[Document]:
-        for document, side in documents:
+        for document, side in source.documents():
             sides.append(side)
             yield document
 
-    for i, one in enumerate(encoded(noted(), tokenizer)):
-        writers[sides[i]].add(one)
+    with tqdm(desc=f"tokenizing {source}", unit=" records", mininterval=1.0) as bar:
+        for one in encoded(noted(), tokenizer):
+            writers[sides.popleft()].add(one)
+            if bar.update():
+                told = {"tokens": sum(writer.end for writer in writers.values()), "broken": source.broken.count}
+                bar.set_postfix(told, refresh=False)
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
