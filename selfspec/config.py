@@ -27,9 +27,9 @@ from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.log import WandbConfig, one_line
-from selfspec.training.drafter import DrafterTraining
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
+from selfspec.training.rows import DrafterTraining
 
 
 @dataclass

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoint import drafter_class, load_drafter
 from selfspec.config import PretrainRun, TrainRun
 from selfspec.core.engine import cache_folder
-from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
@@ -27,10 +26,10 @@ from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolv
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
 from selfspec.training.check import check
-from selfspec.training.distill import distill, written
-from selfspec.training.drafter import check_training, texts_folder, train_drafter, warm_start, writer_of
+from selfspec.training.drafter import check_training, train_drafter, warm_start
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
+from selfspec.training.rows import distilled, texts_folder, writer_of
 
 R = TypeVar("R")
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
@@ -89,6 +88,8 @@ def run_check(config: DictConfig) -> list[str]:
     run = typed(TrainRun, config)
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run.drafter, target)
+    if run.train.init_from is not None:
+        warm_start(drafter, load_drafter(drafter_folder(run.train.init_from), target, tokenizer), run.train.init_from)
     train, validation = _tokenized(data, tokenizer, str(target.device))
     return check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
@@ -100,10 +101,13 @@ def _made(config: DrafterConfig, target: Target) -> Drafter:
 
 def _finished(folder: Path, steps: int) -> Figures | None:
     """The summary of a run of so many steps, where it is finished."""
-    log = folder / "train.jsonl"
-    told = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    try:
+        told = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):  # never begun, or cut off in the middle of a line
+        return None
     found = next((record["summary"] for record in told[::-1] if "summary" in record), None)
-    return found if found is not None and found.get("steps", 0) >= steps else None
+    whole = found is not None and found.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
+    return found if whole else None
 
 
 def run_training(config: DictConfig, folder: Path, again: bool = True) -> Figures:
@@ -138,25 +142,30 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     in this call."""
     run = typed(TrainRun, config)
     own, loop = run.train.distill, run.loop
+    if run.check:
+        raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
     if not own.rows:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
     target, tokenizer, data = _opened(run, config)
     texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
-    state, told = shard.group(str(target.device)), list[Stats]()
-    given = target, _tokenized(data, tokenizer, str(target.device))[0], own, loop.seed, texts
-    share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
-    distill(*given, quiet=not is_main_process(), share=share, drafter=writer, told=told)
-    state.wait_for_everyone()
-    stream = distill(*given, quiet=True)
-    return {**written(shard.gathered(told), state.num_processes), "rows": own.rows, "counted": int(stream.mask.sum())}
+    corpus, _ = _tokenized(data, tokenizer, str(target.device))
+    found, figures = distilled(target, corpus, own, loop.seed, texts, writer)
+    return {**figures, "rows": own.rows, "counted": found.counted}
 
 
 def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
     """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine."""
     if not isinstance(data, Records):
         return tokenize(data.train(), tokenizer), tokenize(data.validation(), tokenizer)
-    with shard.group(device).local_main_process_first():
-        return stored(data, tokenizer, cache_folder() / "texts")
+    state, problem = shard.group(device), None
+    if state.is_local_main_process:
+        try:
+            stored(data, tokenizer, cache_folder() / "texts")
+        except ValueError as error:
+            problem = str(error)
+    if problems := [found for found in shard.gathered([problem]) if found is not None]:
+        raise ValueError(problems[0])  # in all processes, none of which then waits for another
+    return stored(data, tokenizer, cache_folder() / "texts")
 
 
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:

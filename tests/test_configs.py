@@ -63,8 +63,10 @@ def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer
     text = (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text()
     if "data: jsonl" in text:
         overrides.append("train.distill.new_tokens=120")
-        lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "word " * 90}]}]
-        (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines * 20))
+        talks = [
+            [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "word " * 90}] for i in range(20)
+        ]
+        (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
         overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
     else:
         if "data: instructions" in text:

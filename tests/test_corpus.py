@@ -96,8 +96,8 @@ def test_jsonl_splits_without_overlap(tokenizer: Any, tmp_path: Path) -> None:
     [
         ("{broken", "line 2: not JSON"),
         ("[1]", "line 2: expected an object, found list"),
-        ('{"messages": "x"}', "line 2: expected `text`"),
-        ('{"prompt": "x"}', r"line 2: expected `text`.*\['prompt'\]"),
+        ('{"messages": "x"}', "line 2: expected a string as `text`"),
+        ('{"prompt": "x"}', r"line 2: expected a string as `text`.*prompt"),
         ('{"messages": [{"role": "user"}]}', "line 2: a turn needs `role`"),
     ],
 )
@@ -256,3 +256,43 @@ def test_gzipped_files_and_patterns(tokenizer: Any, tmp_path: Path) -> None:
     assert len(source.train() + source.validation()) == 10
     with pytest.raises(ValueError, match=r"none\*\.jsonl' is not a file, and matches none"):
         JsonLines(path="none*.jsonl", tokenizer=tokenizer).train()
+
+
+def test_a_damaged_cache_is_made_anew(tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [talk(i) for i in range(20)])
+    source = JsonLines(path=path, tokenizer=tokenizer)
+    whole = stored(source, tokenizer, tmp_path / "cache")[0].tokens.tolist()
+    (folder,) = (tmp_path / "cache").iterdir()
+    for name, content in (("train.tokens", b""), ("train.talks", None), ("about.json", b"{}"), ("about.json", b"[")):
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+        assert stored(source, tokenizer, tmp_path / "cache")[0].tokens.tolist() == whole
+        assert [one.name for one in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_files_that_can_not_be_read_are_named(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 1000)[:-10])
+    (tmp_path / "no.jsonl.gz").write_bytes(b'{"text": "a"}')
+    for name in ("cut.jsonl.gz", "no.jsonl.gz"):
+        with pytest.raises(ValueError, match=rf"{name} can not be read to its end"):
+            JsonLines(path=str(tmp_path / name), tokenizer=tokenizer, tolerate=100).train()
+    for path in ([], None, 5, ["a", None], str(tmp_path)):
+        with pytest.raises(ValueError, match=r"data\.path="):
+            JsonLines(path=path, tokenizer=tokenizer).train()
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"text": "", "messages": CHAT}, "Hello!"),
+        ({"text": None, "conversations": SHAREGPT[:2]}, "Hello!"),
+        ({"messages": [{"role": "User", "content": "Hi"}, {"role": "model", "content": "Hello!"}]}, "Hello!"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "Hello!"}]}]}, "Hello!"),
+    ],
+)
+def test_conversations_as_others_write_them(record: dict[str, Any], text: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "d.jsonl", [record, {"text": "x"}])
+    (document, _), _ = JsonLines(path=path, tokenizer=tokenizer).documents()
+    assert [part for part, counts in document.spans if counts] == [text]

@@ -258,7 +258,7 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     text = torch.arange(300) % 50
     stream = joined(text, text % 7 > 0, torch.tensor([0, 120, 300]), torch.zeros(2, dtype=torch.bool))
     config = DistillConfig(rows=80, prompt_tokens=8, new_tokens=16)
-    whole = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
+    whole, _ = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert len(whole.tokens) == len(whole.mask) == 80 * 24
     rows, masks = whole.tokens.view(80, 24), whole.mask.view(80, 24)
     eos = end_tokens(target)
@@ -272,15 +272,15 @@ def test_own_text_is_the_targets_and_an_interrupted_writing_goes_on(tmp_path: Pa
     files = sorted((tmp_path / "a").rglob("*.safetensors"))
     assert len(files) == 2
     files[1].unlink()
-    again = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
+    again, _ = distill(target, stream, config, 3, tmp_path / "a", quiet=True)
     assert torch.equal(again.tokens, whole.tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])  # damaged: written anew
-    assert torch.equal(distill(target, stream, config, 3, tmp_path / "a", quiet=True).tokens, whole.tokens)
+    assert torch.equal(distill(target, stream, config, 3, tmp_path / "a", quiet=True)[0].tokens, whole.tokens)
     for part in range(2):  # two processes write it together, by speculative decoding
         drafter = find_drafter("prompt_lookup", target)
         distill(target, stream, config, 3, tmp_path / "c", quiet=True, share=(part, 2), drafter=drafter)
-    assert torch.equal(distill(target, stream, config, 3, tmp_path / "c", quiet=True).tokens, whole.tokens)
-    other = distill(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
+    assert torch.equal(distill(target, stream, config, 3, tmp_path / "c", quiet=True)[0].tokens, whole.tokens)
+    other, _ = distill(target, stream, config, 4, tmp_path / "a", quiet=True)  # not what lies there
     assert not torch.equal(other.tokens, whole.tokens)
     short = joined(text[:8], text[:8] > 0, torch.tensor([0, 8]), torch.zeros(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="too few for prompts"):
@@ -407,9 +407,8 @@ def test_rounds_decode_with_the_present_drafter_and_resume_bit_equal(
     for start, end in zip(found["starts"], found["starts"][1:], strict=False):
         roots, mask = (found[name][start:end] for name in ("roots", "mask"))
         first = int(mask.int().argmax())
-        assert roots[first - 2]  # from where the prompt's last token is drafted behind
-        assert not roots[: first - 2].any()
-        assert not roots[-1]
+        assert roots[first - 1]  # the prompt's last token
+        assert not roots[: first - 1].any()
     for stop in (2, 4):  # before and after the texts were decoded
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / f"cut{stop}", stop)

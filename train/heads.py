@@ -23,7 +23,9 @@ register(drafters=True)
 def main(config: DictConfig) -> None:
     with clear_errors():
         if config.check:
-            print(*run_check(config), sep="\n")
+            lines = run_check(config)
+            if is_main_process():
+                print(*lines, sep="\n")
             return
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if sweep and config.wandb.group is None:

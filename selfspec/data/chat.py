@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -20,7 +19,7 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '" + END + "' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+_NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
 
 
 def message(turn: Any, place: str) -> dict[str, str]:
@@ -31,8 +30,10 @@ def message(turn: Any, place: str) -> dict[str, str]:
             next((turn[name] for name in names if turn.get(name) is not None), None)  # tables hold None for no field
             for names in (("role", "from"), ("content", "value"))
         )
+        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
+            content = "".join(str(part["text"]) for part in content)  # OpenAI's content parts
         if isinstance(role, str) and isinstance(content, str):
-            return {"role": _NAMES.get(role, role), "content": content}
+            return {"role": _NAMES.get(role.lower(), role.lower()), "content": content}
     raise ValueError(
         f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
     )
@@ -56,7 +57,7 @@ def _templated(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: 
     _has_template(tokenizer, place)
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program
         raise ValueError(f"{place}: the chat template refuses it ({error})") from error
 
 
@@ -67,7 +68,7 @@ def _tagged(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str
         found: Any = render_jinja_template(
             [list(messages)], chat_template=tokenizer.get_chat_template(), return_assistant_tokens_mask=True, **own
         )
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program
         raise ValueError(f"{place}: the chat template refuses it ({error})") from error
     text, tagged, done = found[0][0], found[1][0], 0
     for start, end in tagged:

@@ -6,7 +6,7 @@ import glob
 import gzip
 import hashlib
 import json
-import sys
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.chat import message, spans
 from selfspec.data.corpus import Document
 
-_SMALL = 1000  # so many documents, or fewer, are divided by rank, so that both parts hold some
+_SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
+_FORMS = ("text", "messages", "conversations")
 _NAMED = 10  # broken records whose reasons are told
 
 
@@ -47,17 +48,16 @@ class Records(ABC):
     tokenizer: Tokenizer
     validation_share: float = 0.1
     tolerate: int = 0
-    broken: Broken = field(default_factory=Broken, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.validation_share < 1:
+        if not isinstance(self.validation_share, float) or not 0 < self.validation_share < 1:
             raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
-        if self.tolerate < 0:
-            raise ValueError(f"data.tolerate={self.tolerate} must be at least 0")
+        if not isinstance(self.tolerate, int) or self.tolerate < 0:
+            raise ValueError(f"data.tolerate={self.tolerate} must be a whole number, at least 0")
 
     @abstractmethod
     def records(self) -> Iterator[tuple[str, object]]:
-        """(place, record) one by one; a ValueError in a record's stead says why it can not be read."""
+        """(place, record) one by one; an unreadable record is yielded as a ValueError that says why."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -67,44 +67,42 @@ class Records(ABC):
     def __str__(self) -> str:
         """What the records are called in messages."""
 
-    def documents(self) -> Iterator[tuple[Document, str]]:
-        """Documents in their order, each with its part, `train` or `validation`. What was left out is in `broken`
-        afterwards. Raises ValueError for more broken records than are tolerated, and where a part would be empty."""
-        self.broken.__init__()  # type: ignore[misc]
-        found = self._usable()
+    def documents(self, broken: Broken | None = None) -> Iterator[tuple[Document, str]]:
+        """Documents in their order, each with its part, `train` or `validation`. What is left out is counted in
+        `broken`. Raises ValueError for more broken records than are tolerated, and where a part would be empty."""
+        found = self._usable(Broken() if broken is None else broken)
         first = list(islice(found, _SMALL + 1))
         if len(first) < 2:
             raise ValueError(
                 f"no usable example: {self} holds {len(first)} of text or with an assistant's turn, but one must train "
                 "and another validate"
             )
+        edge = self.validation_share
         if len(first) <= _SMALL:
-            n = min(len(first) - 1, max(1, round(self.validation_share * len(first))))
-            ranks = sorted(range(len(first)), key=lambda i: (_digest(first[i]), i))[:n]
-            held_out = set(ranks)
-            yield from ((document, _part(i in held_out)) for i, document in enumerate(first))
-            return
+            texts = sorted({_digest(document) for document in first})
+            edge = texts[min(len(texts) - 1, max(1, round(edge * len(texts))))]
         some = set[str]()
         for document in chain(first, found):
-            part = _part(_digest(document) < self.validation_share)
+            part = "validation" if _digest(document) < edge else "train"
             some.add(part)
             yield document, part
         if len(some) < 2:
             raise ValueError(
-                f"no usable example: data.validation_share={self.validation_share} leaves a part of {self} empty"
+                f"no usable example: data.validation_share={self.validation_share} leaves a part of {self} empty; "
+                "equal texts fall on one side, so give more different ones"
             )
 
-    def _usable(self) -> Iterator[Document]:
+    def _usable(self, broken: Broken) -> Iterator[Document]:
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):
                     raise record
                 document = self._document(record, place)
             except ValueError as error:
-                self.broken.count += 1
-                if self.broken.count <= _NAMED:
-                    self.broken.named.append(str(error))
-                if self.broken.count > self.tolerate:
+                broken.count += 1
+                if broken.count <= _NAMED:
+                    broken.named.append(str(error))
+                if broken.count > self.tolerate:
                     more = f"; {self.tolerate} before it were tolerated" if self.tolerate else ""
                     raise ValueError(
                         f"{error}{more}; mend it, or leave such records out with data.tolerate={self.tolerate + 1}"
@@ -112,19 +110,24 @@ class Records(ABC):
                     ) from error
                 continue
             if document is None:
-                self.broken.empty += 1
+                broken.empty += 1
             else:
                 yield document
 
     def _document(self, record: object, place: str) -> Document | None:
         if not isinstance(record, dict):
             raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
-        if isinstance(text := record.get("text"), str):
-            _encodable(text, place)
-            return Document(place, ((text, True),)) if text.strip() else None
-        turns = record.get("messages") or record.get("conversations")  # a table holds None where a row has none
-        if not isinstance(turns, list):
-            raise ValueError(f"{place}: expected `text`, `messages` or `conversations`, found {sorted(record)}")
+        given = {name: record[name] for name in _FORMS if record.get(name) is not None}  # None: a table's empty cell
+        text, turns = given.get("text"), given.get("messages") or given.get("conversations") or []
+        if not given or not isinstance(text, str | None) or not isinstance(turns, list):
+            found = {name: type(value).__name__ for name, value in record.items()}
+            raise ValueError(
+                f"{place}: expected a string as `text`, or a list as `messages` or `conversations`, found "
+                f"{found!s:.200}"
+            )
+        if not turns:
+            _encodable(text or "", place)
+            return Document(place, ((text, True),)) if text and text.strip() else None
         messages = [message(turn, place) for turn in turns]
         if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
             return None
@@ -143,15 +146,6 @@ class Records(ABC):
     def evaluation(self) -> list[Document]:
         return self.validation()
 
-    def tell(self, count: int, named: Sequence[str]) -> None:
-        """Say which records were left out as broken."""
-        if count:
-            print(f"{count} broken records of {self} are left out, among them:", *named, sep="\n  ", file=sys.stderr)
-
-
-def _part(held_out: bool) -> str:
-    return "validation" if held_out else "train"
-
 
 def _digest(document: Document) -> float:
     """A number in [0, 1) that follows from the text."""
@@ -165,13 +159,18 @@ def _encodable(text: str, place: str) -> None:
         raise ValueError(f"{place}: the text holds half of a surrogate pair ({error})") from error
 
 
-def files_of(path: str | Sequence[str]) -> list[Path]:
-    """Files by their paths, or by patterns."""
-    given = [path] if isinstance(path, str) else list(path)
-    found = [Path(name) for one in given for name in ([one] if Path(one).is_file() else sorted(glob.glob(one)))]
-    missing = [one for one in given if not Path(one).is_file() and not glob.glob(one)]
-    if missing or not found:
-        raise ValueError(f"data.path={(missing or given)[0]!r} is not a file, and matches none as a pattern")
+def files_of(path: object) -> list[Path]:
+    """Files by their paths, or by patterns. Raises ValueError for what is neither."""
+    given = path if isinstance(path, list) else [path]
+    found = list[Path]()
+    for one in given:
+        names = sorted(glob.glob(one)) if isinstance(one, str) and not Path(one).is_file() else [one]
+        files = [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
+        if not files:
+            raise ValueError(f"data.path={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
+        found += files
+    if not found:
+        raise ValueError("data.path=[] names no file")
     return found
 
 
@@ -193,9 +192,7 @@ def _datasets(data: str) -> ModuleType:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonLines(Records):
-    """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them."""
-
+class _Files(Records):
     path: Any
 
     def __str__(self) -> str:
@@ -204,13 +201,25 @@ class JsonLines(Records):
     def fingerprint(self) -> str:
         return _hashed(files_of(self.path))
 
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(_Files):
+    """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them."""
+
     def records(self) -> Iterator[tuple[str, object]]:
         for path in files_of(self.path):
-            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        place = f"{path}, line {number}"
-                        yield place, _parsed(line, place)
+            for number, line in enumerate(_lines(path), 1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield place, _parsed(line, place)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield from file
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} can not be read to its end ({error}); it may be cut off or damaged") from error
 
 
 def _parsed(line: bytes, place: str) -> object:
@@ -223,16 +232,8 @@ def _parsed(line: bytes, place: str) -> object:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parquet(Records):
+class Parquet(_Files):
     """Parquet files. path: a file, a pattern, or a list of them."""
-
-    path: Any
-
-    def __str__(self) -> str:
-        return f"data.path={self.path!r}"
-
-    def fingerprint(self) -> str:
-        return _hashed(files_of(self.path))
 
     def records(self) -> Iterator[tuple[str, object]]:
         datasets = _datasets("parquet")
@@ -261,14 +262,15 @@ class Hub(Records):
         datasets = _datasets("hub")
         try:
             return datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        except Exception as error:  # whatever a builder raises
             raise ValueError(
                 f"data.name={self.name!r} (subset {self.subset}, split {self.split}, revision {self.revision}) can not "
-                f"be loaded: {error}"
+                f"be loaded: {error.__cause__ or error}"
             ) from error
 
     def fingerprint(self) -> str:
-        return "".join(Path(one["filename"]).parent.name for one in self._loaded().cache_files)
+        found = self._loaded()
+        return f"{found._fingerprint} {self.subset} {self.split} {len(found)}"
 
     def records(self) -> Iterator[tuple[str, object]]:
         return ((f"{self.name}, row {number}", row) for number, row in enumerate(self._loaded(), 1))

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,11 +23,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
-from selfspec.data.records import Records
-from selfspec.log import atomic
+from selfspec.data.records import Broken, Records
 
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
+_SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
 _VERSION = 1  # of the files and of what stands in them
 
 
@@ -40,7 +45,7 @@ class Stream:
 class Corpus(Stream):
     """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
     conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts; roots:
-    bool [T], the positions that a loss is taken at (None: all)."""
+    bool [T], tokens that were the root of a pass (None: not known)."""
 
     starts: Tensor
     talks: Tensor
@@ -67,7 +72,7 @@ class _Encoded:
 
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
     """Each document's tokens behind a separator, which is the tokenizer's BOS, or EOS where it has none; and which of
-    them count. A document is encoded as a whole; a token counts where its first character does. Raises ValueError where
+    them count. A document is encoded as a whole; a token counts where its last character does. Raises ValueError where
     the tokenizer has neither."""
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if separator is None:
@@ -99,12 +104,13 @@ def _by_span(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[
 
 
 def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens, of which `offsets` tell the characters, begin in a span that counts."""
+    """Which tokens, of which `offsets` tell the characters, end in a span that counts: a token may begin with the space
+    before an answer."""
     if len(document.spans) == 1:
         return [document.spans[0][1]] * len(offsets)
     mask, end, spans, counts = list[bool](), 0, iter(document.spans), False
-    for start, _ in offsets:
-        while start >= end and (span := next(spans, None)) is not None:
+    for start, stop in offsets:
+        while max(start, stop - 1) >= end and (span := next(spans, None)) is not None:
             end, counts = end + len(span[0]), span[1]
         mask.append(counts)
     return mask
@@ -170,33 +176,59 @@ class _Writer:
 
 def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus, Corpus]:
     """Training and validation texts of records, tokenized once. The files lie in `folder` under a hash of the records,
-    of the tokenizer and of its chat template; a second call maps them into memory, which then holds what is read. What
-    was broken is told in both cases (see `Records`)."""
+    of the tokenizer and of its chat template. A second call maps the files; only pages that are read take memory. What
+    was left out is told in both cases. Raises ValueError as `Records.documents` does."""
     folder = folder / _key(source, tokenizer)
-    if not (folder / "about.json").is_file():
+    if (about := _about(folder)) is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(folder) as scratch:
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
+        try:
             _write(source, tokenizer, scratch)
-    about = json.loads((folder / "about.json").read_text())
-    source.tell(about["broken"], about["named"])
+            if _about(folder) is None:  # still not there, or damaged
+                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):  # another process was faster: what it wrote is the same
+                os.rename(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        about = _about(folder)
+        assert about is not None
+    if about["broken"] > source.tolerate:
+        raise ValueError(
+            f"{about['named'][0]}; it is one of {about['broken']} broken records, and data.tolerate={source.tolerate}"
+        )
+    if about["broken"]:
+        named = "\n  ".join(about["named"])
+        print(f"{about['broken']} broken records of {source} are left out, among them:\n  {named}", file=sys.stderr)
+    if about["empty"]:
+        print(f"{about['empty']} records of {source} hold no text, or no assistant's turn", file=sys.stderr)
     return _mapped(folder, "train", about), _mapped(folder, "validation", about)
+
+
+def _about(folder: Path) -> dict[str, Any] | None:
+    """What stands in a folder; None where it is not whole."""
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        named = [(part, name) for part in _PARTS for name in _SIZES]
+        sizes = {folder / f"{part}.{name}": about[part][_SIZES[name][0]] * _SIZES[name][1] for part, name in named}
+        return about if all(path.stat().st_size == size for path, size in sizes.items()) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _key(source: Records, tokenizer: Tokenizer) -> str:
     whole = hashlib.sha256(f"{_VERSION} {source.fingerprint()} {source.validation_share}".encode())
-    # What a tokenizer makes of some text tells more of it than its class does.
+    # Two tokenizers of one class can differ, so all of their settings are hashed.
     told = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
     whole.update(f"{told} {tokenizer.chat_template} {tokenizer.special_tokens_map}".encode())
     return whole.hexdigest()[:24]
 
 
 def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir()
     writers = {part: _Writer(folder, part) for part in _PARTS}
-    sides = deque[str]()  # of the documents that are on their way through the tokenizer
+    broken, sides = Broken(), deque[str]()  # of the documents that are on their way through the tokenizer
 
     def noted() -> Iterator[Document]:
-        for document, side in source.documents():
+        for document, side in source.documents(broken):
             sides.append(side)
             yield document
 
@@ -204,13 +236,13 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
         for one in encoded(noted(), tokenizer):
             writers[sides.popleft()].add(one)
             if bar.update():
-                told = {"tokens": sum(writer.end for writer in writers.values()), "broken": source.broken.count}
+                told = {"tokens": sum(writer.end for writer in writers.values()), "broken": broken.count}
                 bar.set_postfix(told, refresh=False)
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
-    broken = {"broken": source.broken.count, "named": source.broken.named}
-    (folder / "about.json").write_text(json.dumps({**about, **broken}))
+    left_out = {"broken": broken.count, "named": broken.named, "empty": broken.empty}
+    (folder / "about.json").write_text(json.dumps({**about, **left_out}))
 
 
 def _mapped(folder: Path, part: str, about: dict[str, dict[str, int]]) -> Corpus:

@@ -46,11 +46,10 @@ class DrafterConfig:
 class Batch:
     """Text to train on and what the frozen target says of it. tokens: int64 [B, S]; mask: bool [B, S], which tokens
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
-    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where
-    hidden states alone were kept); documents: int64
-    [B, S], which of its row's documents a token belongs to (None: each row is one); roots: bool [B, S], the
-    positions that the loss is taken at (None: all); average: the mean of a tensor over all processes that train on
-    parts of the same batch."""
+    layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
+    states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
+    one); roots: bool [B, S], the tokens behind which the loss is taken of drafts (None: all); average: the mean of a
+    tensor over all processes that train on parts of the same batch."""
 
     tokens: Tensor
     mask: Tensor
@@ -62,13 +61,14 @@ class Batch:
     roots: Tensor | None = None
     average: Callable[[Tensor], Tensor] = itself
 
-    def counted(self, ahead: int) -> Tensor:
-        """bool [B, S - ahead]: for every position, whether the loss is taken there of the token so many places on: that
-        token counts, and belongs to the same document."""
+    def counted(self, ahead: int, root: int = 1) -> Tensor:
+        """bool [B, S - ahead]: for every position, whether the token `ahead` places later counts and is of the same
+        document; with roots, only where the token `root` places later is one. root: 1 for drafters that read the hidden
+        state before the root, 0 for those that run the root itself."""
         counts = self.mask[:, ahead:]
         if self.documents is not None:
             counts = counts & (self.documents[:, ahead:] == self.documents[:, :-ahead])
-        return counts if self.roots is None else counts & self.roots[:, :-ahead]
+        return counts if self.roots is None else counts & self.roots[:, root : self.roots.shape[1] - ahead + root]
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.target import Target
+from selfspec.data.prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.drafter import DrafterTraining, DraftLoss, check_training, rows_of
+from selfspec.training.drafter import DraftLoss, check_training, states_dtype
 from selfspec.training.loop import LoopConfig, autocast
+from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example
@@ -33,6 +35,12 @@ def check(
 ) -> list[str]:
     """The lines to print. Raises ValueError for what training would refuse."""
     check_training(target, drafter, config, loop)
+    check_sizes(config, loop, world=1)
+    writer_of(config, target, tokenizer)
+    counts = config.prompts, config.prompt_tokens, config.new_tokens
+    sample_prompts(validation, tokenizer, *counts, target.max_positions)
+    if config.cache != "none" and isinstance(drafter, Trained):
+        states_dtype(target, drafter, train, loop)
     lines = [*_told("training", train), *_told("validation", validation)]
     if not train.counted:
         raise ValueError("none of the training tokens counts in the loss; conversations need turns of the assistant")
@@ -53,9 +61,9 @@ def check(
     if isinstance(drafter, Trained) and drafter.trained():
         batch = rows.batch(0)
         piece = {key: value.chunk(loop.accumulate)[0] for key, value in batch.items()}
-        drafter.train()
+        parts = len(batch["tokens"].chunk(loop.accumulate))
         cost = relative_cost(DraftLoss(drafter, target), target, piece, autocast(target.device, loop), times=3)
-        seconds = cost["seconds_step"] * loop.accumulate
+        seconds = cost["seconds_step"] * parts
         total, epochs = seconds * loop.steps, loop.steps * loop.batch_size / rows.per_epoch
         lines.append(
             f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, "
@@ -80,7 +88,7 @@ def _told(name: str, corpus: Corpus) -> list[str]:
 def _examples(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
     """Documents spread over the corpus, what counts in the loss in green, or between brackets without a terminal."""
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
-    width, lines = shutil.get_terminal_size().columns, list[str]()
+    width, lines = max(20, shutil.get_terminal_size().columns), list[str]()
     count = min(_EXAMPLES, len(corpus.talks))
     for i in range(count):
         one = corpus.document((2 * i + 1) * len(corpus.talks) // (2 * count))

@@ -8,6 +8,7 @@ no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -134,16 +135,16 @@ def distill(
     quiet: bool = False,
     share: tuple[int, int] = (0, 1),
     drafter: Drafter | None = None,
-    told: list[Stats] | None = None,
-) -> Written:
+    wait: Callable[[], None] = lambda: None,
+) -> tuple[Written, list[Stats]]:
     """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens.
 
     Stretches of the corpus's texts are continued, and answers of its conversations written anew, in the proportion of
     `share_of_questions`. Behind a continued stretch that ended early stand EOS tokens, outside the loss mask.
     Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. share: this process's number and
-    how many there are, of which each writes chunks of its own; what is returned are those alone. drafter: drafts while
-    the target writes. told: a list that receives the counts of each call of the target. Raises ValueError where the
-    data are shorter than one prompt.
+    how many there are, each of which writes chunks of its own, and then waits for the others in `wait`. drafter: drafts
+    while the target writes. Returned are the texts of all processes, and what this call took to write.
+    Raises ValueError where the data are shorter than one prompt, or rows longer than the target's positions.
     """
     length = config.prompt_tokens + config.new_tokens
     source = _Source.of(corpus, length)
@@ -165,22 +166,28 @@ def distill(
     settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={corpus.key}"}
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     folder.mkdir(parents=True, exist_ok=True)
-    parts, told = [], [] if told is None else told
-    bar = tqdm(range(0, config.rows, _CHUNK)[share[0] :: share[1]], desc="self-distillation", disable=quiet)
-    for first in bar:
+    told = list[Stats]()
+
+    def chunk(first: int) -> dict[str, Tensor]:
         path = folder / f"{first:06d}.safetensors"
-        part = _read(path, settings)
-        if part is None:
-            part = _write(target, source, config, seed, first, drafter, told)
+        if (found := _read(path, settings)) is None:
+            found = _write(target, source, config, seed, first, drafter, told)
             with atomic(path) as scratch:
-                save_file(part, scratch, settings)
-            bar.set_postfix(written(told))
-        parts.append(part)
+                save_file(found, scratch, settings)
+        return found
+
+    chunks = range(0, config.rows, _CHUNK)
+    for first in (bar := tqdm(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
+        chunk(first)
+        bar.set_postfix(written(told))
+    wait()
+    parts = [chunk(first) for first in chunks]
     tokens, mask, used, answers = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
     own = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
     whole = joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool))
-    return Written(**vars(whole), answers=answers, seed=seed, sampled=config.sampled, new_tokens=config.new_tokens)
+    made = Written(**vars(whole), answers=answers, seed=seed, sampled=config.sampled, new_tokens=config.new_tokens)
+    return made, told
 
 
 def written(told: list[Stats], processes: int = 1) -> dict[str, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,88 +13,53 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoint import load_drafter, save_drafter, target_hash, weights_hash
 from selfspec.core.cache import TextCache
-from selfspec.core.engine import cache_folder
-from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.views import Tail
-from selfspec.loading import find_drafter
 from selfspec.log import Figures, RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.distill import DistillConfig, Written, distill
-from selfspec.training.hidden import PLACES, HiddenStates
-from selfspec.training.loop import LoopConfig, autocast, average, fit
-from selfspec.training.rounds import Rounds, RoundsConfig
-
-
-@dataclass
-class DrafterTraining:
-    """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
-    itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
-    are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
-    weight_decay; validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the
-    target's own text that drafters are calibrated on; distill: self-distillation data to train on instead of the data's
-    own text; rounds: see `RoundsConfig`; init_from: a drafter of the same kind and shapes (an embedded name, a run
-    folder or a hub id) whose weights training begins with."""
-
-    length: int = 512
-    packed: bool = True
-    cache: str = "none"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    validation_rows: int = 32
-    prompts: int = 64
-    prompt_tokens: int = 64
-    new_tokens: int = 128
-    distill: DistillConfig = field(default_factory=DistillConfig)
-    rounds: RoundsConfig = field(default_factory=RoundsConfig)
-    init_from: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("length", "validation_rows", "prompts", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.cache not in PLACES:
-            raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
-        if self.cache != "none" and not self.packed and not self.distill.rows:
-            raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
-        if self.prompt_tokens < 2:
-            raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
-        if self.rounds.count > 1 and not self.distill.rows:
-            raise ValueError(
-                f"train.rounds.count={self.rounds.count} decodes self-distillation texts; give train.distill.rows"
-            )
-        if not self.lr > 0:
-            raise ValueError(f"train.lr={self.lr} must be above 0")
+from selfspec.training.hidden import HiddenStates, states_folder
+from selfspec.training.loop import LoopConfig, autocast, average, checkpoint_path, fit
+from selfspec.training.rounds import Rounds
+from selfspec.training.rows import (
+    DrafterTraining,
+    check_sizes,
+    distilled,
+    distilled_rows,
+    rows_of,
+    texts_folder,
+    writer_of,
+)
 
 
 class DraftLoss(nn.Module):
-    """The drafter's loss on what the frozen target says of a batch (tokens int64 [B, S], mask bool [B, S], and
-    documents int64 [B, S] where rows are packed); only the drafter is a submodule."""
+    """The drafter's loss on what the frozen target says of a batch: tokens int64 [B, S], mask bool [B, S], where rows
+    are packed documents int64 [B, S] and rows int64 [B], in rounds roots bool [B, S] (see `Batch`). Only the drafter is
+    a submodule."""
 
     def __init__(
         self,
         drafter: Trained,
         target: Target,
         average: Callable[[Tensor], Tensor] = itself,
-        kept: HiddenStates | None = None,
+        hidden: HiddenStates | None = None,
     ) -> None:
-        """average: the mean of a tensor over all processes, each of which has a part of the batch in training; kept:
+        """average: the mean of a tensor over all processes, each of which has a part of the batch in training; hidden:
         what the target said of rows that are read again."""
         super().__init__()
-        self.drafter, self.average, self.kept = drafter, average, kept
+        self.drafter, self.average, self.hidden = drafter, average, hidden
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         documents, cache = batch.get("documents"), None
         with torch.no_grad():
-            if self.kept is not None and "rows" in batch:
-                out = self.kept.states(batch)
+            if self.hidden is not None and "rows" in batch:
+                out = self.hidden.states(batch)
             else:
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
@@ -129,7 +93,8 @@ def train_drafter(
     accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")  # loop.precision says it
     rank, world = accelerator.process_index, accelerator.num_processes
     trained = isinstance(drafter, Trained) and bool(drafter.trained())
-    agree({"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop})
+    settings = {"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop}
+    agree({**settings, "data": (train.key, validation.key)})
     if world > 1 and target.device.type == "cpu" and accelerator.is_main_process:
         print(f"{world} processes train on the CPU, over gloo")
     # Processes among which a target is divided have to run the same passes: each does all of it.
@@ -137,19 +102,10 @@ def train_drafter(
     if world > 1 and not trained:
         raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
     texts, writer = texts_folder(config, folder), writer_of(config, target, tokenizer)
-    if not train.counted:
-        raise ValueError(
-            f"none of the {len(train.tokens)} training tokens counts in the loss; conversations need turns of the "
-            "assistant, whose words alone count"
-        )
+    check_sizes(config, loop, world)
     batches: Packed | Windows | Rounds = rows_of(train, config, loop, rank, world)
-    if config.distill.rows and (size := _distilled_rows(config, loop)) % world:
-        raise ValueError(
-            f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
-            f"rows, which do not divide over {world} processes; choose another loop.batch_size"
-        )
-    rows = consecutive(validation.tokens, config.length, config.validation_rows).long()
-    masks = consecutive(validation.mask, config.length, config.validation_rows)
+    dtype = states_dtype(target, drafter, train, loop) if config.cache != "none" and trained else None
+    rows = _validation_rows(validation, config, loop)
     prompts = sample_prompts(
         validation, tokenizer, config.prompts, config.prompt_tokens, config.new_tokens, target.max_positions
     )
@@ -166,15 +122,17 @@ def train_drafter(
         for mode, temperature in TEMPERATURES.items()
     }
     if config.distill.rows and trained:
-        own_text = _distilled(accelerator, target, train, config, loop, texts, writer)
-        train, batches = own_text, _own_rows(own_text, target, config, loop, rank, world)
+        written, _ = distilled(target, train, config.distill, loop.seed, texts, writer)
+        train, batches = written, distilled_rows(written, target, config, loop, rank, world)
     _fill_vocabulary(drafter, train, target.vocab_size)
-    module = DraftLoss(drafter, target, average(accelerator)) if isinstance(drafter, Trained) else None
-    if config.cache != "none" and module is not None and trained:
+    hidden = None
+    if dtype is not None:
         assert isinstance(batches, Packed)
-        module.kept = _kept(module, train, batches, config, loop)
+        place = states_folder(target, train, batches, f"{dtype} {loop.precision}") if config.cache == "disk" else None
+        hidden = HiddenStates(target, drafter.reads, batches.per_epoch, batches.length, dtype, place)
         if accelerator.is_main_process:
-            print(module.kept.told)
+            print(hidden.told)
+    module = DraftLoss(drafter, target, average(accelerator), hidden) if isinstance(drafter, Trained) else None
 
     def total(counts: Tensor) -> Tensor:
         if parts == 1:
@@ -188,17 +146,18 @@ def train_drafter(
     if config.rounds.count > 1 and trained:
         assert isinstance(drafter, Trained)
         assert isinstance(batches, Packed)
-        given = own_text, target, drafter, calibrated, config.rounds, loop.steps, folder / "rounds", (part, parts)
+        if accelerator.is_main_process and not checkpoint_path(folder).exists():
+            shutil.rmtree(folder / "rounds", ignore_errors=True)  # of a run that never came to a checkpoint
+        given = written, target, drafter, calibrated, config.rounds, loop.steps, folder / "rounds", (part, parts)
         batches = Rounds(batches, *given)
 
     def validate() -> Figures:
         figures = calibrated()
         if module is None:
             return figures
-        losses = torch.zeros(len(rows))
-        for i in range(part, len(rows), parts):
-            row = {"tokens": rows[i : i + 1].to(target.device), "mask": masks[i : i + 1].to(target.device)}
-            losses[i] = module(row)[0]
+        losses = torch.zeros(len(rows["tokens"]))
+        for i in range(part, len(losses), parts):
+            losses[i] = module({key: values[i : i + 1].to(target.device) for key, values in rows.items()})[0]
         tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
         return {"loss": float(total(losses).mean()), "tau16": tau, **figures}
 
@@ -227,7 +186,12 @@ def train_drafter(
     if weights_hash(target.model) != before:
         raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
     told_hash = target_hash(target) if shard.wanted() else before  # `before` is of this process's part
-    summary = {**figures, "target_hash": told_hash, "peak_memory_mb": peak_memory_mb(target.device)}
+    summary = {
+        **figures,
+        "finished": loop.steps,
+        "target_hash": told_hash,
+        "peak_memory_mb": peak_memory_mb(target.device),
+    }
     if accelerator.is_main_process:
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         log.write({"summary": summary})
@@ -236,28 +200,30 @@ def train_drafter(
     return summary
 
 
-def _kept(module: DraftLoss, corpus: Corpus, rows: Packed, config: DrafterTraining, loop: LoopConfig) -> HiddenStates:
-    """Where hidden states on rows are kept. Raises ValueError where the drafter can not be trained on them, or they do
-    not fit."""
-    target, device = module.target, module.target.device
-    one = {key: value[:1].to(device) for key, value in rows.rows([0]).items()}
-    with torch.no_grad(), autocast(device, loop):
-        dtype = target.text(one["tokens"], False, reads=(target.n_layers - 1,)).features[target.n_layers - 1].dtype
-        module.kept = HiddenStates(target, module.drafter.reads, 1, rows.length, dtype, None)
-        module(one | {"rows": torch.zeros(1, dtype=torch.int64)})  # it may need more than is kept
-    folder = None
-    if config.cache == "disk":
-        told = f"{target_hash(target)} {corpus.key} {rows.length} {rows.seed} {rows.pad} {dtype} {loop.precision}"
-        folder = cache_folder() / "hidden" / hashlib.sha256(told.encode()).hexdigest()[:24]
-    return HiddenStates(target, module.drafter.reads, rows.per_epoch, rows.length, dtype, folder)
+def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -> dict[str, Tensor]:
+    """Rows for the loss, spread over the corpus. Raises ValueError where it is too short for one."""
+    if not config.packed:
+        cut = {"tokens": corpus.tokens, "mask": corpus.mask}
+        rows = {name: consecutive(values, config.length, config.validation_rows) for name, values in cut.items()}
+        return {**rows, "tokens": rows["tokens"].long()}
+    packed = Packed(corpus, config.length, 1, loop.seed)
+    count = min(config.validation_rows, packed.per_epoch)
+    found = packed.rows(torch.linspace(0, packed.per_epoch - 1, count).long().tolist())
+    del found["rows"]  # their numbers are not those of training rows
+    return found
 
 
-def rows_of(
-    corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1
-) -> Packed | Windows:
-    """Rows of the data's own text."""
-    kind = Packed if config.packed else Windows
-    return kind(corpus, config.length, loop.batch_size, loop.seed, rank, world)
+def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:
+    """The dtype of hidden states that are kept. Raises ValueError where the drafter's loss needs more than those."""
+    assert isinstance(drafter, Trained)
+    tokens = corpus.tokens[: 4 * (drafter.depth + 4)].long()[None].to(target.device)
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
+    with torch.no_grad(), autocast(target.device, loop):
+        last = target.n_layers - 1
+        dtype = target.text(tokens, False, reads=(last,)).features[last].dtype
+        states = HiddenStates(target, drafter.reads, 1, tokens.shape[1], dtype, None)
+        DraftLoss(drafter, target, hidden=states)({**batch, "rows": torch.zeros(1, dtype=torch.int64)})
+    return dtype
 
 
 @torch.no_grad()
@@ -286,53 +252,6 @@ def agree(settings: dict[str, object]) -> None:
                 f"process {odd[0]} was started with another {name} than process 0: {found[odd[0]]} instead of "
                 f"{found[0]}; start all with the same command"
             )
-
-
-def writer_of(config: DrafterTraining, target: Target, tokenizer: Tokenizer) -> Drafter | None:
-    """What drafts while the target writes its own texts."""
-    name = config.distill.drafter
-    return None if name is None else find_drafter(name, target, tokenizer).eval()
-
-
-def texts_folder(config: DrafterTraining, folder: Path) -> Path:
-    texts = Path(config.distill.folder or folder / "distill")
-    if config.distill.rows:
-        try:
-            texts.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"train.distill.folder={texts} can not be made: {error}") from error
-    return texts
-
-
-def _distilled(
-    accelerator: Accelerator,
-    target: Target,
-    train: Corpus,
-    config: DrafterTraining,
-    loop: LoopConfig,
-    texts: Path,
-    writer: Drafter | None,
-) -> Written:
-    """Self-distillation data, written by all processes together."""
-    rank, world = accelerator.process_index, accelerator.num_processes
-    given = target, train, config.distill, loop.seed, texts
-    distill(*given, quiet=rank > 0, share=(0, 1) if shard.wanted() else (rank, world), drafter=writer)
-    accelerator.wait_for_everyone()  # what the others wrote is then read
-    return distill(*given, quiet=True)
-
-
-def _own_rows(
-    texts: Written, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
-) -> Packed:
-    """Rows of self-distillation data, with about as many tokens per step as the data's."""
-    length, pad = config.distill.prompt_tokens + config.distill.new_tokens, min(end_tokens(target), default=0)
-    return Packed(texts, length, _distilled_rows(config, loop), loop.seed, rank, world, pad)
-
-
-def _distilled_rows(config: DrafterTraining, loop: LoopConfig) -> int:
-    """Rows of self-distillation data that hold about as many tokens as a step of the data's."""
-    own = config.distill.prompt_tokens + config.distill.new_tokens
-    return max(1, loop.batch_size * config.length // own)
 
 
 def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:

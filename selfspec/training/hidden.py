@@ -1,7 +1,9 @@
-"""What the frozen target says of rows that are read again: outputs of its layers, kept in memory or on disk."""
+"""Hidden states of the frozen target on training rows, kept in memory or on disk for later epochs and other runs."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selfspec.checkpoint import target_hash
 from selfspec.core.cache import free_memory
+from selfspec.core.engine import cache_folder
 from selfspec.core.target import Pass, Target
+from selfspec.data.store import Corpus
+from selfspec.data.windows import Packed
 
 PLACES = ("none", "memory", "disk")
 
@@ -24,10 +30,10 @@ class _Layer:
 
 
 class HiddenStates:
-    """Outputs of the target's last layer, and of layers that a drafter reads, by the number of a row.
+    """Outputs [S, H] of the target's last layer, and of layers that a drafter reads, by the number of a row.
 
-    A row is run when it is read for the first time. Later its logits are made of the last layer's output, by the same
-    final norm and lm_head. Each layer is kept on its own, so that drafters share on disk what both of them read.
+    A row is run when it is read for the first time. Later, logits are computed from the kept output of the last layer,
+    by the same final norm and lm_head. Each layer is kept on its own, so that drafters share on disk what both read.
     """
 
     def __init__(
@@ -37,26 +43,29 @@ class HiddenStates:
         self.target, self.reads = target, tuple(sorted({*reads, target.n_layers - 1}))
         shape = rows, length, target.hidden_size
         size = rows * length * target.hidden_size * dtype.itemsize
-        names = {layer: None if folder is None else folder / f"layer_{layer}" for layer in self.reads}
-        new = [layer for layer, path in names.items() if path is None or not path.with_suffix(".done").exists()]
-        free = free_memory(torch.device("cpu")) if folder is None else _free_disk(folder)
+        paths = {layer: None if folder is None else folder / f"layer_{layer}.states" for layer in self.reads}
+        new = [layer for layer, path in paths.items() if path is None or not _whole(path, size)]
+        needed, free = size * len(new), _free_disk(folder) if folder else free_memory(torch.device("cpu"))
         self.told = f"hidden states of {rows} rows, layers {list(self.reads)}: {size * len(self.reads) / 2**30:.2f} GiB"
-        self.told += " in memory" if folder is None else f" in {folder}, {size * len(new) / 2**30:.2f} GiB of them new"
-        if size * len(new) > 0.9 * free:
+        self.told += f" in {folder}, {needed / 2**30:.2f} GiB of them new" if folder else " in memory"
+        if folder is None:  # each process of this machine keeps its own
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if needed > 0.9 * free:  # the rest is for what else a run writes
             raise ValueError(
                 f"{self.told}, but {free / 2**30:.2f} GiB are free; take train.cache=none, fewer rows or a shorter "
                 "train.length"
             )
-        self.layers = {layer: _opened(path, shape, dtype) for layer, path in names.items()}
+        self.layers = {layer: _opened(path, shape, dtype) for layer, path in paths.items()}
 
     def states(self, batch: dict[str, Tensor]) -> Pass:
-        """The pass of a batch whose `rows`, int64 [B], are the numbers of its rows."""
+        """The pass of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows: logits [B, S, V], hidden
+        states and features [B, S, H] on the device of its tokens."""
         rows, tokens, last = batch["rows"].cpu(), batch["tokens"], self.target.n_layers - 1
         if not all(layer.done[rows].all() for layer in self.layers.values()):
             out = self.target.text(tokens, reads=self.reads, documents=batch["documents"])
             for number, layer in self.layers.items():
                 layer.states[rows] = out.features[number].to("cpu", layer.states.dtype)
-                layer.done[rows] = True  # behind the states: a process killed between the two runs the row again
+                layer.done[rows] = True  # after the states, so that a kill in between only costs running the row again
             return out
         features = {number: layer.states[rows].to(tokens.device) for number, layer in self.layers.items()}
         layers = self.target.n_layers, self.target.n_layers
@@ -64,16 +73,30 @@ class HiddenStates:
         return Pass(out.logits, out.hidden, features)
 
 
-def _opened(path: Path | None, shape: tuple[int, ...], dtype: torch.dtype) -> _Layer:
+def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:
+    """Where the hidden states of these rows lie on disk; `how` they are computed is part of its name."""
+    told = hashlib.sha256(f"{target_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
+    for part in (rows.members, rows.ends):
+        told.update(part.numpy().tobytes())
+    return cache_folder() / "hidden" / told.hexdigest()[:24]
+
+
+def _whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size and path.with_suffix(".done").is_file()
+
+
+def _opened(path: Path | None, shape: tuple[int, int, int], dtype: torch.dtype) -> _Layer:
     if path is None:
         return _Layer(torch.empty(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.bool))
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def mapped(suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = int(torch.tensor(shape).prod())
-        return torch.from_file(str(path.with_suffix(suffix)), shared=True, size=size, dtype=dtype).view(shape)
-
-    return _Layer(mapped(".states", shape, dtype), mapped(".done", shape[:1], torch.bool))
+    size, done = shape[0] * shape[1] * shape[2], path.with_suffix(".done")
+    if not _whole(path, size * dtype.itemsize):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done.unlink(missing_ok=True)
+        with path.open("wb") as file:  # all of its blocks now: a full disk later would kill the process
+            os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+        done.write_bytes(bytes(shape[0]))
+    states = torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
+    return _Layer(states, torch.from_file(str(done), shared=True, size=shape[0], dtype=torch.bool))
 
 
 def _free_disk(folder: Path) -> int:

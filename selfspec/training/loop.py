@@ -338,6 +338,15 @@ def _any(accelerator: Accelerator, value: bool) -> bool:
     return bool(accelerator.reduce(torch.tensor(float(value), device=accelerator.device)) > 0)
 
 
+def _counted(piece: dict[str, Tensor]) -> Tensor:
+    """bool [B, S] or [B, S - 1]: about which tokens a loss counts."""
+    mask, documents, roots = piece["mask"], piece.get("documents"), piece.get("roots")
+    if documents is None:
+        return mask
+    counts = mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+    return counts if roots is None else counts & roots[:, 1:]
+
+
 def _step(
     accelerator: Accelerator,
     module: nn.Module,
@@ -360,7 +369,7 @@ def _step(
         for values in zip(*(value.chunk(config.accumulate) for value in batch.values()), strict=True)
     ]
     # A part of a step weighs what its share of the tokens that count is.
-    counts = torch.stack([piece["mask"].sum() for piece in pieces]).float()
+    counts = torch.stack([_counted(piece).sum() for piece in pieces]).float()
     counts = accelerator.reduce(counts, "sum")
     weights = counts / counts.sum().clamp(min=1)
     total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()

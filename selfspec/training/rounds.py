@@ -1,8 +1,9 @@
 """Training on what inference meets: rounds of decoding with the present drafter, and training at the roots it left.
 
-A drafter that accepts many tokens at once drafts from few positions: those behind tokens that it missed. Plain training
-weighs all positions alike. Here the drafter decodes some texts before each round, and part of every step's rows are
-those texts, with the loss at the positions alone from which it had to draft anew (after Draft-OPD, arXiv 2605.29343).
+Drafting starts only at the prompt's last token and at bonus tokens: the roots. The more tokens a pass accepts, the
+fewer they are. Plain training weighs all positions alike. Here the drafter decodes some texts before each round, and
+part of every step's rows are those texts, with the loss of what is drafted behind their roots alone (after Draft-OPD,
+arXiv 2605.29343).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class RoundsConfig:
 
 
 class Rounds:
-    """Batches of `plain` rows in the first round, and of both kinds in later ones, each of as many rows. What a round
-    decoded lies in `folder`, so that an interrupted run goes on with it."""
+    """Batches of `plain` rows in the first round; in later rounds part of them are decoded texts, and the number of
+    rows is the same. What a round decoded lies in `folder`, so that an interrupted run goes on with it."""
 
     def __init__(
         self,
@@ -68,12 +69,9 @@ class Rounds:
         part: tuple[int, int],
     ) -> None:
         """calibrate: measures the drafter as it is; steps: of the whole training; part: this process's number among
-        those that decode texts of their own, and how many these are. Raises ValueError where a process has fewer than
-        two rows a step."""
+        those that decode texts of their own, and how many these are. A process needs two rows a step."""
         own = plain.size // plain.world
         self.again = min(own - 1, max(1, round(config.share * own)))
-        if own < 2:
-            raise ValueError("train.rounds needs at least two rows a step in each process; raise loop.batch_size")
         self.plain, self.texts, self.target, self.drafter, self.calibrate = plain, texts, target, drafter, calibrate
         self.config, self.folder, self.part = config, folder, part
         self.steps = max(1, -(-steps // config.count))
@@ -81,7 +79,7 @@ class Rounds:
         self._round: tuple[int, Packed] | None = None
 
     def batch(self, step: int) -> dict[str, Tensor]:
-        """As `Packed.batch`, with roots, bool [size/world, length]: the positions that the loss is taken at."""
+        """As `Packed.batch`, with roots, bool [size/world, length]: behind which tokens the loss is taken."""
         number = step // self.steps
         plain = self.plain.batch(step)
         plain["roots"] = torch.ones_like(plain["mask"])
@@ -94,21 +92,25 @@ class Rounds:
             self._round = number, Packed(corpus, p.length, size, p.seed + number, p.rank, p.world, p.pad)
         again = self._round[1].batch(step)
         kept = len(plain["mask"]) - self.again
-        del plain["rows"]  # they have no numbers in common
+        del plain["rows"]  # numbers of the two overlap
         return {name: torch.cat([values[:kept], again[name]]) for name, values in plain.items()}
 
     def _decoded(self, number: int) -> Corpus:
         """The texts of a round as the present drafter decoded them."""
-        path = self.folder / f"round_{number}.safetensors"
+        path, begins = self.folder / f"round_{number}.safetensors", number * self.steps
+        settings = {"settings": f"{self.config} step={begins} seed={self.plain.seed} texts={self.texts.key}"}
         try:
             with safe_open(path, "pt") as file:
-                found = {name: file.get_tensor(name) for name in ("tokens", "mask", "roots", "starts")}
+                own = file.metadata() == settings
+                found = {name: file.get_tensor(name) for name in ("tokens", "mask", "roots", "starts") if own}
         except (FileNotFoundError, SafetensorError):
+            found = {}
+        if not found:
             found = self._decode(number)
             if self.plain.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with atomic(path) as scratch:
-                    save_file(found, scratch)
+                    save_file(found, scratch, settings)
         talks = torch.ones(len(found["starts"]) - 1, dtype=torch.bool)
         return joined(found["tokens"], found["mask"], found["starts"], talks, roots=found["roots"])
 
@@ -118,7 +120,7 @@ class Rounds:
         self.calibrate()
         order = torch.randperm(len(texts.talks), generator=torch.Generator().manual_seed(self.plain.seed + number))
         chosen = order[: self.config.rows].tolist()
-        by_temperature = {t: [i for i in chosen if texts.temperature(i) == t] for t in sorted({0.0, 1.0})}
+        by_temperature = {t: [i for i in chosen if texts.temperature(i) == t] for t in (0.0, 1.0)}
         batches = [
             (t, rows[first : first + _BATCH])
             for t, rows in by_temperature.items()
@@ -134,8 +136,7 @@ class Rounds:
             bar.set_postfix(written(told))
             for i, prompt, new, drafted in zip(rows, prompts, result.token_ids, result.from_draft, strict=True):
                 tokens = torch.tensor([*prompt, *new])[: self.length]
-                # A root is drafted from the position before it; the first one is the prompt's last token.
-                roots = torch.tensor([False] * (len(prompt) - 2) + [True] + [not one for one in drafted] + [False])
+                roots = torch.tensor([False] * (len(prompt) - 1) + [True] + [not one for one in drafted])
                 mask = torch.zeros(len(tokens), dtype=torch.bool)
                 mask[len(prompt) :] = True
                 found.append((i, tokens, mask, roots[: len(tokens)]))

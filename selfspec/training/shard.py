@@ -9,6 +9,7 @@ in the same order, or they wait forever.
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -30,7 +31,8 @@ def wanted() -> bool:
 
 def group(device: str) -> PartialState:
     """The processes of this run; the first call opens their group."""
-    return PartialState(cpu=torch.device(device).type == "cpu")
+    # One process tokenizes, or writes texts, while the others wait; a process that ended is noticed by the launcher.
+    return PartialState(cpu=torch.device(device).type == "cpu", timeout=timedelta(days=1))
 
 
 def gathered(values: list[Any]) -> list[Any]:

@@ -1,0 +1,131 @@
+"""What a drafter's training reads: its settings, and the rows that they make of texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.core.options import end_tokens
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus
+from selfspec.data.windows import Packed, Windows
+from selfspec.drafters.base import Drafter
+from selfspec.loading import find_drafter
+from selfspec.training import shard
+from selfspec.training.distill import DistillConfig, Written, distill, written
+from selfspec.training.hidden import PLACES
+from selfspec.training.loop import LoopConfig
+from selfspec.training.rounds import RoundsConfig
+
+
+@dataclass
+class DrafterTraining:
+    """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
+    itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
+    are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
+    weight_decay; validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the
+    target's own text that drafters are calibrated on; distill: self-distillation data to train on instead of the data's
+    own text; rounds: see `RoundsConfig`; init_from: a drafter of the same kind and shapes (an embedded name, a run
+    folder or a hub id) whose weights training begins with."""
+
+    length: int = 512
+    packed: bool = True
+    cache: str = "none"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    validation_rows: int = 32
+    prompts: int = 64
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "validation_rows", "prompts", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.cache not in PLACES:
+            raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
+        if self.cache != "none" and not self.packed and not self.distill.rows:
+            raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
+        if self.cache != "none" and self.rounds.count > 1:
+            raise ValueError(
+                f"train.cache={self.cache}: rounds read texts that are decoded anew; take train.cache=none"
+            )
+        if self.prompt_tokens < 2:
+            raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
+        if self.rounds.count > 1 and not self.distill.rows:
+            raise ValueError(
+                f"train.rounds.count={self.rounds.count} decodes self-distillation texts; give train.distill.rows"
+            )
+        if not self.lr > 0:
+            raise ValueError(f"train.lr={self.lr} must be above 0")
+
+
+def rows_of(
+    corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1
+) -> Packed | Windows:
+    """Rows of the data. Raises ValueError where there are none, or they do not divide over `world` processes."""
+    made = Packed if config.packed else Windows
+    return made(corpus, config.length, loop.batch_size, loop.seed, rank, world)
+
+
+def distilled_rows(
+    texts: Written, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
+) -> Packed:
+    """Rows of self-distillation data, with about as many tokens per step as those of the data."""
+    length, pad = config.distill.prompt_tokens + config.distill.new_tokens, min(end_tokens(target), default=0)
+    return Packed(texts, length, distilled_size(config, loop), loop.seed, rank, world, pad)
+
+
+def distilled_size(config: DrafterTraining, loop: LoopConfig) -> int:
+    """Rows of self-distillation data in a step."""
+    length = config.distill.prompt_tokens + config.distill.new_tokens
+    return max(1, loop.batch_size * config.length // length)
+
+
+def check_sizes(config: DrafterTraining, loop: LoopConfig, world: int) -> None:
+    """Raises ValueError where the rows of a step do not divide over the processes, or are too few."""
+    size = distilled_size(config, loop) if config.distill.rows else loop.batch_size
+    if config.distill.rows and size % world:
+        raise ValueError(
+            f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
+            f"rows, which do not divide over {world} processes; choose another loop.batch_size"
+        )
+    if config.rounds.count > 1 and size // world < 2:
+        raise ValueError(
+            f"train.rounds needs two rows a step in each process, and loop.batch_size={loop.batch_size} makes "
+            f"{size // world}; raise it"
+        )
+
+
+def texts_folder(config: DrafterTraining, folder: Path) -> Path:
+    """Where self-distillation data lie. Raises ValueError where the folder can not be made."""
+    texts = Path(config.distill.folder or folder / "distill")
+    if config.distill.rows:
+        try:
+            texts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"train.distill.folder={texts} can not be made: {error}") from error
+    return texts
+
+
+def writer_of(config: DrafterTraining, target: Target, tokenizer: Tokenizer) -> Drafter | None:
+    """What drafts while the target writes its texts."""
+    name = config.distill.drafter
+    return None if name is None else find_drafter(name, target, tokenizer).eval()
+
+
+def distilled(
+    target: Target, train: Corpus, config: DistillConfig, seed: int, folder: Path, writer: Drafter | None
+) -> tuple[Written, dict[str, str]]:
+    """Self-distillation data, written by all processes together, and figures of what was written now."""
+    state = PartialState()
+    rank, world = state.process_index, state.num_processes
+    share = (0, 1) if shard.wanted() else (rank, world)  # a divided target runs in all processes at once
+    texts, told = distill(target, train, config, seed, folder, rank > 0, share, writer, state.wait_for_everyone)
+    return texts, written(shard.gathered(told), world)
