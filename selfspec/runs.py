@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,7 @@ def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
     return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
 
 
-def run_check(config: DictConfig) -> list[str]:
+def run_check(config: DictConfig) -> Iterator[str]:
     """What a training would read and take, as lines; see `selfspec.training.check`."""
     run = typed(TrainRun, config)
     target, tokenizer, data = _opened(run, config)
@@ -91,7 +91,7 @@ def run_check(config: DictConfig) -> list[str]:
     if run.train.init_from is not None:
         warm_start(drafter, load_drafter(drafter_folder(run.train.init_from), target, tokenizer), run.train.init_from)
     train, validation = _tokenized(data, tokenizer, str(target.device))
-    return check(target, tokenizer, drafter, train, validation, run.train, run.loop)
+    yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
 
 def _made(config: DrafterConfig, target: Target) -> Drafter:

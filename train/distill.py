@@ -20,11 +20,14 @@ def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     with clear_errors():
         figures = run_distill(config, folder)
+        own = config.train.distill
         if is_main_process():
             print(
                 f"wrote {figures['tokens']} tokens at {figures['rate']}, {figures['tau']} per pass; {figures['rows']} "
                 f"rows are there, {figures['counted']} tokens of them count in the loss\n"
-                f"train on them: train.distill.folder={config.train.distill.folder or folder / 'distill'}"
+                f"train on them with the same settings: train.distill.rows={own.rows} "
+                f"train.distill.prompt_tokens={own.prompt_tokens} train.distill.new_tokens={own.new_tokens} "
+                f"train.distill.folder={own.folder or folder / 'distill'}"
             )
 
 

@@ -23,9 +23,9 @@ register(drafters=True)
 def main(config: DictConfig) -> None:
     with clear_errors():
         if config.check:
-            lines = run_check(config)
-            if is_main_process():
-                print(*lines, sep="\n")
+            for line in run_check(config):
+                if is_main_process():
+                    print(line)
             return
         sweep = HydraConfig.get().mode == RunMode.MULTIRUN
         if sweep and config.wandb.group is None:

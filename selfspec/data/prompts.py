@@ -102,8 +102,8 @@ def sample_prompts(
         many = round(count * share_of_questions(len(fitting), amount, tokens + new_tokens))
     if len(fitting) < many:
         raise ValueError(
-            f"no usable example: {len(fitting)} of {many} questions leave room for an answer of {new_tokens} tokens; "
-            "give more conversations, or ask for fewer prompts"
+            f"too few held-out conversations: {len(fitting)} of {many} questions leave room for an answer of "
+            f"{new_tokens} tokens; give more of them, ask for fewer prompts (train.prompts=) or for fewer tokens (train.new_tokens=)"
         )
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
     asked = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -32,15 +33,10 @@ def check(
     validation: Corpus,
     config: DrafterTraining,
     loop: LoopConfig,
-) -> list[str]:
-    """The lines to print. Raises ValueError for what training would refuse."""
+) -> Iterator[str]:
+    """The lines to print. Raises ValueError for what training would refuse, behind what can be told."""
     check_training(target, drafter, config, loop)
     check_sizes(config, loop, world=1)
-    writer_of(config, target, tokenizer)
-    counts = config.prompts, config.prompt_tokens, config.new_tokens
-    sample_prompts(validation, tokenizer, *counts, target.max_positions)
-    if config.cache != "none" and isinstance(drafter, Trained):
-        states_dtype(target, drafter, train, loop)
     lines = [*_told("training", train), *_told("validation", validation)]
     if not train.counted:
         raise ValueError("none of the training tokens counts in the loss; conversations need turns of the assistant")
@@ -71,7 +67,12 @@ def check(
             f"{total / 60:.0f} min without validation"
         )
         lines.append(f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB")
-    return lines
+    yield from lines
+    writer_of(config, target, tokenizer)
+    counts = config.prompts, config.prompt_tokens, config.new_tokens
+    sample_prompts(validation, tokenizer, *counts, target.max_positions)
+    if config.cache != "none" and isinstance(drafter, Trained):
+        states_dtype(target, drafter, train, loop)
 
 
 def _told(name: str, corpus: Corpus) -> list[str]:

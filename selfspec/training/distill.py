@@ -51,6 +51,8 @@ class DistillConfig:
     nodes: int = 8
 
     def __post_init__(self) -> None:
+        if self.folder is not None and not self.rows:
+            raise ValueError(f"train.distill.folder={self.folder} is not read without train.distill.rows; give both")
         if not 1 <= self.nodes <= MAX_NODES:
             raise ValueError(f"train.distill.nodes={self.nodes} must lie between 1 and {MAX_NODES}")
         if self.rows < 0:
@@ -164,7 +166,10 @@ def distill(
         )
     kept = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
     settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={corpus.key}"}
+    others = folder.is_dir() and any(folder.iterdir())
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
+    if others and not folder.exists() and not quiet:
+        print(f"{folder.parent} holds texts of other settings, data or targets: these are written anew")
     folder.mkdir(parents=True, exist_ok=True)
     told = list[Stats]()
 
