@@ -103,7 +103,8 @@ def sample_prompts(
     if len(fitting) < many:
         raise ValueError(
             f"too few held-out conversations: {len(fitting)} of {many} questions leave room for an answer of "
-            f"{new_tokens} tokens; give more of them, ask for fewer prompts (train.prompts=) or for fewer tokens (train.new_tokens=)"
+            f"{new_tokens} tokens; give more of them, ask for fewer prompts (train.prompts=) or for fewer tokens "
+            "(train.new_tokens=)"
         )
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
     asked = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
