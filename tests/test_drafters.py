@@ -21,6 +21,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.hybrid import Hybrid
@@ -92,6 +93,24 @@ TABLE = {
     "mask_vectors": of(Mask, masks=3, adapter="vectors", correction=4, anchors=4),
     "mask_two_passes": of(Mask, masks=3, passes=2, rank=4, correction=8, anchors=4),
     "mask_free": of(Mask, 0, masks=3, rank=0, correction=0),
+    "eagle3": of(Eagle3, 2 * H2 + 2 * HIDDEN * (32 + 2 * 16) + H2 + 3 * 48 * HIDDEN + 4 * HIDDEN, layers=[0, 1]),
+    "eagle3_flags": of(
+        Eagle3,
+        llama={
+            "intermediate_size": 24,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+        },
+        norm_before_residual=True,
+        norm_before_fc=True,
+        norm_output=True,
+        head="own",
+        vocabulary=20,
+        min_prob=0.0,
+    ),
+    "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, vocabulary=20, depth=7, width=5),
     "feature_few": of(Feature, layers=[1, 2], vocabulary=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }

@@ -36,7 +36,7 @@ from selfspec.drafters.base import (
     training_dtype,
     whole,
 )
-from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
+from selfspec.drafters.parts.feature_layer import LastLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
 from selfspec.drafters.parts.losses import LOSSES, heads_loss, random_rows
@@ -118,10 +118,10 @@ class SequentialHeads(Trained):
         else:
             start = torch.randn(heads, hidden, config.correction, device=target.device, dtype=dtype) / math.sqrt(hidden)
             self.path = nn.ParameterList([start, zeros(config.correction, target.vocab_size)])
-        self.prefix: FeatureLayer | None = None
+        self.prefix: LastLayer | None = None
         if config.prefix:
             self.reads = (target.n_layers - 1,)
-            self.prefix = FeatureLayer(target, self.reads, 1, True, dtype)
+            self.prefix = LastLayer(target, self.reads, 1, True, dtype)
         self.shared = SharedHeads(target, heads, config.rank, dtype)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.compute_dtype = target.dtype

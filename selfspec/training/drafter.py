@@ -18,6 +18,7 @@ from selfspec.data.prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.views import Tail
 from selfspec.log import Figures, RunLog
 from selfspec.training import shard
@@ -255,14 +256,12 @@ def agree(settings: dict[str, object]) -> None:
 
 
 def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
-    """A reduced draft vocabulary, which a drafter holds as its buffer `vocabulary`, becomes the text's most frequent
-    tokens."""
-    ids = dict(drafter.named_buffers(recurse=False)).get("vocabulary")
-    if ids is not None:
+    """A reduced draft vocabulary becomes the text's most frequent tokens."""
+    if isinstance(drafter, Unrolled) and (ids := drafter.vocabulary) is not None:
         counts = torch.zeros(vocab, dtype=torch.int64)
         for tokens, mask in zip(corpus.tokens.split(1 << 24), corpus.mask.split(1 << 24), strict=True):
             counts += tokens[mask].bincount(minlength=vocab)
-        ids.copy_(counts.argsort(descending=True, stable=True)[: len(ids)])
+        drafter.drafts_only(counts.argsort(descending=True, stable=True)[: len(ids)])
 
 
 def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:

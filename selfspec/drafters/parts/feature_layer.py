@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,12 +18,87 @@ from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Ready
-from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.parts.views import Block, Tail
 
 _FEW = 16  # entries that the eager engine reads together with the root's; those before are read without logits
 
 
-class FeatureLayer(nn.Module):
+class FeatureLayer(nn.Module, ABC):
+    """A decoder layer whose entry t reads what stands for position t and the token after it. layers: of the target,
+    whose outputs stand for verified positions; behind those, the layer's own output does."""
+
+    layers: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def block(self) -> Block:
+        """The decoder layer with final norm and lm_head."""
+
+    @abstractmethod
+    def fused(self, stacked: Tensor) -> Tensor:
+        """What stands for a verified position [..., H], from its features side by side [..., F*H]."""
+
+    @abstractmethod
+    def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """What enters the decoder layer, from what stands for positions [..., H] and the tokens after them."""
+
+    @abstractmethod
+    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
+        """What stands for a drafted position [..., H], from the layer's output there and the same behind the final
+        norm."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.target.device
+
+    def stacked(self, features: dict[int, Tensor]) -> Tensor:
+        """The outputs of the layers asked for, side by side [..., F*H]."""
+        return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
+
+    def text(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        logits: bool = True,
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Pass:
+        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Block.text`."""
+        return self.block.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions, documents)
+
+    def behind(self, read: Read | Unread, logits: bool) -> Read:
+        """What was read, or is read now, at each row's root."""
+        if isinstance(read, Read):
+            return read
+        stacked = torch.cat(read.features, -1)
+        stacked = stacked.gather(1, read.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
+        given, start = self.entry(self.fused(stacked), read.tokens), torch.tensor(0, device=read.tokens.device)
+        _, seen, _ = static_pass(read.opened, given, read.tokens, chain(read.tokens).parents, start)
+        at = read.last[:, None, None].expand(-1, 1, stacked.shape[-1] // len(self.layers))
+        hidden, outputs = seen[-1].gather(1, at), seen[self.block.layer].gather(1, at)
+        found = self.block.text(outputs, read.tokens[:, :1], block=False).logits if logits else None
+        after = read.opened._replace(module=read.drafting, lengths=read.opened.lengths + read.last + 1)
+        return Read(found, hidden, self.carried(outputs, hidden), after)
+
+    def step(
+        self, entries: Entries, states: Tensor, tree: DraftTree, count: int
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """The layer on the last `count` nodes of a tree: logits (None where they are not wanted), hidden states behind
+        the final norm, and what stands for the nodes, all [B, count, ...]. states: [B, count, H]."""
+        tokens = tree.tokens[:, -count:]
+        given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
+        if isinstance(entries, Opened):
+            at = torch.tensor(ran, device=tokens.device)
+            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, at)
+            return logits, seen[-1], self.carried(seen[self.block.layer], seen[-1])
+        cache, wanted = entries
+        out = self.block.step(given, tree, cache, ran, wanted)
+        return out.logits, out.hidden, self.carried(out.features[self.block.layer], out.hidden)
+
+
+class LastLayer(FeatureLayer):
     """A view of the target's last decoder layer, with LoRA or trained in full, behind two products: one fuses the
     features of a position, the other mixes in the embedding of the token after it. Final norm and lm_head are views as
     they are. Parameters: F*H*H + 2*H*H for F features, and those of the layer, or of its LoRA."""
@@ -42,7 +118,7 @@ class FeatureLayer(nn.Module):
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.ready: Ready | None = None
 
-    def train(self, mode: bool = True) -> FeatureLayer:
+    def train(self, mode: bool = True) -> LastLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
         super().train(mode)
         self.ready = None
@@ -50,62 +126,21 @@ class FeatureLayer(nn.Module):
             self.ready = Ready(*(w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix)))
         return self
 
-    def stacked(self, features: dict[int, Tensor]) -> Tensor:
-        """The outputs of the layers asked for, side by side [..., F*H]."""
-        return torch.cat([features[layer].to(self.fuse.device) for layer in self.layers], -1)
+    @property
+    def block(self) -> Tail:
+        return self.tail
 
     def fused(self, stacked: Tensor) -> Tensor:
-        """What stands for a position [..., H]."""
         return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.ready is None else self.ready.weights[0])
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """The layer's input [..., H] from states [..., H] (fused features or its own output) and the tokens after."""
         after = F.rms_norm(F.embedding(tokens.to(self.embedding.device), self.embedding), states.shape[-1:]).to(states)
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
         weight = self.mix.t().to(states.dtype) if self.ready is None else self.ready.weights[1]
         return states + F.linear(both, weight)
 
-    def text(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        logits: bool = True,
-        cache: TextCache | None = None,
-        masks: Tensor | dict[str, Tensor] | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Pass:
-        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Tail.text`."""
-        return self.tail.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions, documents)
-
-    def behind(self, read: Read | Unread, logits: bool) -> Read:
-        """What was read, or is read now, at each row's root."""
-        if isinstance(read, Read):
-            return read
-        stacked = torch.cat(read.features, -1)
-        stacked = stacked.gather(1, read.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
-        given, start = self.entry(self.fused(stacked), read.tokens), torch.tensor(0, device=read.tokens.device)
-        _, seen, _ = static_pass(read.opened, given, read.tokens, chain(read.tokens).parents, start)
-        at = read.last[:, None, None].expand(-1, 1, given.shape[-1])
-        hidden, outputs = seen[-1].gather(1, at), seen[self.tail.layer].gather(1, at)
-        found = self.tail.text(outputs, read.tokens[:, :1], block=False).logits if logits else None
-        after = read.opened._replace(module=read.drafting, lengths=read.opened.lengths + read.last + 1)
-        return Read(found, hidden, outputs, after)
-
-    def step(
-        self, entries: Entries, states: Tensor, tree: DraftTree, count: int
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The layer on the last `count` nodes of a tree: logits (None where they are not wanted), hidden states behind
-        the final norm, and outputs, all [B, count, ...]. states: [B, count, H]."""
-        tokens = tree.tokens[:, -count:]
-        given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
-        if isinstance(entries, Opened):
-            at = torch.tensor(ran, device=tokens.device)
-            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, at)
-            return logits, seen[-1], seen[self.tail.layer]
-        cache, wanted = entries
-        out = self.tail.step(given, tree, cache, ran, wanted)
-        return out.logits, out.hidden, out.features[self.tail.layer]
+    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
+        return outputs
 
 
 # Where a layer's entries are: its cache and whether logits are wanted, or both as tensors for passes inside a graph
@@ -114,12 +149,12 @@ Entries = tuple[RowCache, bool] | Opened
 
 class Read(NamedTuple):
     """What a layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states behind the
-    final norm and outputs, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is written through
+    final norm and what stands for the root, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is written through
     them is temporary: the next pass writes over it."""
 
     logits: Tensor | None
     hidden: Tensor
-    outputs: Tensor
+    states: Tensor
     entries: Entries
 
 
@@ -175,7 +210,7 @@ class Reader:
         that drafts: at most as many as a walk through `depth` levels keeps. more: entries that drafting writes."""
         if self.cache is None:
             made = context.cache
-            self.cache = self.layer.tail.target.cache(len(context.lengths), made.capacity, made.limit)
+            self.cache = self.layer.block.target.cache(len(context.lengths), made.capacity, made.limit)
         if isinstance(self.cache, SlotCache):
             return self._unread(context, self.cache, logits, depth, more)
         self._settle()
@@ -184,8 +219,9 @@ class Reader:
         out = self._read(context, count, logits)
         rows, last = torch.arange(len(count)), torch.tensor(count) - 1
         found = None if out.logits is None else out.logits[rows, last][:, None]
-        outputs = out.features[self.layer.tail.layer][rows, last][:, None]
-        return Read(found, out.hidden[rows, last][:, None], outputs, (self.cache, logits))
+        outputs = out.features[self.layer.block.layer][rows, last][:, None]
+        hidden = out.hidden[rows, last][:, None]
+        return Read(found, hidden, self.layer.carried(outputs, hidden), (self.cache, logits))
 
     def _read_but(self, context: Context, few: int) -> None:
         """Read what is pending until no row has more than `few` entries left."""
@@ -198,7 +234,7 @@ class Reader:
         stacked = self._features(count, max(count))
         tokens = self._tokens(context, count, max(count))
         given = self.layer.entry(self.layer.fused(stacked), tokens)
-        out = self.layer.tail.step(given, chain(tokens), self.cache, 0, logits)
+        out = self.layer.block.step(given, chain(tokens), self.cache, 0, logits)
         self._keep(count)
         return out
 
@@ -214,7 +250,7 @@ class Reader:
         assert self.cache is not None
         ends = zip(context.tokens, self.cache.lengths, count, strict=True)
         found = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
-        return torch.tensor(found, device=self.layer.fuse.device)
+        return torch.tensor(found, device=self.layer.device)
 
     def _keep(self, count: list[int]) -> None:
         """The next `count` entries of each row are in the cache."""
@@ -224,7 +260,7 @@ class Reader:
 
     def _unread(self, context: Context, cache: SlotCache, logits: bool, depth: int, more: int) -> Unread:
         """`read` by a compiled engine. Shapes depend on the budget and the depth alone."""
-        tail, width, late = self.layer.tail, bucket(context.nodes), self.late
+        block, width, late = self.layer.block, bucket(context.nodes), self.late
         most = min(bucket(depth + 1), width)
         if late is None or any(map(len, self.pending)) or max(map(len, late.paths)) > most or late.width > width:
             self._settle()
@@ -238,13 +274,13 @@ class Reader:
                 features = [part[late.rows] for part in features]
             if late.width < width:
                 features = [F.pad(part, (0, 0, 0, width - late.width)) for part in features]
-        count, device = [len(path) for path in paths], self.layer.fuse.device
+        count, device = [len(path) for path in paths], self.layer.device
         places = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=device)
         tokens, last = self._tokens(context, count, most), torch.tensor([n - 1 for n in count], device=device)
-        layers, target = (tail.layer, tail.layer + 1), tail.target
-        opened = target.opened(cache, layers, (tail.layer,), False, most + more)
-        drafting = target.part(*layers, (tail.layer,)) if logits else opened.module
-        target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        layers, target = (block.layer, block.layer + 1), block.target
+        opened = target.opened(cache, layers, (block.layer,), False, most + more)
+        drafting = target.part(*layers, (block.layer,)) if logits else opened.module
+        target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
         cache.keep([list(range(n)) for n in count])
         self.pending, self.late = [], None
         given = tuple(filled(part.to(device)) for part in features)

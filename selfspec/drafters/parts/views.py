@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from typing import cast
 
 import torch
@@ -76,7 +77,44 @@ class SharedHeads(Adapted):
         return torch.baddbmm(logits, x @ a[: len(x)].to(x.dtype), b[: len(x)].to(x.dtype))
 
 
-class Tail(Adapted):
+class Block(Adapted):
+    """A decoder layer, final norm and lm_head that can be fed with any hidden states. layer: its index in `target`, of
+    which it is the last; dtype: of decoding."""
+
+    layer: int
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def target(self) -> Target:
+        """The model that runs it, as it is at present: in training or laid out for decoding."""
+
+    def text(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        block: bool = True,
+        logits: bool = True,
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Pass:
+        """The layer on whole texts, reading `hidden` [B, S, ...]; tokens int64 [B, S]. The layer's output is among the
+        pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
+        start = self.layer if block else self.layer + 1
+        reads = (self.layer,) if block else ()
+        return self.target.text(
+            tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents
+        )
+
+    def step(self, hidden: Tensor, tree: DraftTree, cache: RowCache, ran: int = 0, logits: bool = True) -> Pass:
+        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
+        layers = (self.layer, self.layer + 1)
+        return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
+
+
+class Tail(Block):
     """The target's last decoder layer, final norm and lm_head as a view that can be fed with any hidden states.
 
     rank: of the LoRA that PEFT puts into the layer's linear maps (and into lm_head with `head`) under the name
@@ -156,30 +194,6 @@ class Tail(Adapted):
             for lora in (*head.lora_A.values(), *head.lora_B.values()):
                 lora.weight = nn.Parameter(_weight(lora).to(self.dtype), requires_grad=False)
         return target
-
-    def text(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        block: bool = True,
-        logits: bool = True,
-        cache: TextCache | None = None,
-        masks: Tensor | dict[str, Tensor] | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Pass:
-        """The layer on whole texts, reading `hidden` [B, S, H]; tokens int64 [B, S]. The layer's output is among the
-        pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
-        start = self.layer if block else self.layer + 1
-        reads = (self.layer,) if block else ()
-        return self.target.text(
-            tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents
-        )
-
-    def step(self, hidden: Tensor, tree: DraftTree, cache: RowCache, ran: int = 0, logits: bool = True) -> Pass:
-        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
-        layers = (self.layer, self.layer + 1)
-        return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
 
 
 def _weight(linear: object) -> Tensor:

@@ -1,0 +1,260 @@
+"""The decoder layer of EAGLE-3 (arXiv 2503.01840) as vLLM, SGLang and TensorRT-LLM compute it.
+
+Row t reads the state of position t (features fused, or its own output) and the embedding of token t + 1, each behind a
+norm of its own, side by side: queries, keys and values are maps of 2H numbers. The residual is the state alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from selfspec.core.support import view
+from selfspec.core.target import Target
+from selfspec.drafters.base import Ready
+from selfspec.drafters.parts.feature_layer import FeatureLayer
+from selfspec.drafters.parts.views import Block
+
+# What of a Llama's config an EAGLE-3 layer may have of its own; all else follows from the target
+OWN = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "attention_bias",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+)
+_ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
+
+
+def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfig:
+    """The layer's config: the target's own numbers where `own` has no others. tokens: rows of its lm_head.
+
+    Raises ValueError for a key that no layer has, and for numbers that make none.
+    """
+    if unknown := sorted(own.keys() - set(OWN)):
+        raise ValueError(f"drafter.llama has unknown keys {unknown}; there are {', '.join(OWN)}")
+    theirs = target.model.config.get_text_config()
+    heads = getattr(theirs, "num_attention_heads", 8)
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # of families whose layer types differ
+    if rope.get("rope_type") not in _ROPES or "partial_rotary_factor" in rope:
+        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    found = {
+        "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,
+        "attention_bias": False,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-6,
+        "rope_parameters": dict(rope),
+        "max_position_embeddings": target.max_positions or 2**20,
+        **own,
+    }
+    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if not isinstance(found[name], int) or found[name] < 1:
+            raise ValueError(f"drafter.llama.{name}={found[name]!r} must be a whole number above 0")
+    if found["num_attention_heads"] % found["num_key_value_heads"]:
+        raise ValueError(
+            f"drafter.llama.num_key_value_heads={found['num_key_value_heads']} must divide "
+            f"num_attention_heads={found['num_attention_heads']}"
+        )
+    return LlamaConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=tokens,
+        num_hidden_layers=2,  # the first stands for what is read
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        **found,
+    )
+
+
+class _Read(nn.Module):
+    """Layer 0 of the draft model, which never runs on text: states and embeddings enter behind it, side by side."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return torch.cat([hidden_states, hidden_states], -1)
+
+
+class DraftLayer(nn.Module):
+    """Layer 1: reads embeddings and states [B, n, 2H] behind their norms, and the states as residual. Parameters:
+    2H * (heads + 2 key heads) * D + heads * D * H + 3 * H * I + 3 * H."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        hidden, heads, keys, width = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, 1)
+        for name, count in {"q_proj": heads, "k_proj": keys, "v_proj": keys}.items():
+            setattr(self.self_attn, name, nn.Linear(2 * hidden, count * width, bias=config.attention_bias))
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        embedded, states = hidden_states.chunk(2, -1)
+        normed = self.hidden_norm(states)
+        residual = normed if self.norm_before_residual else states
+        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        attended, _ = self.self_attn(hidden_states=both, **kwargs)
+        residual = residual + attended
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+
+class _DraftBlock(Block):
+    """The layer with its final norm and lm_head, as a stock model of which only these run. Nothing but views of the
+    target's embeddings (and lm_head) is shared with it."""
+
+    def __init__(
+        self, target: Target, config: LlamaConfig, layer: DraftLayer, norm: LlamaRMSNorm, head: nn.Module
+    ) -> None:
+        super().__init__()
+        self.layer, self.dtype, self.adapters = 1, target.dtype, {}
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model.model.layers = nn.ModuleList([_Read(), layer])
+        model.model.norm = norm
+        model.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.device)
+        model.set_input_embeddings(view(target.model.get_input_embeddings()))
+        model.set_output_embeddings(head)
+        trained = Target(model, frozen=False, tuples=False, engine=target.engine)
+        self._views = {True: trained}  # by whether it trains; a dict, so that they are no submodules
+
+    @property
+    def target(self) -> Target:
+        return self._views[self.training]
+
+    def train(self, mode: bool = True) -> _DraftBlock:
+        """Leaving training mode casts what was trained to the target's dtype, for decoding."""
+        super().train(mode)
+        if not mode:  # built before it takes the place of the old, which a call may be using
+            trained, old = self._views[True], self._views.get(False)
+            model = view(trained.model)
+            for module in (model.model.layers[1], model.model.norm, model.lm_head):
+                for part in module.modules():
+                    for name, parameter in part.named_parameters(recurse=False):
+                        if parameter.dtype != self.dtype:
+                            cast = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
+                            setattr(part, name, cast)
+            self._views[False] = Target(model, frozen=False, tuples=False, engine=trained.engine)
+            if old is not None:
+                old.forget()
+        return self
+
+
+class Eagle3Layer(FeatureLayer):
+    """`midlayer`, `fc` and the norms of an EAGLE-3 draft model, by the names that its files have.
+
+    Parameters: F*H*H for F features, those of `DraftLayer`, H of the final norm, F*H for norms of features where asked
+    for, and those of a head of its own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        layers: tuple[int, ...],
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        norm_before_residual: bool,
+        norm_before_fc: bool,
+        fc_norm: bool,
+        norm_output: bool,
+        own_head: bool,
+    ) -> None:
+        """config: see `layer_config`; dtype: of what is trained; the flags are those of vLLM's config."""
+        super().__init__()
+        self.layers, self.norm_output, hidden = layers, norm_output, target.hidden_size
+        made: dict[str, Any] = {"device": target.device, "dtype": dtype}
+        self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
+        self.midlayer = DraftLayer(config, norm_before_residual)
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.input_norm = LlamaRMSNorm(len(layers) * hidden, config.rms_norm_eps) if norm_before_fc else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in layers if fc_norm)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if own_head else None
+        self.to(**made)
+        self.start_from(target)
+        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        self.shared_head = view(target.lm_head) if self.lm_head is None else None
+        self.draft = _DraftBlock(target, config, self.midlayer, self.norm, self.head)
+        self.ready: Ready | None = None
+
+    @torch.no_grad()
+    def start_from(self, target: Target) -> None:
+        """Before training: the target's last layer on the last feature, blind for the token after it. What has no
+        counterpart there of the same shape starts at random."""
+        hidden = target.hidden_size
+        self.fc.weight.zero_()
+        self.fc.weight[:, -hidden:] = torch.eye(hidden)
+        theirs = dict(target.layers[-1].named_modules())
+        for name, module in self.midlayer.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            weight = getattr(theirs.get(name), "weight", None)
+            wide = name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            into = module.weight[:, hidden:] if wide else module.weight
+            if isinstance(weight, Tensor) and weight.shape == into.shape and weight.is_floating_point():
+                module.weight.zero_()
+                into.copy_(weight)
+            else:
+                nn.init.normal_(module.weight, std=hidden**-0.5)
+            if module.bias is not None:
+                module.bias.zero_()
+        norms = {"hidden_norm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
+        for own, name in norms.items():
+            _copy_scale(getattr(self.midlayer, own), theirs.get(name))
+        _copy_scale(self.norm, getattr(target.decoder, "norm", None))
+
+    @property
+    def block(self) -> Block:
+        return self.draft
+
+    @property
+    def head(self) -> nn.Linear:
+        """What maps to logits: the target's lm_head, or its own."""
+        return self.shared_head if self.lm_head is None else self.lm_head  # type: ignore[return-value]
+
+    def train(self, mode: bool = True) -> Eagle3Layer:
+        """Leaving training mode casts what was trained to the target's dtype, for decoding."""
+        super().train(mode)
+        self.ready = None if mode else Ready(self.fc.weight.detach().to(self.draft.dtype))
+        return self
+
+    def fused(self, stacked: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            stacked = _normed(self.input_norm, stacked)
+        if self.fc_norm:
+            parts = stacked.chunk(len(self.layers), -1)
+            stacked = torch.cat([_normed(norm, part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return F.linear(stacked, self.fc.weight.to(stacked.dtype) if self.ready is None else self.ready.weights[0])
+
+    def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
+        return torch.cat([F.embedding(tokens.to(self.embedding.device), self.embedding).to(states), states], -1)
+
+    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
+        return hidden if self.norm_output else outputs
+
+
+def _normed(norm: nn.Module, states: Tensor) -> Tensor:
+    return norm(states).to(states.dtype)  # type: ignore[no-any-return]
+
+
+def _copy_scale(norm: nn.Module, theirs: nn.Module | None) -> None:
+    """The scale of another norm, as it acts: some families keep it less one."""
+    if theirs is None or isinstance(theirs, nn.LayerNorm):
+        return
+    scale = theirs(torch.ones(1, 1, norm.weight.shape[0], device=norm.weight.device, dtype=theirs.weight.dtype))[0, 0]
+    norm.weight.copy_(scale)  # type: ignore[operator]

@@ -1,0 +1,241 @@
+"""Drafters of one decoder layer that continues the target's features, trained on its own outputs.
+
+Sources: EAGLE (arXiv 2401.15077: autoregression on features), EAGLE-2 (arXiv 2406.16858: trees grown by confidence),
+EAGLE-3 (arXiv 2503.01840: low, middle and high features fused, training on the layer's own outputs, a reduced draft
+vocabulary).
+
+Entry t of the layer's own cache reads the target's features at position t and token t + 1. Behind the last verified
+token the layer's own output takes the features' place; such entries are dropped after every pass and written anew from
+verified features.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.core.cache import TextCache, additive, restarting
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.options import integer
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, share, whole
+from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
+from selfspec.drafters.parts.graph import drafted_by
+from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
+from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+
+
+@dataclass
+class UnrolledConfig(DrafterConfig):
+    """layers: whose outputs are the features (None: chosen for the target); unroll: steps of training, each on the
+    outputs of the one before; depth: of the tree at most; width: nodes expanded per depth at most; min_prob: a node
+    with less path probability is not expanded, and drafting ends where there is no other; vocabulary: how many tokens
+    can be drafted, the most frequent of the training text (None: all); loss: one of `parts.losses.LOSSES`; depth_decay:
+    weight of each step's loss relative to the one before.
+
+    Raises ValueError for values outside their range.
+    """
+
+    layers: list[int] | None = None
+    unroll: int = 3
+    depth: int = 5
+    width: int = 4
+    min_prob: float = 0.2
+    vocabulary: int | None = None
+    loss: str = "kl"
+    depth_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, (list, type(None))):
+            raise ValueError(f"drafter.layers={self.layers!r} must be a list of layers, or null")
+        if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
+            raise ValueError(f"drafter.layers={self.layers} must name at least one layer, each once")
+        for name in ("depth", "width"):
+            whole(name, getattr(self, name))
+        whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
+        share("min_prob", self.min_prob)
+        one_of("loss", self.loss, LOSSES)
+        if self.vocabulary is not None:
+            whole("vocabulary", self.vocabulary)
+            if self.loss == "ce":
+                raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.vocabulary=null")
+        positive("depth_decay", self.depth_decay)
+
+    def read_layers(self, target: Target, default: set[int]) -> tuple[int, ...]:
+        """The layers whose outputs are the features, ascending. Raises ValueError for one that the target does not
+        have."""
+        last = target.n_layers - 1
+        layers = default if self.layers is None else self.layers
+        for layer in layers:
+            if not 0 <= integer("drafter.layers: layer", layer) <= last:
+                raise ValueError(f"drafter.layers={self.layers}: the target has no layer {layer}, only 0 to {last}")
+        return tuple(sorted(layers))
+
+
+class Unrolled(Trained):
+    """A drafter of one such layer. layer: reads and continues features; vocabulary: int64, the only tokens it can draft
+    (None: all); few: of a reduced vocabulary, the rows of a head that has all (None: it has those alone)."""
+
+    config: UnrolledConfig
+    layer: FeatureLayer
+    vocabulary: Tensor | None
+
+    def __init__(self, target: Target, config: UnrolledConfig) -> None:
+        super().__init__(config, config.depth)
+        self.few: Ready | None = None
+        self.tokens = target.vocab_size
+        if config.vocabulary is not None:
+            why = ": the target has no more tokens"
+            whole("vocabulary", config.vocabulary, 1, target.vocab_size, why)
+        few = None if config.vocabulary is None else torch.arange(config.vocabulary, device=target.device)
+        self.register_buffer("vocabulary", few)
+
+    @property
+    @abstractmethod
+    def head(self) -> nn.Linear:
+        """What maps the layer's output to logits: of all tokens, or of those it can draft."""
+
+    def drafts_only(self, ids: Tensor) -> None:
+        """Before training: the draft vocabulary is `ids`, int64, as many as the config says."""
+        assert self.vocabulary is not None
+        self.vocabulary.copy_(ids)
+
+    def of_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits of the tokens it can draft, from logits of all or of these."""
+        return logits if self.vocabulary is None or logits.shape[-1] < self.tokens else logits[..., self.vocabulary]
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Raises ValueError for a model that does more than one product with what a reduced vocabulary reads."""
+        hidden = torch.randn(1, 2, self.head.in_features).to(self.head.weight)
+        plain = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+        out = self.layer.block.text(hidden, plain, block=False)
+        assert out.logits is not None
+        if not torch.allclose(out.logits.float(), F.linear(out.hidden, self.head.weight).float(), rtol=0.02, atol=0.02):
+            raise ValueError(
+                f"drafter.vocabulary={self.config.vocabulary}: the target scales, caps or shifts its logits, which a "
+                "reduced draft vocabulary does not; take drafter.vocabulary=null"
+            )
+
+    def train(self, mode: bool = True) -> Unrolled:
+        """Leaving training mode makes the weights ready for decoding, in the target's dtype.
+
+        Raises ValueError for a map of the draft vocabulary that names a token twice or one that does not exist.
+        """
+        super().train(mode)
+        self.few = None
+        if not mode and (ids := self.vocabulary) is not None:
+            if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.tokens:
+                raise ValueError(
+                    f"the map of the draft vocabulary must name {len(ids)} different tokens between 0 and "
+                    f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
+                )
+            if self.head.out_features == self.tokens:
+                self.few = Ready(self.head.weight.detach()[ids])
+        return self
+
+    def unrolled(
+        self, tokens: Tensor, features: dict[int, Tensor], steps: int, documents: Tensor | None = None
+    ) -> list[Tensor]:
+        """Logits [B, S - 1, head's rows] of every step over whole texts, tokens int64 [B, S], features [B, S, H] by layer.
+
+        Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
+        for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones
+        and itself (EAGLE-3's training-time test), which is attention over a tree.
+        """
+        n = tokens.shape[1] - 1
+        states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
+        at = torch.arange(n, device=tokens.device)
+        cache, result = TextCache(self.layer.block.layer + 1, kept=True), []
+        for step in range(steps):
+            behind = at[:, None] - at  # how far before a position another is
+            # verified entries, then one block for each step, this one the last
+            seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
+            far = torch.cat([behind] * (step + 1), 1)
+            places = at[None]
+            if documents is not None:
+                own = documents[:, :n]
+                places = restarting(own)
+                seen = seen & (own[:, :, None] == own[:, None]).repeat(1, 1, step + 1)
+            masks = self.layer.block.target.per_type(partial(self._mask, seen, far))
+            out = self.layer.text(states, tokens[:, 1:], True, cache, masks, places)
+            assert out.logits is not None
+            result.append(out.logits)
+            carried = self.layer.carried(out.features[self.layer.block.layer], out.hidden)
+            states = F.pad(carried[:, :-1], (0, 0, 1, 0))
+        return result
+
+    def _mask(self, seen: Tensor, far: Tensor, window: int | None) -> Tensor:
+        seen = seen if window is None else seen & (far < window)
+        return additive(seen if seen.ndim == 3 else seen[None], self.layer.block.dtype)[:, None]
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
+        means = []
+        for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll, batch.documents)):
+            guess, wanted = draft[:, step:n], batch.logits[:, step + 1 : n + 1]
+            mask = batch.counted(step + 2)
+            if self.vocabulary is not None:
+                mask = mask & torch.isin(wanted.argmax(-1), self.vocabulary)
+                guess, wanted = self.of_vocabulary(guess), self.of_vocabulary(wanted)
+            losses = distance(config.loss, guess, wanted, tokens[:, step + 2 :])
+            means.append(masked_mean(losses[None], mask[None], batch.average)[0])
+        return decayed(config.loss, torch.stack(means), config.depth_decay)
+
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
+        logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
+        found = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
+        if self.vocabulary is None:
+            return found
+        none = found.new_full((*found.shape[:2], self.tokens), -torch.inf)
+        return none.index_copy(2, self.vocabulary, self.of_vocabulary(found))
+
+    def session(self, target: Target, rows: int) -> UnrolledSession:
+        return UnrolledSession(self)
+
+
+def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, read: Read | Unread) -> Nodes:
+    """A tree behind roots, from what the layer reads up to there; see `drafted_by`."""
+    vocabulary, few = drafter.vocabulary, drafter.few
+    logits, hidden, states, entries = drafter.layer.behind(read, few is None)
+    ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
+    before: Tensor | int = 0  # the first of the nodes expanded last
+
+    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
+        nonlocal logits, hidden, states, before
+        if d > 0:
+            stem = growth.stem()
+            above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
+            states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
+            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
+            logits, hidden, states = drafter.layer.step(entries, states, tree, growth.frontier.shape[1])
+            before = growth.frontier[0, 0]
+        scores = logits if few is None else F.linear(hidden, few.weights[0])
+        assert scores is not None
+        return scores, ids
+
+    return grow(growth, step, drafter.depth, ranking).best()
+
+
+class UnrolledSession:
+    """What one call keeps: what the layer has read of each row."""
+
+    def __init__(self, drafter: Unrolled) -> None:
+        self.drafter, self.reader = drafter, Reader(drafter.layer)
+
+    def propose(self, context: Context) -> DraftTree:
+        drafter, reader, config = self.drafter, self.reader, self.drafter.config
+        if not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
+            return chain(context.roots[:, None])
+        read = reader.read(context, drafter.few is None, config.depth, config.depth * config.width)
+        return trusted(*drafted_by(tree_of, drafter, context, (read,), config.width, config.min_prob))
+
+    def observe(self, accepted: Accepted) -> None:
+        self.reader.observe(accepted)
