@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
@@ -13,9 +15,46 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-def main() -> None:
+def export_main(arguments: list[str]) -> None:
+    """python -m selfspec export DIR --to vllm --out DIR"""
     parser = argparse.ArgumentParser(
-        prog="python -m selfspec", description="Complete a prompt by speculative decoding."
+        prog="python -m selfspec export", description="Write a trained drafter in the form that another engine serves."
+    )
+    parser.add_argument("drafter", help="run folder, drafter's folder, embedded name or hub id")
+    parser.add_argument("--to", required=True, help="vllm, sglang, speculators or medusa")
+    parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
+    parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
+    parser.add_argument("--dtype", default="auto", help="in which it is checked (%(default)s: the target's own)")
+    args = parser.parse_args(arguments)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+    from selfspec.export import export
+
+    with one_line_errors():
+        print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype)))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
+    from selfspec.log import one_line
+
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"selfspec: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["export"]:
+        export_main(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(
+        prog="python -m selfspec",
+        description="Complete a prompt by speculative decoding; python -m selfspec export --help: for other engines.",
     )
     parser.add_argument("prompt")
     parser.add_argument(
@@ -37,9 +76,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     import selfspec
-    from selfspec.log import one_line
 
-    try:
+    with one_line_errors():
         spec = selfspec.load(args.drafter, args.target, engine=args.engine)
         options = {
             key: getattr(args, key)
@@ -62,11 +100,6 @@ def main() -> None:
             for piece in spec.stream(args.prompt, **options):
                 print(piece, end="", flush=True)
             print()
-    except (ValueError, OSError, MemoryError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        print(f"selfspec: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

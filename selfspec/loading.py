@@ -18,6 +18,8 @@ from selfspec.core.support import refuse
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
+from selfspec.formats.imported import named_target, published
+from selfspec.formats.imported import read as read_published
 from selfspec.log import Figures
 
 ASSETS = Path(__file__).parent / "assets"
@@ -133,18 +135,20 @@ def _is_path(name: str) -> bool:
 
 
 def drafter_folder(name: str) -> Path:
-    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, or a hub id.
+    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, one in a form that
+    others publish (see `selfspec.formats`), or a hub id.
 
     Raises FileNotFoundError where there is none.
     """
     for folder in (Path(resolve(name)) / "drafter", Path(resolve(name))):
-        if (folder / "drafter.json").is_file():
+        if (folder / "drafter.json").is_file() or published(folder):
             return folder
     if Path(name).exists() or _is_path(name):
         embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
         raise FileNotFoundError(
-            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, a hub id owner/name, or one "
-            f"of the embedded {embedded}, or prompt_lookup or lookahead, which need no training (join several by +)"
+            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
+            f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
+            "or lookahead, which need no training (join several by +)"
         )
     from huggingface_hub import snapshot_download
 
@@ -159,7 +163,7 @@ def member_names(name: str) -> list[str]:
 def untrained(name: str) -> type[Drafter] | None:
     """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this
     name needs one and no checkpoint has the name."""
-    if (Path(name) / "drafter.json").is_file() or (Path(name) / "drafter").is_dir():
+    if (Path(name) / "drafter").is_dir() or (Path(name) / "drafter.json").is_file() or published(Path(name)):
         return None
     try:
         kind = drafter_class(name)
@@ -178,7 +182,10 @@ def untrained(name: str) -> type[Drafter] | None:
 def _one(name: str, target: Target, tokenizer: Tokenizer | None) -> Drafter:
     if (kind := untrained(name)) is not None:
         return kind(target, config_class(kind)()).eval()  # type: ignore[arg-type]
-    return load_drafter(drafter_folder(name), target, tokenizer)
+    folder = drafter_folder(name)
+    if (folder / "drafter.json").is_file():
+        return load_drafter(folder, target, tokenizer)
+    return read_published(folder, target)
 
 
 def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None) -> Drafter:
@@ -213,12 +220,17 @@ def load_pair(
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
     folders = [drafter_folder(name) for name in member_names(drafter) if name and untrained(name) is None]
-    meta: Figures = read_meta(folders[0])["target"] if folders else {}
+    own = [folder for folder in folders if (folder / "drafter.json").is_file()]
+    meta: Figures = {}
+    if own:
+        meta = read_meta(own[0])["target"]
+    elif folders:
+        meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):
         raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
     revision = meta.get("revision") if target is None else None
     source = meta["name"] if target is None else target
     frozen, tokenizer = load_target(source, dtype, device, revision, engine, **loading)
-    for folder in folders:
+    for folder in own:
         check_tokenizer(folder, read_meta(folder), tokenizer)
     return frozen, find_drafter(drafter, frozen, tokenizer), tokenizer

@@ -15,14 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoint import drafter_class, load_drafter
+from selfspec.checkpoint import drafter_class
 from selfspec.config import PretrainRun, TrainRun
 from selfspec.core.engine import cache_folder
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter, DrafterConfig
-from selfspec.loading import drafter_folder, load_target, load_tokenizer, resolve
+from selfspec.loading import find_drafter, load_target, load_tokenizer, resolve
 from selfspec.log import Figures, RunLog, is_main_process, write_text
 from selfspec.training import shard
 from selfspec.training.check import check
@@ -89,7 +89,7 @@ def run_check(config: DictConfig) -> Iterator[str]:
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run.drafter, target)
     if run.train.init_from is not None:
-        warm_start(drafter, load_drafter(drafter_folder(run.train.init_from), target, tokenizer), run.train.init_from)
+        warm_start(drafter, find_drafter(run.train.init_from, target, tokenizer), run.train.init_from)
     train, validation = _tokenized(data, tokenizer, str(target.device))
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
@@ -122,7 +122,7 @@ def run_training(config: DictConfig, folder: Path, again: bool = True) -> Figure
     torch.manual_seed(run.loop.seed)
     drafter = _made(run.drafter, target)
     if run.train.init_from is not None:
-        source = load_drafter(drafter_folder(run.train.init_from), target, tokenizer)
+        source = find_drafter(run.train.init_from, target, tokenizer)
         warm_start(drafter, source, run.train.init_from)
     check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
     texts = _tokenized(data, tokenizer, str(target.device))

@@ -17,12 +17,12 @@ ROOMS = (
     ("log.py",),
     ("core/", "data/"),
     ("drafters/", "budget/"),
-    ("checkpoint.py",),
+    ("checkpoint.py", "formats/"),
     ("loading.py", "hf.py"),
     ("api.py",),
     ("training/",),
     ("evaluation/",),
-    ("config.py", "runs.py", "measures.py"),
+    ("config.py", "runs.py", "measures.py", "export.py"),
     ("__init__.py", "__main__.py"),
 )
 APART = {"core/": "data/", "data/": "core/", "drafters/": "budget/", "budget/": "drafters/"}  # on one floor, not linked

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.api import Spec
-from selfspec.checkpoint import read_meta
+from selfspec.drafters.hybrid import Hybrid
 from selfspec.loading import drafter_folder, member_names, resolve, untrained
 from selfspec.log import Figures
 
@@ -17,10 +17,11 @@ from selfspec.log import Figures
 def price(name: str, spec: Spec) -> Figures:
     """Of a drafter by its name, all members of a hybrid together."""
     found: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
+    members = spec.drafter.members if isinstance(spec.drafter, Hybrid) else {name: spec.drafter}
     for part in member_names(name):
         if untrained(part) is None:
             home = drafter_folder(part)
-            found["parameters"] += read_meta(home)["parameters"]
+            found["parameters"] += sum(p.numel() for p in members[part].trained().values())
             found["disk"] += _disk(home)
             found["training"] = _training(home)
     return found

@@ -125,7 +125,8 @@ def train_drafter(
     if config.distill.rows and trained:
         written, _ = distilled(target, train, config.distill, loop.seed, texts, writer)
         train, batches = written, distilled_rows(written, target, config, loop, rank, world)
-    _fill_vocabulary(drafter, train, target.vocab_size)
+    if config.init_from is None:
+        _fill_vocabulary(drafter, train, target.vocab_size)
     hidden = None
     if dtype is not None:
         assert isinstance(batches, Packed)
@@ -229,8 +230,8 @@ def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopCon
 
 @torch.no_grad()
 def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
-    """Give a drafter the trained weights of another; optimizer and data begin anew. Raises ValueError, with `name`,
-    where they are not of the same kind and shapes."""
+    """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
+    ValueError, with `name`, where they are not of the same kind and shapes."""
     own, given = drafter.trained(), source.trained()
     shapes = [{key: list(p.shape) for key, p in found.items()} for found in (own, given)]
     if drafter.kind != source.kind or shapes[0] != shapes[1]:
@@ -242,6 +243,9 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
         )
     for key, p in own.items():
         p.copy_(given[key])
+    if isinstance(drafter, Unrolled) and isinstance(source, Unrolled) and drafter.vocabulary is not None:
+        assert source.vocabulary is not None
+        drafter.vocabulary.copy_(source.vocabulary)
 
 
 def agree(settings: dict[str, object]) -> None:

@@ -66,15 +66,16 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
             f"drafter.llama.num_key_value_heads={found['num_key_value_heads']} must divide "
             f"num_attention_heads={found['num_attention_heads']}"
         )
-    return LlamaConfig(
+    made = LlamaConfig(
         hidden_size=target.hidden_size,
         vocab_size=tokens,
         num_hidden_layers=2,  # the first stands for what is read
         hidden_act="silu",
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
         **found,
     )
+    made._attn_implementation = "sdpa"
+    return made
 
 
 class _Read(nn.Module):
@@ -90,18 +91,16 @@ class DraftLayer(nn.Module):
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
-        hidden, heads, keys, width = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        hidden, width = config.hidden_size, config.head_dim
+        keys = config.num_key_value_heads
+        assert width is not None
+        assert keys is not None
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, 1)
-        for name, count in {"q_proj": heads, "k_proj": keys, "v_proj": keys}.items():
+        for name, count in {"q_proj": config.num_attention_heads, "k_proj": keys, "v_proj": keys}.items():
             setattr(self.self_attn, name, nn.Linear(2 * hidden, count * width, bias=config.attention_bias))
         self.mlp = LlamaMLP(config)
 
@@ -256,5 +255,6 @@ def _copy_scale(norm: nn.Module, theirs: nn.Module | None) -> None:
     """The scale of another norm, as it acts: some families keep it less one."""
     if theirs is None or isinstance(theirs, nn.LayerNorm):
         return
-    scale = theirs(torch.ones(1, 1, norm.weight.shape[0], device=norm.weight.device, dtype=theirs.weight.dtype))[0, 0]
-    norm.weight.copy_(scale)  # type: ignore[operator]
+    weight = next(theirs.parameters())
+    into: Tensor = next(norm.parameters())
+    into.copy_(theirs(torch.ones(1, 1, len(into), device=weight.device, dtype=weight.dtype))[0, 0])

@@ -149,8 +149,8 @@ Entries = tuple[RowCache, bool] | Opened
 
 class Read(NamedTuple):
     """What a layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states behind the
-    final norm and what stands for the root, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is written through
-    them is temporary: the next pass writes over it."""
+    final norm and what stands for the root, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is
+    written through them is temporary: the next pass writes over it."""
 
     logits: Tensor | None
     hidden: Tensor

@@ -143,7 +143,8 @@ class Unrolled(Trained):
     def unrolled(
         self, tokens: Tensor, features: dict[int, Tensor], steps: int, documents: Tensor | None = None
     ) -> list[Tensor]:
-        """Logits [B, S - 1, head's rows] of every step over whole texts, tokens int64 [B, S], features [B, S, H] by layer.
+        """Logits [B, S - 1, rows of the head] of every step over whole texts, tokens int64 [B, S], features [B, S, H]
+        by layer.
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
         for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones

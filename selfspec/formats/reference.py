@@ -1,0 +1,124 @@
+"""What serving engines compute with a written draft model: a reading of the files of its own, in plain tensors.
+
+Exports are held against it. It shares no code with the drafters, nor with what writes the files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+Figures = dict[str, object]
+
+
+@torch.no_grad()
+def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, root: int, steps: int) -> list[Tensor]:
+    """Logits [V] of an EAGLE-3 folder behind `tokens`[:root + 2], then behind one more token each, `steps` in all: what
+    a chain draft sees that happens to follow the text. reader: vllm, or sglang, which takes the layers from another key
+    and knows no normed residual. float32."""
+    config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    w = {name: t.float() if t.is_floating_point() else t for name, t in w.items()}
+    inner = config.get("transformer_layer_config", config)
+    flags = {name: config.get(name, False) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    before = config.get("norm_before_residual", "speculators_model_type" in config) and reader == "vllm"
+    key, eps = "eagle_aux_hidden_state_layer_ids", inner["rms_norm_eps"]
+    ids = config[key] if reader == "vllm" else [layer + 1 for layer in config["eagle_config"][key]]
+    found = hidden_states(model, tokens)
+    aux = [found[v][0, : root + 1].float() for v in ids]  # [n, H] each
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return linear(x, w[f"midlayer.{name}.weight"], w.get(f"midlayer.{name}.bias"))
+
+    f = torch.cat(aux, -1)
+    f = norm(f, "input_norm") if flags["norm_before_fc"] else f
+    if flags["fc_norm"]:
+        f = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(f.chunk(len(aux), -1))], -1)
+    states = linear(f, w["fc.weight"])
+    rope = {"rope_theta": config.get("rope_theta"), **(inner.get("rope_parameters") or {})}
+    heads, keys, width = (inner[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    turn = LlamaRotaryEmbedding(
+        LlamaConfig(head_dim=width, max_position_embeddings=inner["max_position_embeddings"], rope_parameters=rope)
+    )
+    embed = next(model.get_input_embeddings().parameters()).float()
+    past: list[tuple[Tensor, Tensor]] = []
+    given, after, result = states, tokens[0, 1 : root + 2], []
+    for step in range(steps):
+        positions = torch.arange(len(given))[None] if step == 0 else torch.tensor([[root + step]])
+        cos, sin = turn(given, positions)
+        e, n = norm(embedding(after, embed), "midlayer.input_layernorm"), norm(given, "midlayer.hidden_norm")
+        both = torch.cat([e, n], -1)
+        q = rotated(project(both, "self_attn.q_proj").unflatten(-1, (heads, width)).transpose(0, 1), cos, sin)
+        k = rotated(project(both, "self_attn.k_proj").unflatten(-1, (keys, width)).transpose(0, 1), cos, sin)
+        v = project(both, "self_attn.v_proj").unflatten(-1, (keys, width)).transpose(0, 1)
+        past.append((k, v))
+        k, v = (torch.cat([pair[i] for pair in past], 1).repeat_interleave(heads // keys, 0) for i in (0, 1))
+        a = scaled_dot_product_attention(q, k, v, is_causal=step == 0)  # [heads, n, width]
+        r = (n if before else given) + project(a.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        x = norm(r, "midlayer.post_attention_layernorm")
+        r = r + project(silu(project(x, "mlp.gate_proj")) * project(x, "mlp.up_proj"), "mlp.down_proj")
+        out = norm(r, "norm")
+        result.append(logits(out[-1], model, w))
+        given = (out if flags["norm_output"] else r)[-1:]
+        after = tokens[0, root + 2 + step : root + 3 + step]
+    return result
+
+
+def logits(hidden: Tensor, model: PreTrainedModel, w: dict[str, Tensor]) -> Tensor:
+    """Of all tokens, from the file's own head (those it can not draft are -inf) or the target's."""
+    head = model.get_output_embeddings()
+    if "lm_head.weight" not in w:
+        return linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
+    found = linear(hidden, w["lm_head.weight"])
+    if "d2t" not in w:
+        return found
+    return torch.full((len(head.weight),), -torch.inf).scatter(0, torch.arange(len(found)) + w["d2t"], found)
+
+
+@torch.no_grad()
+def hidden_states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
+    """Of a stock model [1, S, H]: the embeddings, and the state after each layer, before the final norm."""
+    last: list[Tensor] = []
+    layers = next(m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList) and len(m) > 0)
+    hook = layers[-1].register_forward_hook(lambda m, a, out: last.append(out if isinstance(out, Tensor) else out[0]))
+    try:
+        out = model(input_ids=tokens.to(model.device), output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    return [state.cpu() for state in (*out.hidden_states[:-1], last[0])]
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, x [heads, n, width], cos and sin [1, n, width]."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+@torch.no_grad()
+def medusa(folder: Path, model: PreTrainedModel, tokens: Tensor, root: int) -> list[Tensor]:
+    """Logits [V] of every head of a Medusa folder at position `root`, as vLLM up to 0.32 reads `model.safetensors`, TGI
+    `medusa_lm_head.safetensors`. float32."""
+    config = json.loads((folder / "config.json").read_text())
+    tgi = "medusa_num_heads" in config
+    w = load_file(folder / ("medusa_lm_head.safetensors" if tgi else "model.safetensors"))
+    heads = config["medusa_num_heads" if tgi else "num_heads"]
+    layers = config["medusa_num_layers" if tgi else "num_hidden_layers"]
+    biased = tgi or config.get("medusa_fc_bias", False)  # vLLM passes over biases without this key
+    hidden = model.get_decoder()(input_ids=tokens.to(model.device), use_cache=False).last_hidden_state[0, root]
+    result = []
+    for i in range(heads):
+        x = hidden.float().cpu()
+        for j in range(layers):
+            name = f"{i}.{j}.linear" if tgi else f"blocks.{i}.layers.{j}"
+            x = x + silu(linear(x, w[f"{name}.weight"].float(), w[f"{name}.bias"].float() if biased else None))
+        result.append(linear(x, w[f"{i}.{layers}.weight" if tgi else f"lm_heads.{i}.weight"].float()))
+    return result

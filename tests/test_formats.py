@@ -1,0 +1,353 @@
+"""Drafters in the forms of other engines: written, checked, read back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, randomize, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import selfspec
+from selfspec import export as exporting
+from selfspec.checkpoint import save_drafter
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
+from selfspec.drafters.feature import Feature, FeatureConfig
+from selfspec.drafters.medusa import Medusa, MedusaConfig
+from selfspec.export import FORMATS, check_eagle3, check_medusa, export
+from selfspec.formats import eagle3
+from selfspec.loading import find_drafter
+
+IDS = eagle3.IDS
+CASES: dict[str, Eagle3Config] = {
+    "portable": Eagle3Config(layers=[0, 1]),
+    "three": Eagle3Config(layers=[0, 1, 2], fc_norm=True, norm_output=True),
+    "few": Eagle3Config(layers=[1], vocabulary=20),
+    "own": Eagle3Config(
+        layers=[0, 2],
+        head="own",
+        vocabulary=17,
+        norm_before_residual=True,
+        norm_before_fc=True,
+        llama={"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
+    ),
+    "yarn": Eagle3Config(
+        layers=[1],
+        llama={
+            "intermediate_size": 20,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+}
+FLAGS = {"layers": [0, 1], "norm_before_fc": True}
+
+
+def of(config: Any, target: Target) -> Any:
+    """A drafter with random weights."""
+    torch.manual_seed(3)
+    kind = {Eagle3Config: Eagle3, MedusaConfig: Medusa, FeatureConfig: Feature}[type(config)]
+    drafter: Any = kind(target, config)
+    randomize(drafter)
+    if getattr(drafter, "vocabulary", None) is not None:
+        drafter.vocabulary.copy_(torch.randperm(VOCAB)[: len(drafter.vocabulary)])
+    return drafter.eval()
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A target on disk, beside which drafters are saved."""
+    model = tiny_model("llama", torch.float32)
+    model.save_pretrained(tmp_path / "target")
+    return tmp_path
+
+
+def saved(config: Any, folder: Path) -> tuple[str, Target, Drafter]:
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    target = Target(model)
+    drafter = of(config, target)
+    save_drafter(drafter, folder / "drafter", target, str(folder / "target"), None, "")
+    return str(folder / "drafter"), target, drafter
+
+
+def draft(drafter: Drafter, target: Target) -> Any:
+    """What a drafter proposes: how far its trees are accepted behind one prompt."""
+    spec = selfspec.api.Spec(target, drafter)
+    return spec.generate([tokens()[0, :9].tolist()], 24, nodes=8).stats.acceptance_length
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
+def test_an_export_computes_what_the_drafter_does_and_reads_back(name: str, to: str, folder: Path) -> None:
+    source, target, drafter = saved(CASES[name], folder)
+    if to == "sglang" and name in ("own", "three"):
+        with pytest.raises(ValueError, match="SGLang"):
+            export(source, to, folder / "out")
+        assert not (folder / "out").exists()
+        return
+    told = export(source, to, folder / "out")
+    assert "checked" in told[1]
+    assert str(folder / "out") in told[-1]
+    again = find_drafter(str(folder / "out"), target)
+    assert isinstance(again, Eagle3)
+    features = {layer: torch.randn(1, 12, target.hidden_size) for layer in drafter.reads}
+    ours, theirs = (d.unrolled(tokens()[:, :12], features, 3) for d in (drafter, again))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(drafter.of_vocabulary(one), again.of_vocabulary(other))
+    assert draft(again, target) == draft(drafter, target)
+
+
+def test_names_of_a_published_file(folder: Path) -> None:
+    """Exactly the keys of the plain form, both lists of layers, and nothing of the target's."""
+    source, _, _ = saved(CASES["portable"], folder)
+    export(source, "vllm", folder / "out")
+    found, config = load_file(folder / "out/model.safetensors"), json.loads((folder / "out/config.json").read_text())
+    assert sorted(found) == sorted(
+        [
+            "fc.weight",
+            *(f"midlayer.self_attn.{p}_proj.weight" for p in "qkvo"),
+            *(f"midlayer.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+            *(f"midlayer.{p}.weight" for p in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+            "norm.weight",
+        ]
+    )
+    assert found["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert config[IDS] == [1, 2]
+    assert config["eagle_config"][IDS] == [0, 1]
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert "draft_vocab_size" in config
+    assert config["draft_vocab_size"] is None
+
+
+def altered(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def swap_fc(path: Path) -> None:
+    found = load_file(path / "model.safetensors")
+    found["fc.weight"] = torch.cat(found["fc.weight"].chunk(2, 1)[::-1], 1)
+    save_file(found, path / "model.safetensors")
+
+
+PLANTED = {
+    "nested ids counted as states": (lambda p: altered(p, eagle_config={IDS: [1, 2]}), "one less throughout"),
+    "all ids one layer up": (lambda p: altered(p, eagle_config={IDS: [1, 2]}, **{IDS: [2, 3]}), "logits differ"),
+    "ids out of range": (lambda p: altered(p, eagle_config={IDS: [0, 3]}, **{IDS: [1, 4]}), "numbers from 1 to 3"),
+    "ids not ascending": (lambda p: altered(p, eagle_config={IDS: [1, 0]}, **{IDS: [2, 1]}), "ascending"),
+    "norm before residual": (lambda p: altered(p, norm_before_residual=True), "as vllm reads it"),
+    "norm of the output": (lambda p: altered(p, norm_output=True), "draft step 2"),
+    "norm before fc left out": (lambda p: altered(p, norm_before_fc=False), r"unknown tensors \['input_norm.weight'\]"),
+    "norms of features": (lambda p: altered(p, fc_norm=True), r"missing tensors \['fc_norm.0.weight'"),
+    "order of fc": (swap_fc, "logits differ"),
+    "biases": (lambda p: altered(p, attention_bias=True), "missing tensors"),
+    "heads": (lambda p: altered(p, num_attention_heads=2, num_key_value_heads=1, head_dim=16), "logits differ"),
+    "eps": (lambda p: altered(p, rms_norm_eps=0.1), "logits differ"),
+    "inner size": (lambda p: altered(p, intermediate_size=47), "its config says"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_export_catches_a_planted_error(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, message = PLANTED[name]
+    source, _, _ = saved(Eagle3Config(**FLAGS), folder)
+    write = eagle3.write
+
+    def wrong(drafter: Eagle3, target: Target, out: Path, *rest: Any) -> None:
+        write(drafter, target, out, *rest)
+        plant(out)
+
+    export(source, "vllm", folder / "right")
+    monkeypatch.setattr(exporting.eagle3, "write", wrong)
+    with pytest.raises(ValueError, match=message):
+        export(source, "vllm", folder / "out")
+    assert sorted(p.name for p in folder.iterdir()) == ["drafter", "right", "target"]
+
+
+@pytest.mark.parametrize(
+    "config", [MedusaConfig(heads=3, rank=4, blocks=2), MedusaConfig(heads=2, projection="full")], ids=["lora", "full"]
+)
+@pytest.mark.parametrize("to", ["vllm", "medusa"])
+def test_medusa_exports_and_reads_back(config: MedusaConfig, to: str, folder: Path) -> None:
+    source, target, drafter = saved(config, folder)
+    told = export(source, to, folder / "out")
+    assert any('"method": "medusa"' in line for line in told)
+    parts = [folder / "out"] if to == "vllm" else [folder / "out/vllm", folder / "out/tgi"]
+    if to == "medusa":
+        assert "architectures" not in json.loads((folder / "out/tgi/config.json").read_text())
+    for part in parts:
+        again = find_drafter(str(part), target)
+        hidden = torch.randn(5, target.hidden_size)
+        torch.testing.assert_close(again(hidden), drafter(hidden), rtol=1e-4, atol=1e-4)
+        assert draft(again, target) == draft(drafter, target)
+
+
+def test_medusa_without_the_flag_of_its_biases_is_caught(folder: Path) -> None:
+    source, target, drafter = saved(MedusaConfig(heads=2, rank=4), folder)
+    export(source, "vllm", folder / "out")
+    assert isinstance(drafter, Medusa)
+    check_medusa(folder / "out", drafter, target, tokens())
+    altered(folder / "out", medusa_fc_bias=False)
+    with pytest.raises(ValueError, match=r"unknown tensors \['blocks.0.layers.0.bias'"):
+        check_medusa(folder / "out", drafter, target, tokens())
+
+
+def test_medusa_as_first_published(folder: Path) -> None:
+    """FasterDecoding's pickle of tensors, with projections of its own and without, by its own names."""
+    _, target, drafter = saved(MedusaConfig(heads=2, projection="full"), folder)
+    assert isinstance(drafter, Medusa)
+    for own in (True, False):
+        state = {}
+        for i in range(2):
+            state[f"{i}.0.linear.weight"] = drafter.weight[0, i].detach().clone()
+            state[f"{i}.0.linear.bias"] = drafter.bias[0, i, 0].detach().clone()
+            if own:
+                state[f"{i}.1.weight"] = drafter.full[i].detach().clone()
+        out = folder / f"old{own}"
+        out.mkdir()
+        torch.save(state, out / "medusa_lm_head.pt")
+        config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": str(folder / "target")}
+        (out / "config.json").write_text(json.dumps(config))
+        again = selfspec.load(str(out)).drafter
+        hidden = torch.randn(4, target.hidden_size)
+        assert isinstance(again, Medusa)
+        torch.testing.assert_close(again.weight, drafter.weight)
+        if own:
+            torch.testing.assert_close(again(hidden), drafter(hidden))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("code ran",))
+
+
+def test_a_pickle_with_code_is_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, target, _ = saved(MedusaConfig(heads=2), folder)
+    out = folder / "evil"
+    out.mkdir()
+    torch.save({"0.0.linear.weight": Evil()}, out / "medusa_lm_head.pt")
+    (out / "config.json").write_text('{"medusa_num_heads": 1, "medusa_num_layers": 1}')
+    with pytest.raises(ValueError, match="no file of tensors alone"):
+        find_drafter(str(out), target)
+    assert "code ran" not in capsys.readouterr().out
+
+
+def published(folder: Path, config: Eagle3Config) -> tuple[Path, Target]:
+    """An EAGLE-3 folder as SpecForge and others leave it: `layers.0.`, int32 d2t, no t2d, embeddings beside."""
+    source, target, _ = saved(config, folder)
+    export(source, "vllm", folder / "out")
+    found = load_file(folder / "out/model.safetensors")
+    found = {name.replace("midlayer.", "layers.0."): t for name, t in found.items()}
+    found["embed_tokens.weight"] = target.model.get_input_embeddings().weight.detach().clone()
+    if "d2t" in found:
+        found["d2t"] = found["d2t"].int()
+        del found["t2d"]
+    save_file(found, folder / "out/model.safetensors")
+    return folder / "out", target
+
+
+@pytest.mark.parametrize("name", ["portable", "few", "own"])
+def test_a_published_eagle3_folder_loads(name: str, folder: Path) -> None:
+    out, _ = published(folder, CASES[name])
+    spec = selfspec.load(str(out), target=str(folder / "target"))
+    assert isinstance(spec.drafter, Eagle3)
+    prompt = [tokens()[0, :9].tolist()]
+    assert spec.generate(prompt, 16).token_ids == spec.autoregressive(prompt, 16).token_ids
+    with pytest.raises(ValueError, match="names no target; give one"):
+        selfspec.load(str(out))
+    check_eagle3_of(out, spec)
+
+
+def check_eagle3_of(out: Path, spec: Any) -> None:
+    """The same drafter, written by us, is held against its own file."""
+    eagle3.write(spec.drafter, spec.target, out.parent / "again", "plain", "target")
+    assert "checked" in check_eagle3(out.parent / "again", spec.drafter, spec.target, tokens())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: altered(p, hidden_size=64), "hidden_size is 64, the target's is 32"),
+        (lambda p: altered(p, vocab_size=60), "vocab_size is 60"),
+        (lambda p: altered(p, num_hidden_layers=2), "one layer with silu"),
+        (lambda p: altered(p, hidden_act="gelu"), "one layer with silu"),
+        (lambda p: altered(p, num_attention_heads="4"), "num_attention_heads='4' must be a whole number"),
+        (lambda p: altered(p, **{IDS: [1, 9]}), "one less throughout"),
+        (lambda p: (p / "config.json").write_text("{"), "is no JSON"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"1234"), "not a whole safetensors file"),
+        (lambda p: (p / "model.safetensors").unlink(), "is missing"),
+    ],
+)
+def test_a_damaged_folder_is_refused(change: Any, message: str, folder: Path) -> None:
+    out, target = published(folder, CASES["portable"])
+    change(out)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        find_drafter(str(out), target)
+
+
+def test_other_embeddings_are_refused(folder: Path) -> None:
+    out, target = published(folder, CASES["portable"])
+    found = load_file(out / "model.safetensors")
+    save_file({**found, "embed_tokens.weight": found["embed_tokens.weight"] + 1}, out / "model.safetensors")
+    with pytest.raises(ValueError, match=r"embed_tokens.weight differs from the target's"):
+        find_drafter(str(out), target)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_drafters_that_no_engine_serves_are_refused(to: str, folder: Path) -> None:
+    source, _, _ = saved(FeatureConfig(layers=[0, 1]), folder)
+    with pytest.raises(ValueError, match=r"feature can not be exported .* train drafter=eagle3"):
+        export(source, to, folder / "out")
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "onnx"}, "--to 'onnx' must be one of vllm"),
+        ({"out": "."}, "exists; give a new folder"),
+        ({"out": "no/where"}, "does not exist"),
+        ({"to": "medusa"}, "is no Medusa head"),
+        ({"name": "nothing/at/all"}, "no drafter at 'nothing/at/all'"),
+        ({"target": "other"}, "was made for target"),
+    ],
+)
+def test_bad_input(arguments: dict[str, str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _, _ = saved(CASES["portable"], folder)
+    other = tiny_model("llama")
+    other.lm_head.weight.data += 1
+    other.save_pretrained(folder / "other")
+    monkeypatch.chdir(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        export(**{"name": source, "to": "vllm", "out": str(folder / "out"), **arguments})
+    assert not (folder / "out").exists()
+
+
+def test_the_command(folder: Path) -> None:
+    source, _, _ = saved(CASES["few"], folder)
+    command = [sys.executable, "-m", "selfspec", "export", source, "--out", str(folder / "out"), "--to"]
+    done = subprocess.run([*command, "sglang"], capture_output=True, text=True, check=True)
+    assert "read as vllm, read as sglang" in done.stdout
+    assert "--speculative-draft-model-path" in done.stdout
+    again = subprocess.run([*command, "vllm"], capture_output=True, text=True, check=False)
+    assert again.returncode == 2
+    assert again.stderr.strip().splitlines()[-1].endswith("exists; give a new folder")
