@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoint import save_drafter
 from selfspec.core.target import Target
-from selfspec.drafters.base import Drafter
+from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.eagle3 import Eagle3
+from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.medusa import Medusa
 from selfspec.formats import eagle3, medusa, reference
 from selfspec.formats.files import hold, read_config, read_tensors
 from selfspec.loading import load_pair, resolve
 from selfspec.log import atomic
+from selfspec.served import FILE, OWN
 
-FORMATS = ("vllm", "sglang", "speculators", "medusa")
+FORMATS = ("vllm", "sglang", "speculators", "medusa", "transformers")
 _WHY = {
     "feature": "its layer mixes the next token's embedding into the residual, which no engine's draft layer does",
     "sequential": "no engine reads heads that see the tokens drafted before them",
@@ -28,6 +34,15 @@ _WHY = {
     "prompt_lookup": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
     "lookahead": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
 }
+_COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a target's folder
+_GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder; no token of the output changes."""
+
+from selfspec.served import generate as _generate
+
+
+def generate(inputs=None, *, model, **arguments):
+    return _generate(model, inputs, **arguments)
+'''
 _TEXT = 96  # tokens of the text that a written file is checked on
 # Relative error of logits up to which a written file computes what the drafter does. Measured on random weights: 1e-6
 # in float32, 6e-3 where LoRA was folded into 16-bit weights, 2e-2 in bfloat16
@@ -52,6 +67,10 @@ def export(
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
     loaded, drafter, tokenizer = load_pair(name, target, dtype, device)
+    if to == "transformers":
+        with atomic(folder) as scratch:
+            write_transformers(name, drafter, loaded, tokenizer, scratch)
+        return [f"{folder}: {_size(folder):.1f} MB with the target", *_transformers_commands(folder)]
     refuse(drafter, loaded, to)
     where = resolve(loaded.name)
     tokens = text(loaded, tokenizer)
@@ -66,8 +85,58 @@ def export(
             if "tgi" in parts:
                 medusa.write_tgi(drafter, loaded, parts["tgi"], where)
             told += [check_medusa(part, drafter, loaded, tokens) for part in parts.values()]
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return [f"{folder}: {size / 1e6:.1f} MB", *told, *commands(drafter, to, folder, where)]
+    return [f"{folder}: {_size(folder):.1f} MB", *told, *commands(drafter, to, folder, where)]
+
+
+def _size(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def write_transformers(
+    name: str, drafter: Drafter, target: Target, tokenizer: Tokenizer | None, folder: Path, nodes: int | None = None
+) -> None:
+    """A folder that transformers loads as the plain target, with the drafter and what its generate needs beside.
+
+    Raises ValueError for more than one trained drafter, and for a target that was not loaded from files.
+    """
+    members = drafter.members if isinstance(drafter, Hybrid) else {name: drafter}
+    trained = [member for member in members.values() if isinstance(member, Trained)]
+    if len(trained) > 1:
+        raise ValueError(f"{name!r} joins {len(trained)} trained drafters; a folder holds one, beside n-gram drafters")
+    source = Path(resolve(target.name))
+    if not source.is_dir():
+        source = Path(snapshot_download(target.name, revision=getattr(target.model.config, "_commit_hash", None)))
+    if not (source / "config.json").is_file():
+        raise ValueError(f"target {target.name!r} lies in no folder that could be copied; save the model first")
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in _COPIED:
+            _link(path.resolve(), folder / path.name)
+    names = []
+    for part, member in members.items():
+        if member in trained:
+            save_drafter(member, folder / OWN, target, target.name, tokenizer, "Exported for transformers.")
+        names.append(OWN if member in trained else part)
+    (folder / FILE).write_text(json.dumps({"drafter": "+".join(names), "nodes": nodes}) + "\n")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate/generate.py").write_text(_GENERATE)
+    (folder / "custom_generate/requirements.txt").write_text("selfspec\n")
+
+
+def _link(path: Path, to: Path) -> None:
+    """The same file under another name, or a copy where the file system has no such links."""
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copyfile(path, to)
+
+
+def _transformers_commands(folder: Path) -> list[str]:
+    return [
+        f"transformers serve {folder} --trust-remote-code   # without --continuous-batching",
+        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})",
+        f"model.generate(**inputs, custom_generate={str(folder)!r}, trust_remote_code=True)",
+    ]
 
 
 def refuse(drafter: Drafter, target: Target, to: str) -> None:

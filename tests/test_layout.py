@@ -22,7 +22,8 @@ ROOMS = (
     ("api.py",),
     ("training/",),
     ("evaluation/",),
-    ("config.py", "runs.py", "measures.py", "export.py"),
+    ("config.py", "runs.py", "measures.py", "served.py"),
+    ("export.py",),
     ("__init__.py", "__main__.py"),
 )
 APART = {"core/": "data/", "data/": "core/", "drafters/": "budget/", "budget/": "drafters/"}  # on one floor, not linked

