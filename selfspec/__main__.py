@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
@@ -34,6 +35,28 @@ def export_main(arguments: list[str]) -> None:
         print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype)))
 
 
+def push_main(arguments: list[str]) -> None:
+    """python -m selfspec push DIR user/repo"""
+    parser = argparse.ArgumentParser(prog="python -m selfspec push", description="Upload a trained drafter to the hub.")
+    parser.add_argument("drafter", help="run folder or drafter's folder")
+    parser.add_argument("repo", help="user/name; made where there is none")
+    parser.add_argument("--results", nargs="*", default=[], help="run folders of eval/decode.py, for the card")
+    parser.add_argument("--private", action="store_true", default=None)
+    parser.add_argument("--revision", help="a branch")
+    parser.add_argument("--dry-run", metavar="DIR", help="write what would be uploaded to this new folder instead")
+    args = parser.parse_args(arguments)
+
+    from selfspec.hub import measured, push
+    from selfspec.loading import checkpoint_folder
+
+    with one_line_errors():
+        if (folder := checkpoint_folder(args.drafter)) is None:
+            raise ValueError(f"{args.drafter!r} is no trained drafter; give a run folder or a drafter's folder")
+        points = measured([Path(place) for place in args.results], folder)
+        dry_run = None if args.dry_run is None else Path(args.dry_run)
+        print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
@@ -49,12 +72,13 @@ def one_line_errors() -> Iterator[None]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["export"]:
-        export_main(sys.argv[2:])
+    if sys.argv[1:2] in (["export"], ["push"]):
+        (export_main if sys.argv[1] == "export" else push_main)(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(
         prog="python -m selfspec",
-        description="Complete a prompt by speculative decoding; python -m selfspec export --help: for other engines.",
+        description="Complete a prompt by speculative decoding. python -m selfspec export --help: drafters for other "
+        "engines; python -m selfspec push --help: drafters to the hub.",
     )
     parser.add_argument("prompt")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
+from selfspec.checkpoint import save_drafter
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
@@ -22,9 +24,10 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.chat import message, opening
-from selfspec.drafters.base import Drafter
+from selfspec.drafters.base import Drafter, Trained
 from selfspec.hf import SpeculativeOutput, decode
-from selfspec.loading import load_pair
+from selfspec.hub import measured, push
+from selfspec.loading import checkpoint_folder, load_pair
 
 NODES = 16  # nodes per tree unless asked for otherwise
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, str]]]
@@ -75,8 +78,11 @@ class Spec:
     """A frozen target and its drafter, usable from several threads. `target.model` is the stock transformers model, and
     can be used beside it."""
 
-    def __init__(self, target: Target, drafter: Drafter, tokenizer: Tokenizer | None = None) -> None:
-        self.target, self.drafter, self.tokenizer = target, drafter.eval(), tokenizer
+    def __init__(
+        self, target: Target, drafter: Drafter, tokenizer: Tokenizer | None = None, source: Path | None = None
+    ) -> None:
+        """source: the drafter's folder, where it was loaded from one."""
+        self.target, self.drafter, self.tokenizer, self.source = target, drafter.eval(), tokenizer, source
         # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
 
@@ -114,6 +120,30 @@ class Spec:
             raise ValueError(f"lossy={asked.lossy!r} can not be streamed: nobody would see that it is; use generate")
         drafter, most, _ = self._budget(asked, 1)
         return self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
+
+    def push_to_hub(
+        self,
+        repo: str,
+        results: str | Path | Sequence[str | Path] = (),
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        dry_run: str | Path | None = None,
+    ) -> str:
+        """Upload the drafter to the hub repository `repo`, with a card. results: run folders of eval/decode.py, whose
+        figures go into the card; the rest as in `selfspec.hub.push`. Returns where it is.
+
+        Raises ValueError for a drafter that has nothing to upload: several joined, or one that trains nothing.
+        """
+        if not isinstance(self.drafter, Trained):
+            raise ValueError(f"{self.drafter.kind} has no checkpoint of its own to upload; load one trained drafter")
+        places = [results] if isinstance(results, (str, Path)) else results
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = self.source or Path(scratch) / "drafter"
+            if self.source is None:
+                save_drafter(self.drafter, folder, self.target, self.target.name, self.tokenizer, "")
+            points = measured([Path(place) for place in places], folder)
+            return push(folder, repo, points, private, revision, token, None if dry_run is None else Path(dry_run))
 
     def __call__(
         self,
@@ -255,6 +285,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
     engine: str = "eager",
+    revision: str | None = None,
     **loading: Any,
 ) -> Spec:
     """Load a drafter and its target for inference.
@@ -263,8 +294,9 @@ def load(
     ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
     where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
     dtype: of the target and the drafter, by default as saved; engine: eager, or compiled, which compiles every shape of
-    a pass on first use and keeps the code for later processes; `loading` goes to transformers' from_pretrained
-    (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError, naming what is wrong.
+    a pass on first use and keeps the code for later processes; revision: of a drafter on the hub; `loading` goes to
+    transformers' from_pretrained (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError,
+    naming what is wrong.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
         if dtype != "auto":
@@ -274,4 +306,5 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    return Spec(*load_pair(str(drafter), target, dtype, device, engine, **loading))
+    made = load_pair(str(drafter), target, dtype, device, engine, revision, **loading)
+    return Spec(*made, source=checkpoint_folder(str(drafter), revision))

@@ -16,11 +16,10 @@ from selfspec.checkpoint import save_drafter
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.eagle3 import Eagle3
-from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.medusa import Medusa
 from selfspec.formats import eagle3, medusa, reference
 from selfspec.formats.files import hold, read_config, read_tensors
-from selfspec.loading import load_pair, resolve
+from selfspec.loading import load_pair, members_of, resolve
 from selfspec.log import atomic
 from selfspec.served import FILE, OWN
 
@@ -99,7 +98,7 @@ def write_transformers(
 
     Raises ValueError for more than one trained drafter, and for a target that was not loaded from files.
     """
-    members = drafter.members if isinstance(drafter, Hybrid) else {name: drafter}
+    members = members_of(name, drafter)
     trained = [member for member in members.values() if isinstance(member, Trained)]
     if len(trained) > 1:
         raise ValueError(f"{name!r} joins {len(trained)} trained drafters; a folder holds one, beside n-gram drafters")

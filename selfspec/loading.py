@@ -20,6 +20,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.formats.imported import named_target, published
 from selfspec.formats.imported import read as read_published
+from selfspec.hub import fetch
 from selfspec.log import Figures
 
 ASSETS = Path(__file__).parent / "assets"
@@ -134,15 +135,14 @@ def _is_path(name: str) -> bool:
     return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
 
 
-def drafter_folder(name: str) -> Path:
+def drafter_folder(name: str, revision: str | None = None) -> Path:
     """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, one in a form that
-    others publish (see `selfspec.formats`), or a hub id.
+    others publish (see `selfspec.formats`), or a hub id. revision: of a hub id.
 
     Raises FileNotFoundError where there is none.
     """
-    for folder in (Path(resolve(name)) / "drafter", Path(resolve(name))):
-        if (folder / "drafter.json").is_file() or published(folder):
-            return folder
+    if (found := _within(Path(resolve(name)))) is not None:
+        return found
     if Path(name).exists() or _is_path(name):
         embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
         raise FileNotFoundError(
@@ -150,9 +150,28 @@ def drafter_folder(name: str) -> Path:
             f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
             "or lookahead, which need no training (join several by +)"
         )
-    from huggingface_hub import snapshot_download
+    fetched = fetch(name, revision)
+    if (found := _within(fetched)) is None:
+        raise FileNotFoundError(
+            f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
+        )
+    return found
 
-    return Path(snapshot_download(name))
+
+def _within(home: Path) -> Path | None:
+    """The drafter's folder in a run's, an exported or a downloaded folder."""
+    for folder in (home / "drafter", home):
+        if (folder / "drafter.json").is_file() or published(folder):
+            return folder
+    return None
+
+
+def checkpoint_folder(name: str, revision: str | None = None) -> Path | None:
+    """Where the one trained drafter of this name lies; None for several joined, and for other forms."""
+    if len(member_names(name)) > 1 or untrained(name) is not None:
+        return None
+    folder = drafter_folder(name, revision)
+    return folder if (folder / "drafter.json").is_file() else None
 
 
 def member_names(name: str) -> list[str]:
@@ -179,16 +198,16 @@ def untrained(name: str) -> type[Drafter] | None:
     return kind
 
 
-def _one(name: str, target: Target, tokenizer: Tokenizer | None) -> Drafter:
+def _one(name: str, target: Target, tokenizer: Tokenizer | None, revision: str | None) -> Drafter:
     if (kind := untrained(name)) is not None:
         return kind(target, config_class(kind)()).eval()  # type: ignore[arg-type]
-    folder = drafter_folder(name)
+    folder = drafter_folder(name, revision)
     if (folder / "drafter.json").is_file():
         return load_drafter(folder, target, tokenizer)
     return read_published(folder, target)
 
 
-def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None) -> Drafter:
+def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None, revision: str | None = None) -> Drafter:
     """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
     of several of these joined by "+", which share one tree.
 
@@ -200,10 +219,18 @@ def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None) 
         raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
     if len(set(names)) < len(names):
         raise ValueError(f"drafter={name!r} names a drafter twice")
-    members = {one: _one(one, target, tokenizer) for one in names}
-    if len(names) == 1:
-        return members[names[0]]
-    return Hybrid(target, members).eval()
+    members = {one: _one(one, target, tokenizer, revision) for one in names}
+    return joined(target, members)
+
+
+def joined(target: Target, members: dict[str, Drafter]) -> Drafter:
+    """One drafter, or several that share one tree. Raises ValueError for members that can not."""
+    return next(iter(members.values())) if len(members) == 1 else Hybrid(target, members).eval()
+
+
+def members_of(name: str, drafter: Drafter) -> dict[str, Drafter]:
+    """The drafters that one of this name is made of."""
+    return drafter.members if isinstance(drafter, Hybrid) else {name: drafter}
 
 
 def load_pair(
@@ -212,14 +239,15 @@ def load_pair(
     dtype: str | torch.dtype,
     device: str | None,
     engine: str = "eager",
+    revision: str | None = None,
     **loading: Any,
 ) -> tuple[Target, Drafter, Tokenizer | None]:
     """A target, a drafter for it and the tokenizer (None where there is none). The target is the one given or the one
-    that the first trained drafter names.
+    that the first trained drafter names. revision: of a drafter on the hub.
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
-    folders = [drafter_folder(name) for name in member_names(drafter) if name and untrained(name) is None]
+    folders = [drafter_folder(name, revision) for name in member_names(drafter) if name and untrained(name) is None]
     own = [folder for folder in folders if (folder / "drafter.json").is_file()]
     meta: Figures = {}
     if own:
@@ -228,9 +256,9 @@ def load_pair(
         meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):
         raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
-    revision = meta.get("revision") if target is None else None
+    theirs = meta.get("revision") if target is None else None
     source = meta["name"] if target is None else target
-    frozen, tokenizer = load_target(source, dtype, device, revision, engine, **loading)
+    frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
     for folder in own:
         check_tokenizer(folder, read_meta(folder), tokenizer)
-    return frozen, find_drafter(drafter, frozen, tokenizer), tokenizer
+    return frozen, find_drafter(drafter, frozen, tokenizer, revision), tokenizer

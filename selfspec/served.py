@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
-from selfspec.drafters.hybrid import Hybrid
-from selfspec.loading import find_drafter, load_target
+from selfspec.loading import find_drafter, joined, load_target
 from selfspec.log import Figures
 
 FILE = "selfspec.json"
@@ -47,7 +45,7 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
     config = arguments.get("generation_config")
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
-        arguments["generation_config"] = config = copy.deepcopy(config)
+        arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())
         arguments["stop_strings"], config.stop_strings = config.stop_strings, None
     # Not `model.generate`, which is this function where the model was loaded with trust_remote_code
     return type(model).generate(model, inputs, custom_generate=kept.spec, **arguments)  # type: ignore[attr-defined]
@@ -71,5 +69,4 @@ def _opened(model: PreTrainedModel) -> _Kept:
         part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer)
         for part in told["drafter"].split("+")
     }
-    drafter = Hybrid(target, members) if len(members) > 1 else next(iter(members.values()))
-    return _Kept(Spec(target, drafter, tokenizer), told["nodes"])
+    return _Kept(Spec(target, joined(target, members), tokenizer), told["nodes"])

@@ -18,6 +18,7 @@ ROOMS = (
     ("core/", "data/"),
     ("drafters/", "budget/"),
     ("checkpoint.py", "formats/"),
+    ("hub.py",),
     ("loading.py", "hf.py"),
     ("api.py",),
     ("training/",),
@@ -133,12 +134,14 @@ def test_drafters_do_not_know_each_other() -> None:
     for name, source in FILES.items():
         known = {n.rsplit("/", 1)[-1].removesuffix(".py") for n in inner(source, FILES) if n.count("/") == 1}
         known &= kinds if name != "loading.py" else kinds - {"hybrid"}  # which puts hybrids together
+        if name.startswith(("formats/", "export.py")):  # each form is of one kind
+            known -= {"eagle3", "medusa"}
         assert not known, f"{name} imports {known}"
 
 
 def test_nothing_is_copied_in_decoding() -> None:
     assert not [name for name, source in FILES.items() if "copy.copy(" in source]
-    assert [name for name, source in FILES.items() if "deepcopy(" in source] == ["core/support.py"]  # views
+    assert [name for name, source in FILES.items() if "copy.deepcopy(" in source] == ["core/support.py"]  # views
 
 
 def test_entry_points_are_scripts_with_safe_names() -> None:

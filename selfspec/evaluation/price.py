@@ -9,15 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.api import Spec
-from selfspec.drafters.hybrid import Hybrid
-from selfspec.loading import drafter_folder, member_names, resolve, untrained
+from selfspec.loading import drafter_folder, member_names, members_of, resolve, untrained
 from selfspec.log import Figures
 
 
 def price(name: str, spec: Spec) -> Figures:
     """Of a drafter by its name, all members of a hybrid together."""
     found: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
-    members = spec.drafter.members if isinstance(spec.drafter, Hybrid) else {name: spec.drafter}
+    members = members_of(name, spec.drafter)
     for part in member_names(name):
         if untrained(part) is None:
             home = drafter_folder(part)

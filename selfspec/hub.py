@@ -1,0 +1,145 @@
+"""Drafters on the hub: uploaded with a card that shows what was measured, and found there by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import EvalResult, HfApi, ModelCard, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from selfspec.checkpoint import read_meta
+from selfspec.log import Figures
+
+_MEASURED = "## Measured"
+
+
+def fetch(name: str, revision: str | None = None) -> Path:
+    """The folder of a hub repository, from the cache where it is there and nothing newer can be asked for.
+
+    Raises FileNotFoundError where the hub has none of this name, or can not be asked.
+    """
+    try:
+        return Path(snapshot_download(name, revision=revision))
+    except (OSError, HFValidationError) as error:
+        told = str(error).strip().splitlines()
+        at = f" at revision {revision!r}" if revision is not None else ""
+        raise FileNotFoundError(
+            f"{name!r}{at} is no folder here, and the hub gives none: {type(error).__name__}, {told[0] if told else ''}"
+        ) from error
+
+
+def measured(results: Sequence[Path], folder: Path) -> list[Figures]:
+    """Figures of eval/decode.py for the drafter in `folder`, from run folders or their summary.json.
+
+    Raises ValueError for what is no such result, or one of another drafter; FileNotFoundError where there is none.
+    """
+    points = []
+    for place in results:
+        files = sorted(place.rglob("summary.json")) if place.is_dir() else [place]
+        if not files:
+            raise FileNotFoundError(f"{place} holds no summary.json of eval/decode.py")
+        for path in files:
+            try:
+                point = json.loads(path.read_text())
+                own = Path(point["config"]["drafter"])
+                float(point["speculative"]["acceptance_length"])
+            except FileNotFoundError:
+                raise
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} holds no figures of eval/decode.py with its speculative arm") from error
+            if folder.resolve() not in (own.resolve(), (own / "drafter").resolve()):
+                raise ValueError(f"{path} was measured with drafter={str(own)!r}, not with {str(folder)!r}")
+            points.append(point)
+    return points
+
+
+def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
+    """Write what is to be uploaded: the drafter's own files, and its card with the table of `points`, the same figures
+    as the hub's model-index and the target's name."""
+    meta = read_meta(source)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    path = folder / "README.md"
+    card = ModelCard.load(path)
+    card.text = card.text.split(_MEASURED)[0].rstrip() + "\n"
+    card.data.base_model = meta["target"]["name"]
+    card.data.pipeline_tag = "text-generation"
+    if points:
+        card.text += f"\n{_MEASURED}\n\n{_table(points)}\n"
+        card.data.model_name = f"{meta['kind']} drafter"
+        card.data.eval_results = [result for point in points for result in _index(point)]
+    path.write_text(str(card))
+
+
+def _table(points: Sequence[Figures]) -> str:
+    lines = [
+        "| T | nodes | acceptance length τ | speedup over plain decoding (95%) | prompts |",
+        "|---|---|---|---|---|",
+    ]
+    for point in points:
+        decode, ratio = point["config"]["decode"], point["speedup"].get("autoregressive")
+        told = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        tau, nodes = point["speculative"]["acceptance_length"], point["config"]["tree"]["nodes"]
+        lines.append(f"| {decode['temperature']} | {nodes} | {tau:.2f} | {told} | {decode['prompts']} |")
+    return "\n".join(lines) + "\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
+
+
+def _index(point: Figures) -> list[EvalResult]:
+    decode, nodes = point["config"]["decode"], point["config"]["tree"]["nodes"]
+    values = {"acceptance_length": point["speculative"]["acceptance_length"]}
+    if (ratio := point["speedup"].get("autoregressive")) is not None:
+        values["speedup"] = ratio["ratio"]
+    name = decode.get("questions") or "held-out prompts"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type=metric,
+            metric_name=f"{metric.replace('_', ' ')}, T={decode['temperature']}, {nodes} nodes",
+            metric_value=round(value, 4),
+            metric_args={"temperature": decode["temperature"], "nodes": nodes},
+        )
+        for metric, value in values.items()
+    ]
+
+
+def push(
+    source: Path,
+    repo: str,
+    points: Sequence[Figures] = (),
+    private: bool | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    dry_run: Path | None = None,
+) -> str:
+    """Upload a drafter's folder to the hub repository `repo`, which is made where there is none. revision: a branch.
+    dry_run: write what would be uploaded to this new folder instead. Returns where it is.
+
+    Raises ValueError for a name that no repository can have, and for a dry run into a folder that exists; OSError where
+    the hub refuses.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(f"repo={repo!r} can be no repository's name: {error}") from error
+    if dry_run is not None:
+        if dry_run.exists():
+            raise ValueError(f"dry_run={str(dry_run)!r} exists; give a new folder")
+        prepare(source, dry_run, points)
+        return str(dry_run)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "drafter"
+        prepare(source, folder, points)
+        api = HfApi(token=token)
+        made = api.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
+        told = api.upload_folder(
+            repo_id=made.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
+        )
+    return str(told.commit_url)

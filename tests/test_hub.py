@@ -1,0 +1,129 @@
+"""Drafters on the hub, against a local stand-in of its HTTP interface; each in a process of its own, since
+huggingface_hub reads its environment once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub import Hub
+from huggingface_hub import ModelCard
+
+import selfspec
+
+PROMPT = [[5, 9, 2, 7]]
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    found = Hub()
+    yield found
+    found.server.shutdown()
+
+
+def run(*arguments: str, at: str, home: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    own = {"HF_ENDPOINT": at, "HF_HOME": str(home), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
+    told = {**os.environ, **own, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
+    told.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in env else None
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=told, check=False)
+
+
+LOADED = """
+import sys, selfspec
+spec = selfspec.load(sys.argv[1], revision=sys.argv[2] or None)
+print(spec.generate([[5, 9, 2, 7]], 12).token_ids[0])
+"""
+
+
+def result(folder: Path, drafter: Path, **changes: Any) -> Path:
+    """What eval/decode.py leaves behind, as far as a card reads it."""
+    point = {
+        "config": {
+            "drafter": str(drafter),
+            "tree": {"nodes": 8},
+            "decode": {"temperature": 0.7, "prompts": 4, "questions": "instructions"},
+        },
+        "speculative": {"acceptance_length": 2.344},
+        "speedup": {"autoregressive": {"ratio": 1.42, "low": 1.3, "high": 1.5}},
+        **changes,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(point))
+    return folder
+
+
+def test_a_drafter_goes_up_and_comes_down(hub: Hub, heads_folder: Path, tmp_path: Path) -> None:
+    results = result(tmp_path / "decode", heads_folder)
+    command = ["-m", "selfspec", "push", str(heads_folder), "user/heads", "--results", str(results)]
+    done = run(*command, at=hub.url, home=tmp_path / "up")
+    assert done.returncode == 0, done.stderr
+    assert "/user/heads/commit/" in done.stdout
+    files = hub.files["user/heads", "main"]
+    assert {"drafter.json", "drafter.safetensors", "README.md"} <= files.keys()
+    assert files["drafter.json"] == (heads_folder / "drafter.json").read_bytes()
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.eval_results is not None
+    assert [r.metric_value for r in card.data.eval_results] == [2.344, 1.42]
+    assert "| 0.7 | 8 | 2.34 | 1.42x [1.30, 1.50] | 4 |" in card.text
+    assert card.data.base_model == json.loads(files["drafter.json"])["target"]["name"]
+
+    wanted = str(selfspec.load(str(heads_folder)).generate(PROMPT, 12).token_ids[0])
+    down = run("-c", LOADED, "user/heads", "", at=hub.url, home=tmp_path / "down")
+    assert down.stdout.strip() == wanted, down.stderr
+    hub.server.shutdown()
+    offline = run("-c", LOADED, "user/heads", "", at=hub.url, home=tmp_path / "down", HF_HUB_OFFLINE="1")
+    assert offline.stdout.strip() == wanted, offline.stderr  # from the cache
+
+
+def test_a_branch_is_asked_for_by_revision(hub: Hub, heads_folder: Path, tmp_path: Path) -> None:
+    program = f"import selfspec; print(selfspec.load({str(heads_folder)!r}).push_to_hub('user/b', revision='v2'))"
+    up = run("-c", program, at=hub.url, home=tmp_path / "up")
+    assert up.returncode == 0, up.stderr
+    assert "drafter.json" in hub.files["user/b", "v2"]
+    assert "drafter.json" not in hub.files["user/b", "main"]
+    found = run("-c", LOADED, "user/b", "v2", at=hub.url, home=tmp_path / "down")
+    assert found.returncode == 0, found.stderr
+    missing = run("-c", LOADED, "user/b", "v3", at=hub.url, home=tmp_path / "down")
+    assert "'user/b' at revision 'v3' is no folder here, and the hub gives none" in missing.stderr
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_a_name_that_does_not_exist(offline: str, hub: Hub, tmp_path: Path) -> None:
+    env = {"HF_HUB_OFFLINE": offline} if offline else {}
+    done = run("-m", "selfspec", "x", "--drafter", "user/none", at=hub.url, home=tmp_path, **env)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "'user/none' is no folder here, and the hub gives none" in done.stderr
+
+
+def test_a_dry_run_writes_what_would_be_uploaded(heads_folder: Path, tmp_path: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    results = result(tmp_path / "decode", heads_folder, speedup={})
+    out = tmp_path / "out"
+    assert spec.push_to_hub("user/heads", results, dry_run=out) == str(out)
+    assert (out / "drafter.json").read_bytes() == (heads_folder / "drafter.json").read_bytes()
+    text = (out / "README.md").read_text()
+    assert "model-index" in text
+    assert "| 0.7 | 8 | 2.3" in text
+    assert spec.autoregressive(PROMPT, 8).token_ids == selfspec.load(str(out)).generate(PROMPT, 8).token_ids
+    with pytest.raises(ValueError, match="exists; give a new folder"):
+        spec.push_to_hub("user/heads", dry_run=out)
+
+
+def test_what_can_not_be_uploaded(heads_folder: Path, tiny_folder: str, tmp_path: Path) -> None:
+    spec = selfspec.load(str(heads_folder))
+    with pytest.raises(ValueError, match="can be no repository's name"):
+        spec.push_to_hub("a/b/c", dry_run=tmp_path / "a")
+    with pytest.raises(ValueError, match="was measured with drafter='elsewhere'"):
+        spec.push_to_hub("a/b", result(tmp_path / "other", Path("elsewhere")), dry_run=tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match=r"no summary.json"):
+        spec.push_to_hub("a/b", heads_folder, dry_run=tmp_path / "a")
+    with pytest.raises(ValueError, match="no checkpoint of its own"):
+        selfspec.load("prompt_lookup", target=tiny_folder).push_to_hub("a/b", dry_run=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
