@@ -18,11 +18,14 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec import export as exporting
 from selfspec.checkpoint import save_drafter
+from selfspec.core.cache import TextCache
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.feature import Feature, FeatureConfig
+from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa, MedusaConfig
+from selfspec.drafters.parts.views import lora_of
 from selfspec.export import FORMATS, check_eagle3, check_medusa, export
 from selfspec.formats import eagle3
 from selfspec.loading import find_drafter
@@ -351,3 +354,74 @@ def test_the_command(folder: Path) -> None:
     again = subprocess.run([*command, "vllm"], capture_output=True, text=True, check=False)
     assert again.returncode == 2
     assert again.stderr.strip().splitlines()[-1].endswith("exists; give a new folder")
+
+
+UNO = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def uno_folder(folder: Path, prefix: str = "base_model.model.", **changes: Any) -> tuple[Path, Target]:
+    """A PEFT adapter over all projections, as UNO publishes its own."""
+    target = Target(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32))
+    out = folder / "uno"
+    out.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 64, "target_modules": list(UNO), "bias": "none"}
+    config["base_model_name_or_path"] = str(folder / "target")
+    (out / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+    state, g = {}, torch.Generator().manual_seed(4)
+    for name, module in target.model.named_modules():
+        if name.rsplit(".", 1)[-1] in UNO:
+            assert isinstance(module, torch.nn.Linear)
+            state[f"{prefix}{name}.lora_A.weight"] = torch.randn(4, module.in_features, generator=g) * 0.1
+            state[f"{prefix}{name}.lora_B.weight"] = torch.randn(module.out_features, 4, generator=g) * 0.1
+    save_file(state, out / "adapter_model.safetensors")
+    return out, target
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+def test_uno_adapters_draft(prefix: str, folder: Path) -> None:
+    """Noise rows behind the root forecast what a copy of the target with the adapter merged into it says of the same
+    tokens, over keys and values of the target itself."""
+    out, _ = uno_folder(folder, prefix)
+    spec = selfspec.load(str(out))
+    assert isinstance(spec.drafter, Mask)
+    prompt = [tokens()[0, :9].tolist()]
+    assert spec.generate(prompt, 16).token_ids == spec.autoregressive(prompt, 16).token_ids
+    state = load_file(out / "adapter_model.safetensors")
+    maps = dict(zip(spec.drafter.gated.paths, spec.drafter.gated.maps, strict=True))
+    path = next(path for path in maps if path.endswith("layers.1.mlp.down_proj"))
+    a, b, scale = lora_of(maps[path], spec.drafter.gated.adapter)
+    wanted = state[f"{prefix}{path}.lora_B.weight"] @ state[f"{prefix}{path}.lora_A.weight"] * (64 / 4)
+    torch.testing.assert_close(b @ a * scale, wanted)
+    model = spec.target.model
+    embeddings, known = model.get_input_embeddings().weight, tokens()[:, :9]
+    noise = torch.tensor([[int((embeddings == mask).all(1).nonzero()) for mask in spec.drafter.gated.masks]])
+    merged = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    for name, module in merged.named_modules():
+        if name in maps:
+            a, b = (state[f"{prefix}{name}.lora_{part}.weight"] for part in "AB")
+            module.weight.data += b @ a * (64 / 4)
+    with torch.no_grad():
+        past = model(known, use_cache=True).past_key_values
+        expected = merged(noise, past_key_values=past).logits
+        cache = TextCache(spec.target.n_layers, kept=True)
+        spec.target.text(known, False, cache=cache)
+        found = spec.drafter.along(known, torch.tensor([[8]]), cache)
+    torch.testing.assert_close(found[0, 0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"use_dora": True}, "use_dora=True can not be read"),
+        ({"r": 8}, "its config says"),
+        ({"r": 0}, "r=0 must be a whole number"),
+        ({"target_modules": "all-linear"}, "must be a list of names"),
+        ({"target_modules": ["q_proj"]}, "unknown tensors"),
+        ({"target_modules": [*UNO, "lm"]}, "no layer of LlamaForCausalLM has a linear map lm"),
+    ],
+)
+def test_adapters_that_are_not_uno_s(changes: dict[str, Any], message: str, folder: Path) -> None:
+    out, target = uno_folder(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        find_drafter(str(out), target)

@@ -21,9 +21,9 @@ def write_files(folder: Path, config: Figures, tensors: dict[str, Tensor], name:
     save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, folder / name, {"format": "pt"})
 
 
-def read_config(folder: Path) -> Figures:
-    """config.json. Raises FileNotFoundError or ValueError naming the file."""
-    path = folder / "config.json"
+def read_config(folder: Path, name: str = "config.json") -> Figures:
+    """The folder's JSON of this name. Raises FileNotFoundError or ValueError naming the file."""
+    path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -60,9 +60,9 @@ def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
             raise ValueError(f"{path}: {name} holds numbers that are not finite")
 
 
-def number(config: Figures, name: str, path: Path) -> int:
+def number(config: Figures, name: str, folder: Path, file: str = "config.json") -> int:
     """A whole number above 0 of a config. Raises ValueError naming it."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{path}/config.json: {name}={value!r} must be a whole number above 0")
+        raise ValueError(f"{folder}/{file}: {name}={value!r} must be a whole number above 0")
     return value

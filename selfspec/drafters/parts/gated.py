@@ -104,7 +104,7 @@ class GatedTarget(Adapted):
             self.masks = nn.Parameter(mean + 0.1 * scale * made)
         else:
             self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
-        self._names = wanted
+        self.paths = wanted
         self._views: dict[tuple[int, tuple[int, ...]], Target] = {}
         self._copies: dict[int, nn.Parameter] = {}
 
@@ -124,10 +124,10 @@ class GatedTarget(Adapted):
         if key not in views:
             model = view(self.target.model)
             which = torch.tensor(key[1], device=self.target.device)
-            for name, scale, bias in zip(self._names, self.scales, self.biases, strict=False):
+            for name, scale, bias in zip(self.paths, self.scales, self.biases, strict=False):
                 gated = _GatedVectors(_at(model, name), self._ready(scale), self._ready(bias), which, plain)
                 _put(model, name, gated)
-            for name, module in zip(self._names, self.maps, strict=False):
+            for name, module in zip(self.paths, self.maps, strict=False):
                 a, b, scale = lora_of(module, self.adapter)
                 _put(model, name, _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain))
             vocab = self.target.vocab_size
