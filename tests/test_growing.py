@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import HIDDEN, VOCAB, Watch, compose_config, made, randomize, save_tiny, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config
 
 from selfspec.checkpoint import adapters, load_drafter, read_meta, save_drafter, weights_hash
 from selfspec.core.contract import Context
@@ -21,6 +22,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters import sequential as sequential_module
 from selfspec.drafters.base import Drafter, Sample
+from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
@@ -526,11 +528,48 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
         (Feature, {"vocabulary": VOCAB + 1}, f"drafter.vocabulary={VOCAB + 1}"),
         (Feature, {"vocabulary": 5, "loss": "ce"}, "needs the whole vocabulary"),
+        (Eagle3, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
+        (Eagle3, {"head": "mine"}, "drafter.head='mine'"),
+        (Eagle3, {"fc_norm": "yes"}, "drafter.fc_norm='yes'"),
+        (Eagle3, {"vocabulary": VOCAB + 1, "head": "own"}, f"drafter.vocabulary={VOCAB + 1}"),
+        (Eagle3, {"llama": {"num_heads": 2}}, r"drafter.llama has unknown keys \['num_heads'\]"),
+        (Eagle3, {"llama": {"head_dim": 0}}, "drafter.llama.head_dim=0"),
+        (Eagle3, {"llama": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "num_key_value_heads=3 must divide"),
     ],
 )
 def test_bad_shapes_are_refused(kind: Any, shape: dict[str, Any], message: str, llama: Target) -> None:
     with pytest.raises(ValueError, match=message):
         made(kind, llama, **shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_an_eagle3_layer_begins_as_the_last_of_the_target(family: str) -> None:
+    """It reads the highest feature and is blind for the token after it; what a family lacks begins at random."""
+    if family == "gemma2":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+        config = Gemma2Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=8, **sizes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+        for module in model.modules():
+            if type(module).__name__ == "Gemma2RMSNorm":
+                module.weight.data.normal_()  # kept less one
+        target = Target(model)
+    else:
+        target = Target(tiny_model(family))
+    layer = made(Eagle3, target, layers=[0, 2]).layer
+    features, tokens = torch.randn(1, 5, 64).double(), torch.randint(VOCAB, (1, 5))
+    states = layer.fused(features)
+    torch.testing.assert_close(states, features[..., 32:])
+    found = layer.text(states, tokens).logits
+    assert found is not None
+    assert found.isfinite().all()
+    if family == "gpt2":
+        return
+    torch.testing.assert_close(layer.text(states, (tokens + 1) % VOCAB).logits, found)
+    norm = target.layers[-1].input_layernorm
+    torch.testing.assert_close(layer.midlayer.hidden_norm(states), norm(states), rtol=1e-4, atol=1e-4)
+    if family == "llama":
+        wanted = target.text(tokens, layers=(2, 3), hidden=states).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 ALL_AT_ONCE = (Medusa, SequentialHeads)  # these rank all depths together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -66,6 +67,15 @@ def test_generate_with_the_folder_speculates(folder: Path, plain: PreTrainedMode
         assert out.stats.passes < out.stats.tokens
     one, other = (trusted.generate(**asked, max_new_tokens=24, do_sample=True, seed=5, nodes=n) for n in (1, 8))
     assert torch.equal(one, other)
+
+
+def test_the_example_of_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(folder.parent)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["out"].shape[1] > names["inputs"]["input_ids"].shape[1]
 
 
 def test_a_model_from_elsewhere_is_refused(plain: PreTrainedModel) -> None:
