@@ -22,17 +22,18 @@ def export_main(arguments: list[str]) -> None:
         prog="python -m selfspec export", description="Write a trained drafter in the form that another engine serves."
     )
     parser.add_argument("drafter", help="run folder, drafter's folder, embedded name or hub id")
-    parser.add_argument("--to", required=True, help="vllm, sglang, speculators or medusa")
+    parser.add_argument("--to", required=True, help="vllm, sglang, speculators, medusa or transformers")
     parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
     parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
-    parser.add_argument("--dtype", default="auto", help="in which it is checked (%(default)s: the target's own)")
+    parser.add_argument("--dtype", default="float32", help="in which it is checked (%(default)s)")
+    parser.add_argument("--nodes", type=number_or_auto, help="of the draft tree, with --to transformers")
     args = parser.parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     from selfspec.export import export
 
     with one_line_errors():
-        print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype)))
+        print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
 
 
 def push_main(arguments: list[str]) -> None:
@@ -47,11 +48,12 @@ def push_main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
 
     from selfspec.hub import measured, push
-    from selfspec.loading import checkpoint_folder
+    from selfspec.loading import drafter_folder
 
     with one_line_errors():
-        if (folder := checkpoint_folder(args.drafter)) is None:
-            raise ValueError(f"{args.drafter!r} is no trained drafter; give a run folder or a drafter's folder")
+        folder = drafter_folder(args.drafter)
+        if not (folder / "drafter.json").is_file():
+            raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
         points = measured([Path(place) for place in args.results], folder)
         dry_run = None if args.dry_run is None else Path(args.dry_run)
         print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))

@@ -27,7 +27,7 @@ from selfspec.data.chat import message, opening
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.hf import SpeculativeOutput, decode
 from selfspec.hub import measured, push
-from selfspec.loading import checkpoint_folder, load_pair
+from selfspec.loading import load_pair
 
 NODES = 16  # nodes per tree unless asked for otherwise
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, str]]]
@@ -130,8 +130,9 @@ class Spec:
         token: str | None = None,
         dry_run: str | Path | None = None,
     ) -> str:
-        """Upload the drafter to the hub repository `repo`, with a card. results: run folders of eval/decode.py, whose
-        figures go into the card; the rest as in `selfspec.hub.push`. Returns where it is.
+        """Upload the drafter to the hub repository `repo`, with a card. What is uploaded is the folder that it was
+        loaded from. results: run folders of eval/decode.py, whose figures go into the card; the rest as in
+        `selfspec.hub.push`. Returns where it is.
 
         Raises ValueError for a drafter that has nothing to upload: several joined, or one that trains nothing.
         """
@@ -306,5 +307,4 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    made = load_pair(str(drafter), target, dtype, device, engine, revision, **loading)
-    return Spec(*made, source=checkpoint_folder(str(drafter), revision))
+    return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, **loading))

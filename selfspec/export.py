@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -19,21 +19,23 @@ from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.formats import eagle3, medusa, reference
 from selfspec.formats.files import hold, read_config, read_tensors
+from selfspec.hub import fetch
 from selfspec.loading import load_pair, members_of, resolve
 from selfspec.log import atomic
 from selfspec.served import FILE, OWN
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa", "transformers")
-_WHY = {
+_WHY = {  # of kinds that no form has a place for
     "feature": "its layer mixes the next token's embedding into the residual, which no engine's draft layer does",
     "sequential": "no engine reads heads that see the tokens drafted before them",
     "early_exit": "it runs the target's own layers, which engines do not give to drafters",
     "mask": "its mask tokens ride in the target's pass, which engines do not offer",
-    "hybrid": "engines take one drafter",
+    "hybrid": "engines take one drafter; export an eagle3 or medusa member alone, or",
     "prompt_lookup": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
     "lookahead": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
 }
 _COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a target's folder
+_OTHERS = (FILE, "drafter.json", "training.json")  # but not these, which say what lay beside it
 _GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder; no token of the output changes."""
 
 from selfspec.served import generate as _generate
@@ -49,14 +51,20 @@ _EXACT, _FOLDED, _ROUGH = 1e-4, 0.03, 0.1
 
 
 def export(
-    name: str, to: str, out: str | Path, target: str | None = None, dtype: str = "auto", device: str | None = None
+    name: str,
+    to: str,
+    out: str | Path,
+    target: str | None = None,
+    dtype: str = "float32",
+    nodes: int | str | None = None,
 ) -> list[str]:
     """Write the drafter `name` to the folder `out` in the form `to`, one of `FORMATS`. Returns what to tell the user:
-    what was checked, and the commands that serve it.
+    what was checked, and the commands that serve it. dtype: in which it is checked; nodes: of the draft tree, where
+    transformers runs the folder (None: 16).
 
-    The files are read back by an independent reading of the format (`formats.reference`) and must give the drafter's
-    own logits on real text, or nothing is left behind. Raises ValueError for a form that the drafter does not fit, with
-    the reason, and for a folder that exists.
+    Files of other engines are read back by an independent reading of the format (`formats.reference`) and must give the
+    drafter's own logits on real text, or nothing is left behind. Raises ValueError for a form that the drafter does not
+    fit, with the reason, and for a folder that exists.
     """
     if to not in FORMATS:
         raise ValueError(f"--to {to!r} must be one of {', '.join(FORMATS)}")
@@ -65,13 +73,16 @@ def export(
         raise ValueError(f"--out {str(out)!r} exists; give a new folder")
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
-    loaded, drafter, tokenizer = load_pair(name, target, dtype, device)
+    if nodes is not None and (to != "transformers" or not (nodes == "auto" or (isinstance(nodes, int) and nodes > 0))):
+        raise ValueError(f"--nodes {nodes}: a number above 0 or auto, with --to transformers; engines set their own")
+    loaded, drafter, tokenizer, _ = load_pair(name, target, dtype, None)
     if to == "transformers":
         with atomic(folder) as scratch:
-            write_transformers(name, drafter, loaded, tokenizer, scratch)
+            write_transformers(name, drafter, loaded, tokenizer, scratch, nodes)
         return [f"{folder}: {_size(folder):.1f} MB with the target", *_transformers_commands(folder)]
     refuse(drafter, loaded, to)
     where = resolve(loaded.name)
+    where = str(Path(where).absolute()) if Path(where).is_dir() else where
     tokens = text(loaded, tokenizer)
     told: list[str] = []
     with atomic(folder) as scratch:
@@ -92,11 +103,11 @@ def _size(folder: Path) -> float:
 
 
 def write_transformers(
-    name: str, drafter: Drafter, target: Target, tokenizer: Tokenizer | None, folder: Path, nodes: int | None = None
+    name: str, drafter: Drafter, target: Target, tokenizer: Tokenizer | None, folder: Path, nodes: int | str | None
 ) -> None:
     """A folder that transformers loads as the plain target, with the drafter and what its generate needs beside.
 
-    Raises ValueError for more than one trained drafter, and for a target that was not loaded from files.
+    Raises ValueError for more than one trained drafter, and for a target that was not loaded from safetensors files.
     """
     members = members_of(name, drafter)
     trained = [member for member in members.values() if isinstance(member, Trained)]
@@ -104,17 +115,20 @@ def write_transformers(
         raise ValueError(f"{name!r} joins {len(trained)} trained drafters; a folder holds one, beside n-gram drafters")
     source = Path(resolve(target.name))
     if not source.is_dir():
-        source = Path(snapshot_download(target.name, revision=getattr(target.model.config, "_commit_hash", None)))
-    if not (source / "config.json").is_file():
-        raise ValueError(f"target {target.name!r} lies in no folder that could be copied; save the model first")
+        source = fetch(target.name, getattr(target.model.config, "_commit_hash", None))
+    if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
+        raise ValueError(
+            f"target {target.name!r} has no config.json and safetensors files in {source}; save it there first: "
+            "model.save_pretrained(...)"
+        )
     folder.mkdir()
     for path in source.iterdir():
-        if path.is_file() and path.suffix in _COPIED:
-            _link(path.resolve(), folder / path.name)
+        if path.is_file() and path.suffix in _COPIED and path.name not in _OTHERS:
+            (_link if path.suffix == ".safetensors" else shutil.copyfile)(path.resolve(), folder / path.name)
     names = []
     for part, member in members.items():
         if member in trained:
-            save_drafter(member, folder / OWN, target, target.name, tokenizer, "Exported for transformers.")
+            save_drafter(member, folder / OWN, target, target.name, tokenizer, "")
         names.append(OWN if member in trained else part)
     (folder / FILE).write_text(json.dumps({"drafter": "+".join(names), "nodes": nodes}) + "\n")
     (folder / "custom_generate").mkdir()
@@ -123,7 +137,7 @@ def write_transformers(
 
 
 def _link(path: Path, to: Path) -> None:
-    """The same file under another name, or a copy where the file system has no such links."""
+    """The same weights under another name, or a copy where the file system has no such links."""
     try:
         os.link(path, to)
     except OSError:
@@ -132,7 +146,7 @@ def _link(path: Path, to: Path) -> None:
 
 def _transformers_commands(folder: Path) -> list[str]:
     return [
-        f"transformers serve {folder} --trust-remote-code   # without --continuous-batching",
+        f"transformers serve {shlex.quote(str(folder))} --trust-remote-code   # without --continuous-batching",
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r})",
         f"model.generate(**inputs, custom_generate={str(folder)!r}, trust_remote_code=True)",
     ]
@@ -149,6 +163,8 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
         if target.lm_head.bias is not None:
             raise ValueError("the target's lm_head has a bias, which Medusa's files do not hold; train drafter=eagle3")
     elif isinstance(drafter, Eagle3):
+        if target.lm_head.bias is not None and drafter.layer.lm_head is None:
+            raise ValueError("the target's lm_head has a bias, which no draft model has; train with drafter.head=own")
         if to == "medusa":
             raise ValueError("an EAGLE-3 layer is no Medusa head; take --to vllm, sglang or speculators")
         if to == "sglang" and drafter.config.norm_before_residual:
@@ -162,7 +178,9 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
                 f"the last, {target.n_layers - 1}; train with lower drafter.layers, or take --to vllm"
             )
     else:
-        raise ValueError(f"{kind} can not be exported to {to}: {_WHY[kind]}; train drafter=eagle3")
+        raise ValueError(
+            f"{kind} can not be exported to {to}: {_WHY.get(kind, 'no engine has a form for it')}; train drafter=eagle3"
+        )
 
 
 def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
@@ -233,20 +251,23 @@ def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 
 
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
-    """What serves the folder."""
+    """What serves the folder. A chain is drafted as deep as the drafter was trained for."""
+    assert isinstance(drafter, (Eagle3, Medusa))
+    at, name = folder.absolute(), shlex.quote(target)
+    inner = at / "vllm" if to == "medusa" else at
+    method = {"method": drafter.kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
+    vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):
-        heads = drafter.config.heads
-        inner = folder / "vllm" if to == "medusa" else folder
-        options = json.dumps({"method": "medusa", "model": str(inner), "num_speculative_tokens": heads})
-        lines = [f"vllm serve {target} --speculative-config '{options}'   # vLLM up to 0.32"]
-        return lines + ([f"text-generation-launcher --model-id {folder / 'tgi'}"] if to == "medusa" else [])
+        lines = [f"{vllm}   # vLLM up to 0.32"]
+        return lines + (
+            [f"text-generation-launcher --model-id {shlex.quote(str(at / 'tgi'))}"] if to == "medusa" else []
+        )
     if to == "speculators":
-        return [f"vllm serve {folder}"]
+        return [f"vllm serve {shlex.quote(str(at))}"]
     if to == "sglang":
         return [
-            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {folder} --speculative-num-steps 5 --speculative-eagle-topk 4 "
-            "--speculative-num-draft-tokens 16"
+            f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {shlex.quote(str(at))} --speculative-num-steps {drafter.depth} "
+            f"--speculative-eagle-topk {drafter.config.width} --speculative-num-draft-tokens 16"
         ]
-    options = json.dumps({"method": "eagle3", "model": str(folder), "num_speculative_tokens": 3})
-    return [f"vllm serve {target} --speculative-config '{options}'"]
+    return [vllm]

@@ -236,13 +236,18 @@ def _stop_strings(tokenizer: Tokenizer, strings: str | list[str]) -> StopStringC
     for string in strings:
         if not string:
             raise ValueError("stop_strings holds an empty string; give at least one character")
-        try:
-            ids = tokenizer(string, add_special_tokens=False)["input_ids"]
-        except TypeError:  # no Unicode text: a lone surrogate
-            ids = []
-        if not ids or string not in tokenizer.decode(ids):
+        if not spells(tokenizer, string):
             raise ValueError(f"stop_strings: the tokenizer can not produce {string!r}; it would never stop anything")
     return StopStringCriteria(tokenizer, list(strings))
+
+
+def spells(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether some sequence of a tokenizer's tokens gives this text."""
+    try:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    except TypeError:  # no Unicode text: a lone surrogate
+        return False
+    return bool(ids) and text in tokenizer.decode(ids)
 
 
 def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int) -> tuple[Tensor, ...]:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import EvalResult, HfApi, ModelCard, snapshot_download
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from selfspec.checkpoint import read_meta
-from selfspec.log import Figures
+from selfspec.log import Figures, atomic
 
 _MEASURED = "## Measured"
 
 
-def fetch(name: str, revision: str | None = None) -> Path:
-    """The folder of a hub repository, from the cache where it is there and nothing newer can be asked for.
+def fetch(name: str, revision: str | None = None, parts: str | None = None) -> Path:
+    """The folder of a hub repository: downloads what the cache lacks; without a connection the cached copy is used.
+    parts: only files of this pattern.
 
     Raises FileNotFoundError where the hub has none of this name, or can not be asked.
     """
     try:
-        return Path(snapshot_download(name, revision=revision))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=parts))
     except (OSError, HFValidationError) as error:
         told = str(error).strip().splitlines()
         at = f" at revision {revision!r}" if revision is not None else ""
@@ -47,10 +49,10 @@ def measured(results: Sequence[Path], folder: Path) -> list[Figures]:
             try:
                 point = json.loads(path.read_text())
                 own = Path(point["config"]["drafter"])
-                float(point["speculative"]["acceptance_length"])
+                _table([point]), _index(point)
             except FileNotFoundError:
                 raise
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} holds no figures of eval/decode.py with its speculative arm") from error
             if folder.resolve() not in (own.resolve(), (own / "drafter").resolve()):
                 raise ValueError(f"{path} was measured with drafter={str(own)!r}, not with {str(folder)!r}")
@@ -62,16 +64,18 @@ def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
     """Write what is to be uploaded: the drafter's own files, and its card with the table of `points`, the same figures
     as the hub's model-index and the target's name."""
     meta = read_meta(source)
-    shutil.copytree(source, folder, dirs_exist_ok=True)
     path = folder / "README.md"
-    card = ModelCard.load(path)
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    card = ModelCard(path.read_text() if path.is_file() else f"---\nlibrary_name: selfspec\n---\n# {meta['kind']}\n")
     card.text = card.text.split(_MEASURED)[0].rstrip() + "\n"
-    card.data.base_model = meta["target"]["name"]
-    card.data.pipeline_tag = "text-generation"
+    data: ModelCardData = card.data  # type: ignore[assignment]
+    target = meta["target"]["name"]  # the hub takes the name of a repository alone, not a path
+    data.base_model = target if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists() else None
+    data.pipeline_tag = "text-generation"
     if points:
         card.text += f"\n{_MEASURED}\n\n{_table(points)}\n"
-        card.data.model_name = f"{meta['kind']} drafter"
-        card.data.eval_results = [result for point in points for result in _index(point)]
+        data.model_name = f"{meta['kind']} drafter"
+        data.eval_results = [result for point in points for result in _index(point)]
     path.write_text(str(card))
 
 
@@ -130,7 +134,8 @@ def push(
     if dry_run is not None:
         if dry_run.exists():
             raise ValueError(f"dry_run={str(dry_run)!r} exists; give a new folder")
-        prepare(source, dry_run, points)
+        with atomic(dry_run) as folder:
+            prepare(source, folder, points)
         return str(dry_run)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "drafter"

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from selfspec.api import NODES, load
+from selfspec.hf import spells
 from selfspec.log import Figures, one_line
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f'{error}; pip install "selfspec[lm-eval]"') from error
 
 
 @register_model("selfspec")
@@ -59,7 +64,7 @@ class Harness(HFLM):
         out = self.model.generate(
             context,
             max_length=max_length,
-            stop_strings=[text for text in stop if self._spelled(text)] or None,
+            stop_strings=[text for text in stop if spells(self.tokenizer, text)] or None,  # it cuts at all afterwards
             pad_token_id=self.tokenizer.pad_token_id,
             custom_generate=self.spec,
             nodes=self.nodes,
@@ -71,10 +76,6 @@ class Harness(HFLM):
         self.counted["passes"] += out.stats.passes
         sequences: Tensor = out.sequences
         return sequences
-
-    def _spelled(self, text: str) -> bool:
-        """Whether the tokenizer can produce this text; the harness cuts at all stop strings afterwards anyway."""
-        return bool(text) and text in self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def get_model_info(self) -> Figures:
         told = {"drafter": self.drafter, "nodes": self.nodes, **self.counted}
@@ -93,6 +94,8 @@ def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
     counted = json.loads(files[-1].read_text())["config"].get("selfspec")
     if counted is None:
         raise ValueError(f"{files[-1]} is of another model; run with --model selfspec")
+    if not counted["tokens"]:
+        raise ValueError(f"{files[-1]} holds no task that generates; give one, such as --tasks gsm8k")
     answers: dict[str, list[str]] = {}
     stamp = files[-1].stem.removeprefix("results_")
     for path in samples:

@@ -150,12 +150,18 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
             f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
             "or lookahead, which need no training (join several by +)"
         )
-    fetched = fetch(name, revision)
-    if (found := _within(fetched)) is None:
+    seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
+    if (found := _within(seen)) is None:
         raise FileNotFoundError(
             f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
         )
-    return found
+    inner = found.relative_to(seen)
+    return fetch(name, revision, None if inner == Path() else f"{inner}/*") / inner
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name can only be a hub id."""
+    return not Path(resolve(name)).exists() and not _is_path(name)
 
 
 def _within(home: Path) -> Path | None:
@@ -164,14 +170,6 @@ def _within(home: Path) -> Path | None:
         if (folder / "drafter.json").is_file() or published(folder):
             return folder
     return None
-
-
-def checkpoint_folder(name: str, revision: str | None = None) -> Path | None:
-    """Where the one trained drafter of this name lies; None for several joined, and for other forms."""
-    if len(member_names(name)) > 1 or untrained(name) is not None:
-        return None
-    folder = drafter_folder(name, revision)
-    return folder if (folder / "drafter.json").is_file() else None
 
 
 def member_names(name: str) -> list[str]:
@@ -198,18 +196,20 @@ def untrained(name: str) -> type[Drafter] | None:
     return kind
 
 
-def _one(name: str, target: Target, tokenizer: Tokenizer | None, revision: str | None) -> Drafter:
+def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None) -> Drafter:
     if (kind := untrained(name)) is not None:
         return kind(target, config_class(kind)()).eval()  # type: ignore[arg-type]
-    folder = drafter_folder(name, revision)
+    folder = folder or drafter_folder(name)
     if (folder / "drafter.json").is_file():
         return load_drafter(folder, target, tokenizer)
     return read_published(folder, target)
 
 
-def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None, revision: str | None = None) -> Drafter:
+def find_drafter(
+    name: str, target: Target, tokenizer: Tokenizer | None = None, folders: dict[str, Path] | None = None
+) -> Drafter:
     """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
-    of several of these joined by "+", which share one tree.
+    of several of these joined by "+", which share one tree. folders: where checkpoints lie, as far as it is known.
 
     Raises ValueError for a checkpoint of another target, a kind that has to be trained, a name given twice, and members
     that can not share a tree; FileNotFoundError for a name that stands for nothing.
@@ -219,7 +219,7 @@ def find_drafter(name: str, target: Target, tokenizer: Tokenizer | None = None, 
         raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
     if len(set(names)) < len(names):
         raise ValueError(f"drafter={name!r} names a drafter twice")
-    members = {one: _one(one, target, tokenizer, revision) for one in names}
+    members = {one: _one(one, (folders or {}).get(one), target, tokenizer) for one in names}
     return joined(target, members)
 
 
@@ -241,13 +241,17 @@ def load_pair(
     engine: str = "eager",
     revision: str | None = None,
     **loading: Any,
-) -> tuple[Target, Drafter, Tokenizer | None]:
-    """A target, a drafter for it and the tokenizer (None where there is none). The target is the one given or the one
-    that the first trained drafter names. revision: of a drafter on the hub.
+) -> tuple[Target, Drafter, Tokenizer | None, Path | None]:
+    """A target, a drafter for it, the tokenizer (None where there is none), and the folder of a single checkpoint. The
+    target is the one given or the one that the first trained drafter names. revision: of a drafter on the hub.
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
-    folders = [drafter_folder(name, revision) for name in member_names(drafter) if name and untrained(name) is None]
+    names = [name for name in member_names(drafter) if name and untrained(name) is None]
+    if revision is not None and not any(_on_hub(name) for name in names):
+        raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
+    found = {name: drafter_folder(name, revision) for name in names}
+    folders = list(found.values())
     own = [folder for folder in folders if (folder / "drafter.json").is_file()]
     meta: Figures = {}
     if own:
@@ -261,4 +265,5 @@ def load_pair(
     frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
     for folder in own:
         check_tokenizer(folder, read_meta(folder), tokenizer)
-    return frozen, find_drafter(drafter, frozen, tokenizer, revision), tokenizer
+    home = own[0] if own and len(member_names(drafter)) == 1 else None
+    return frozen, find_drafter(drafter, frozen, tokenizer, found), tokenizer, home

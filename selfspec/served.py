@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
+from selfspec.hub import fetch
 from selfspec.loading import find_drafter, joined, load_target
 from selfspec.log import Figures
 
 FILE = "selfspec.json"
 OWN = "drafter"  # the folder's own, beside kinds that train nothing
+_OPENING = Lock()
 
 
 class _Kept:
-    """A Spec that is kept with its model; copies of the model's structure do not copy it."""
+    """A Spec and its default nodes, kept with the model. Copying the model does not copy them."""
 
     def __init__(self, spec: Spec, nodes: int | str | None) -> None:
         self.spec, self.nodes = spec, nodes
@@ -32,14 +35,18 @@ class _Kept:
 
 def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: Any) -> Any:
     """`model.generate(inputs, **arguments)` by speculative decoding, for a model that was loaded from an exported
-    folder. The first call loads the drafter. Further arguments: seed and nodes (see `Spec.__call__`).
+    folder. The first call loads the drafter and freezes the model. Further arguments: seed and nodes (see
+    `Spec.__call__`).
 
     Raises ValueError for a model from elsewhere, and for what speculative decoding can not serve.
     """
-    kept: _Kept | None = vars(model).get("_selfspec")
-    if kept is None:
-        kept = _opened(model)
-        vars(model)["_selfspec"] = kept
+    with _OPENING:
+        kept: _Kept | None = vars(model).get("_selfspec")
+        if kept is None or kept.spec.target.model is not model:  # a copy of the model has the original's
+            kept = _opened(model)
+            vars(model)["_selfspec"] = kept
+    for name in ("custom_generate", "trust_remote_code"):  # which led here
+        arguments.pop(name, None)
     if arguments.get("nodes") is None:
         arguments["nodes"] = kept.nodes
     config = arguments.get("generation_config")
@@ -55,9 +62,7 @@ def _opened(model: PreTrainedModel) -> _Kept:
     name = str(model.config.name_or_path)
     folder = Path(name)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(name, revision=getattr(model.config, "_commit_hash", None)))
+        folder = fetch(name, getattr(model.config, "_commit_hash", None))
     if not (folder / FILE).is_file():
         raise ValueError(
             f"the model was loaded from {name!r}, which is no folder that python -m selfspec export --to transformers "

@@ -58,8 +58,13 @@ class Hub:
             name = f"{asked.get('organization') or 'user'}/{asked['name']}"
             self.files.setdefault((name, "main"), {})
             to.answer({"url": f"{self.url}/{name}", "name": name})
-        elif path in ("/api/whoami-v2", "/api/validate-yaml"):
-            to.answer({"name": "user", "type": "user", "errors": [], "warnings": []})
+        elif path == "/api/validate-yaml":
+            named = re.search(r"^base_model: (.*)$", json.loads(body)["content"], re.MULTILINE)
+            bad = named is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", named[1])
+            told = [{"message": '"base_model" must be a repository\'s name'}] if bad else []
+            to.answer({"errors": told, "warnings": []}, 400 if bad else 200)
+        elif path == "/api/whoami-v2":
+            to.answer({"name": "user", "type": "user"})
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", path):
             self.files.setdefault((found[1], found[2]), dict(self.files[found[1], "main"]))
             to.answer({})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, randomize, tiny_model
+from conftest import VOCAB, Watch, randomize, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,6 +19,8 @@ import selfspec
 from selfspec import export as exporting
 from selfspec.checkpoint import save_drafter
 from selfspec.core.cache import TextCache
+from selfspec.core.generate import speculative
+from selfspec.core.options import Options
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
@@ -44,6 +46,17 @@ CASES: dict[str, Eagle3Config] = {
         llama={"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
     ),
     "yarn": Eagle3Config(
+        layers=[1],
+        llama={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama3": Eagle3Config(
         layers=[1],
         llama={
             "intermediate_size": 20,
@@ -93,9 +106,10 @@ def saved(config: Any, folder: Path) -> tuple[str, Target, Drafter]:
 
 
 def draft(drafter: Drafter, target: Target) -> Any:
-    """What a drafter proposes: how far its trees are accepted behind one prompt."""
-    spec = selfspec.api.Spec(target, drafter)
-    return spec.generate([tokens()[0, :9].tolist()], 24, nodes=8).stats.acceptance_length
+    """Every tree that a drafter proposes behind one prompt."""
+    watch = Watch(drafter)
+    speculative(target, [tokens()[0, :9].tolist()], Options(12), watch, 8)
+    return [(tree.tokens.tolist(), tree.parents.tolist()) for _, tree in watch.seen]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -165,6 +179,7 @@ PLANTED = {
     "biases": (lambda p: altered(p, attention_bias=True), "missing tensors"),
     "heads": (lambda p: altered(p, num_attention_heads=2, num_key_value_heads=1, head_dim=16), "logits differ"),
     "eps": (lambda p: altered(p, rms_norm_eps=0.1), "logits differ"),
+    "theta": (lambda p: altered(p, rope_theta=99.0, rope_parameters={"rope_theta": 99.0}), "logits differ"),
     "inner size": (lambda p: altered(p, intermediate_size=47), "its config says"),
 }
 
@@ -293,6 +308,8 @@ def check_eagle3_of(out: Path, spec: Any) -> None:
         (lambda p: altered(p, vocab_size=60), "vocab_size is 60"),
         (lambda p: altered(p, num_hidden_layers=2), "one layer with silu"),
         (lambda p: altered(p, hidden_act="gelu"), "one layer with silu"),
+        (lambda p: altered(p, **{IDS: ["a"]}), "must be a list of whole numbers"),
+        (lambda p: altered(p, rope_parameters={"rope_type": "odd", "rope_theta": 1.0}), "rope_type='odd' must be one"),
         (lambda p: altered(p, num_attention_heads="4"), "num_attention_heads='4' must be a whole number"),
         (lambda p: altered(p, **{IDS: [1, 9]}), "one less throughout"),
         (lambda p: (p / "config.json").write_text("{"), "is no JSON"),
@@ -307,6 +324,52 @@ def test_a_damaged_folder_is_refused(change: Any, message: str, folder: Path) ->
         find_drafter(str(out), target)
 
 
+def test_a_map_that_leads_nowhere_is_refused(folder: Path) -> None:
+    out, target = published(folder, CASES["few"])
+    found = load_file(out / "model.safetensors")
+    save_file({**found, "d2t": found["d2t"] + VOCAB}, out / "model.safetensors")
+    with pytest.raises(ValueError, match=r"d2t leads to tokens from \d+ to \d+; it must hold"):
+        find_drafter(str(out), target)
+
+
+def test_keys_that_a_llama_may_leave_out(folder: Path) -> None:
+    sizes = {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-6}
+    out, target = published(folder, Eagle3Config(layers=[1], llama=sizes))
+    config = json.loads((out / "config.json").read_text())
+    for name in sizes:
+        del config[name]
+    (out / "config.json").write_text(json.dumps(config))
+    again = find_drafter(str(out), target)
+    assert isinstance(again, Eagle3)
+    assert {name: again.config.llama[name] for name in sizes} == sizes
+
+
+def test_a_draft_goes_beyond_its_own_positions(folder: Path) -> None:
+    """A draft model's short limit does not move what it drafts for a long text."""
+    _, target, drafter = saved(Eagle3Config(layers=[1], llama={"max_position_embeddings": 16}), folder)
+    _, _, wide = saved(Eagle3Config(layers=[1]), folder)
+    watch = [Watch(drafter), Watch(wide)]
+    for one in watch:
+        speculative(target, [tokens()[0].tolist()], Options(8), one, 8)
+    first, second = ([tree.tokens.tolist() for _, tree in one.seen] for one in watch)
+    assert first == second
+
+
+def test_a_head_with_a_bias(folder: Path) -> None:
+    model = tiny_model("llama", torch.float32)
+    model.lm_head = torch.nn.Linear(32, VOCAB, bias=True)
+    target = Target(model)
+    with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
+        Eagle3(target, Eagle3Config(layers=[1], vocabulary=20))
+    for kind, message in (
+        (Eagle3(target, Eagle3Config(layers=[1])), "no draft model has"),
+        (of(MedusaConfig(), target), "has a bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exporting.refuse(kind, target, "vllm")
+    exporting.refuse(Eagle3(target, Eagle3Config(layers=[1], head="own")), target, "vllm")
+
+
 def test_other_embeddings_are_refused(folder: Path) -> None:
     out, target = published(folder, CASES["portable"])
     found = load_file(out / "model.safetensors")
@@ -315,7 +378,7 @@ def test_other_embeddings_are_refused(folder: Path) -> None:
         find_drafter(str(out), target)
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [form for form in FORMATS if form != "transformers"])
 def test_drafters_that_no_engine_serves_are_refused(to: str, folder: Path) -> None:
     source, _, _ = saved(FeatureConfig(layers=[0, 1]), folder)
     with pytest.raises(ValueError, match=r"feature can not be exported .* train drafter=eagle3"):
@@ -328,6 +391,7 @@ def test_drafters_that_no_engine_serves_are_refused(to: str, folder: Path) -> No
     [
         ({"to": "onnx"}, "--to 'onnx' must be one of vllm"),
         ({"out": "."}, "exists; give a new folder"),
+        ({"nodes": 8}, "--nodes 8: a number above 0 or auto, with --to transformers"),
         ({"out": "no/where"}, "does not exist"),
         ({"to": "medusa"}, "is no Medusa head"),
         ({"name": "nothing/at/all"}, "no drafter at 'nothing/at/all'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -62,6 +63,8 @@ def test_generate_with_the_folder_speculates(folder: Path, plain: PreTrainedMode
         by_name.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True),
         trusted.generate(**asked, **told),
         trusted.generate(asked["input_ids"], **told, nodes=4),
+        trusted.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True),
+        copy.deepcopy(trusted).generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True),
     ):
         assert torch.equal(out.sequences, wanted)
         assert out.stats.passes < out.stats.tokens
@@ -81,6 +84,23 @@ def test_the_example_of_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_from_elsewhere_is_refused(plain: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match=r"selfspec.json is missing"):
         generate(plain, torch.tensor([[1, 2]]))
+
+
+def test_an_exported_folder_can_be_exported_from(folder: Path, tmp_path: Path) -> None:
+    before = (folder / "selfspec.json").read_text()
+    export(str(folder), "transformers", tmp_path / "again", nodes=4)
+    assert json.loads((tmp_path / "again/selfspec.json").read_text()) == {"drafter": "drafter", "nodes": 4}
+    assert (folder / "selfspec.json").read_text() == before
+
+
+def test_a_target_without_safetensors_is_refused(heads_folder: Path, tiny_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "t")
+    (tmp_path / "t/model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "t/pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"has no config.json and safetensors files"):
+        export(str(heads_folder), "transformers", tmp_path / "out", str(tmp_path / "t"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_altered_target_is_refused(folder: Path, tmp_path: Path) -> None:

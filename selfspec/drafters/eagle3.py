@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, layer_config
@@ -55,7 +54,7 @@ class Eagle3(Unrolled):
     def __init__(self, target: Target, config: Eagle3Config) -> None:
         super().__init__(target, config)
         n = target.n_layers
-        usual = {1, n // 2 - 1, n - 4} if n >= 8 else {min(1, n - 1), n // 2, max(n - 2, 0)}
+        usual = {1, n // 2 - 1, n - 4} if n >= 7 else {min(1, n - 1), n // 2, max(n - 2, 0)}
         self.reads = config.read_layers(target, usual)
         own = config.head == "own"
         rows = config.vocabulary if own and config.vocabulary is not None else target.vocab_size
@@ -70,8 +69,9 @@ class Eagle3(Unrolled):
             config.norm_output,
             own,
         )
-        self.target_head = view(target.lm_head)
-        self._start_head(torch.arange(rows, device=target.device))
+        self.layer.start_head(torch.arange(rows, device=target.device))
+        if config.vocabulary is not None and not own:
+            self.check_head()
 
     @property
     def head(self) -> nn.Linear:
@@ -79,10 +79,4 @@ class Eagle3(Unrolled):
 
     def drafts_only(self, ids: Tensor) -> None:
         super().drafts_only(ids)
-        self._start_head(ids)
-
-    @torch.no_grad()
-    def _start_head(self, ids: Tensor) -> None:
-        """A head of its own begins as the target's rows of these tokens."""
-        if self.layer.lm_head is not None:
-            self.layer.lm_head.weight.copy_(self.target_head.weight[ids])
+        self.layer.start_head(ids)

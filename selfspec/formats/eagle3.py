@@ -15,7 +15,7 @@ import torch
 
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.drafters.parts.eagle3_layer import OWN, layer_config
+from selfspec.drafters.parts.eagle3_layer import OWN
 from selfspec.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.log import Figures
 
@@ -39,11 +39,13 @@ def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name:
         state["d2t"] = ids - torch.arange(len(ids))
         state["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True)
     config = _config(drafter, target, None if "d2t" not in state else len(state["d2t"]), dtype)
-    write_files(folder, config if form == "plain" else _speculators(config, target, target_name), state)
+    if form == "speculators":
+        config = _speculators(config, target, target_name, drafter.depth)
+    write_files(folder, config, state)
 
 
 def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype) -> Figures:
-    own, config = layer_config(target, drafter.config.llama, target.vocab_size), drafter.config
+    own, config = drafter.layer.config, drafter.config
     rope: dict[str, Any] = {**(own.rope_parameters or {})}
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
@@ -73,10 +75,10 @@ def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype
     }
 
 
-def _speculators(plain: Figures, target: Target, target_name: str) -> Figures:
+def _speculators(plain: Figures, target: Target, target_name: str, depth: int) -> Figures:
     outer = ("architectures", "draft_vocab_size", "tie_word_embeddings", "rope_theta", "rope_scaling", "eagle_config")
     inner = [name for name in plain if name not in (*outer, *FLAGS, IDS)]
-    steps = {"proposal_type": "greedy", "speculative_tokens": 5}
+    steps = {"proposal_type": "greedy", "speculative_tokens": depth}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -116,8 +118,10 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
 
     Raises ValueError for lists that contradict each other, are not ascending, or name a layer there is not.
     """
-    nested = (config.get("eagle_config") or {}).get(IDS)
-    states = config.get(IDS)
+    nested, states = (config.get("eagle_config") or {}).get(IDS), config.get(IDS)
+    for found in (nested, states):
+        if found is not None and not (isinstance(found, list) and all(isinstance(v, int) for v in found)):
+            raise ValueError(f"{folder}/config.json: {IDS}={found!r} must be a list of whole numbers")
     if states is None:
         states = [2, layers // 2, layers - 3] if nested is None else [layer + 1 for layer in nested]
     elif nested is not None and [layer + 1 for layer in nested] != states:
@@ -186,7 +190,9 @@ def read(folder: Path, target: Target) -> Eagle3:
             f"{folder}/config.json: num_hidden_layers={config.get('num_hidden_layers')}, hidden_act="
             f"{config.get('hidden_act')!r}; one layer with silu can be read"
         )
-    config.setdefault("head_dim", target.hidden_size // number(config, "num_attention_heads", folder))
+    heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
+    usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    config |= {name: value for name, value in usual.items() if config.get(name) is None}
     layers = layers_read(config, target.n_layers, folder)
     embeddings = tensors.pop("embed_tokens.weight", None)
     theirs = target.model.get_input_embeddings().weight
@@ -195,7 +201,12 @@ def read(folder: Path, target: Target) -> Eagle3:
             f"{path}: embed_tokens.weight differs from the target's; selfspec drafts with the target's own"
         )
     if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
-        ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
+            raise ValueError(
+                f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft "
+                f"token's distance to a token of the target, 0 to {target.vocab_size - 1}"
+            )
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].to(torch.int64)

@@ -50,18 +50,18 @@ def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -
 def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str, Tensor]:
     """All tensors of the heads, in the target's saved dtype; LoRA is folded into a full projection for each head."""
     found, dtype = dict[str, Tensor](), target.saved_dtype
-    projections: Tensor
-    if drafter.shared is None:
-        projections = drafter.full
-    else:
-        a, b = drafter.shared.weights()  # [K, H, r], [K, r, V]
-        projections = drafter.shared.base.weight.float() + (a.float() @ b.float()).mT
+    lora = None if drafter.shared is None else drafter.shared.weights()  # [K, H, r], [K, r, V]
     for i in range(drafter.config.heads):
+        if lora is None:
+            projection = drafter.full[i]
+        else:
+            assert drafter.shared is not None
+            projection = drafter.shared.base.weight.float() + (lora[0][i].float() @ lora[1][i].float()).T
         for j in range(drafter.config.blocks):
             name = block.format(i=i, j=j)
             found[f"{name}.weight"] = drafter.weight[j, i].to(dtype)
             found[f"{name}.bias"] = drafter.bias[j, i, 0].to(dtype)
-        found[head.format(i=i)] = projections[i].to(dtype)
+        found[head.format(i=i)] = projection.to(dtype)
     return found
 
 

@@ -6,7 +6,9 @@ Exports are held against it. It shares no code with the drafters, nor with what 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -15,14 +17,12 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention,
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-Figures = dict[str, object]
-
 
 @torch.no_grad()
 def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, root: int, steps: int) -> list[Tensor]:
-    """Logits [V] of an EAGLE-3 folder behind `tokens`[:root + 2], then behind one more token each, `steps` in all: what
-    a chain draft sees that happens to follow the text. reader: vllm, or sglang, which takes the layers from another key
-    and knows no normed residual. float32."""
+    """Logits [V] of `steps` draft steps of an EAGLE-3 folder, in float32. The first follows `tokens`[:root + 2]; each
+    later step appends the text's next token, as if it had been drafted. reader: vllm, or sglang, which takes the layers
+    from another key and knows no normed residual."""
     config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     w = {name: t.float() if t.is_floating_point() else t for name, t in w.items()}
     inner = config.get("transformer_layer_config", config)
@@ -44,17 +44,13 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
     if flags["fc_norm"]:
         f = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(f.chunk(len(aux), -1))], -1)
     states = linear(f, w["fc.weight"])
-    rope = {"rope_theta": config.get("rope_theta"), **(inner.get("rope_parameters") or {})}
     heads, keys, width = (inner[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    turn = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=width, max_position_embeddings=inner["max_position_embeddings"], rope_parameters=rope)
-    )
-    embed = next(model.get_input_embeddings().parameters()).float()
+    embed = next(model.get_input_embeddings().parameters()).float().cpu()
     past: list[tuple[Tensor, Tensor]] = []
     given, after, result = states, tokens[0, 1 : root + 2], []
     for step in range(steps):
         positions = torch.arange(len(given))[None] if step == 0 else torch.tensor([[root + step]])
-        cos, sin = turn(given, positions)
+        cos, sin = turns(config, inner, positions)
         e, n = norm(embedding(after, embed), "midlayer.input_layernorm"), norm(given, "midlayer.hidden_norm")
         both = torch.cat([e, n], -1)
         q = rotated(project(both, "self_attn.q_proj").unflatten(-1, (heads, width)).transpose(0, 1), cos, sin)
@@ -77,7 +73,7 @@ def logits(hidden: Tensor, model: PreTrainedModel, w: dict[str, Tensor]) -> Tens
     """Of all tokens, from the file's own head (those it can not draft are -inf) or the target's."""
     head = model.get_output_embeddings()
     if "lm_head.weight" not in w:
-        return linear(hidden, head.weight.float(), None if head.bias is None else head.bias.float())
+        return linear(hidden, head.weight.float().cpu())
     found = linear(hidden, w["lm_head.weight"])
     if "d2t" not in w:
         return found
@@ -95,6 +91,23 @@ def hidden_states(model: PreTrainedModel, tokens: Tensor) -> list[Tensor]:
     finally:
         hook.remove()
     return [state.cpu() for state in (*out.hidden_states[:-1], last[0])]
+
+
+def turns(config: dict[str, Any], inner: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions [1, n, width]. Scaled kinds other than llama3 are transformers' own."""
+    rope = {"rope_theta": config.get("rope_theta"), **(inner.get("rope_parameters") or {})}
+    width, kind, most = inner["head_dim"], rope.get("rope_type", "default"), inner["max_position_embeddings"]
+    if kind not in ("default", "llama3"):
+        made = LlamaConfig(head_dim=width, max_position_embeddings=most, rope_parameters=rope)
+        return LlamaRotaryEmbedding(made)(torch.zeros(1), positions)
+    frequency = rope["rope_theta"] ** -(torch.arange(0, width, 2).float() / width)
+    if kind == "llama3":
+        turns_before = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the original length
+        low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+        share = ((turns_before - low) / (high - low)).clamp(0, 1)  # 0: slow, divided by factor; 1: fast, as it is
+        frequency = (1 - share) * frequency / factor + share * frequency
+    angles = positions[..., None].float() * torch.cat([frequency, frequency])
+    return angles.cos(), angles.sin()
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def read(folder: Path, target: Target) -> Mask:
     modules = config.get("target_modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"{folder}/{NAME}: target_modules={modules!r} must be a list of names")
-    rank, alpha = number(config, "r", folder, NAME), float(config.get("lora_alpha") or 0)
+    rank, alpha = number(config, "r", folder, NAME), number(config, "lora_alpha", folder, NAME)
     tensors = {name.removeprefix("base_model.model."): t for name, t in read_tensors(path).items()}
     names = sorted({name.rsplit(".", 1)[-1] for name in modules})
     drafter = Mask(target, MaskConfig(masks=_ROWS, passes=2, rank=rank, maps=names, correction=0))

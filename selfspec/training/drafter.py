@@ -19,7 +19,7 @@ from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.unrolled import Unrolled
-from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.parts.views import Block
 from selfspec.log import Figures, RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
@@ -232,7 +232,7 @@ def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopCon
 def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
     """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
     ValueError, with `name`, where they are not of the same kind and shapes."""
-    own, given = drafter.trained(), source.trained()
+    own, given = ({**d.trained(), **dict(d.named_buffers(recurse=False))} for d in (drafter, source))
     shapes = [{key: list(p.shape) for key, p in found.items()} for found in (own, given)]
     if drafter.kind != source.kind or shapes[0] != shapes[1]:
         odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
@@ -243,9 +243,6 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
         )
     for key, p in own.items():
         p.copy_(given[key])
-    if isinstance(drafter, Unrolled) and isinstance(source, Unrolled) and drafter.vocabulary is not None:
-        assert source.vocabulary is not None
-        drafter.vocabulary.copy_(source.vocabulary)
 
 
 def agree(settings: dict[str, object]) -> None:
@@ -281,7 +278,7 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     for name, length in lengths.items():
         if length < least:
             raise ValueError(f"{name}={length} is too short: this {drafter.kind} drafter needs {least} tokens")
-    full = any(isinstance(module, Tail) and module.full for module in drafter.modules())
+    full = any(isinstance(module, Block) and module.full for module in drafter.modules())
     if full and target.dtype == torch.float16:
         raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
     if full and target.dtype == torch.bfloat16 and loop.precision == "no":

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from selfspec.core.engine import Engine
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Ready
@@ -47,6 +48,8 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     rope = rope.get("full_attention", rope)  # of families whose layer types differ
     if rope.get("rope_type") not in _ROPES or "partial_rotary_factor" in rope:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    if (asked := (own.get("rope_parameters") or rope).get("rope_type")) not in _ROPES:
+        raise ValueError(f"drafter.llama.rope_parameters: rope_type={asked!r} must be one of {', '.join(_ROPES)}")
     found = {
         "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
         "num_attention_heads": heads,
@@ -78,8 +81,21 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     return made
 
 
+class _NoEmbedding(nn.Module):
+    """Stands for the draft model's embeddings: what enters its layers comes with the cache."""
+
+    def __init__(self, hidden: int, like: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.__dict__["like"] = hidden, like
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = next(self.__dict__["like"].parameters())
+        return torch.zeros(*ids.shape, self.hidden, dtype=weight.dtype, device=weight.device)
+
+
 class _Read(nn.Module):
-    """Layer 0 of the draft model, which never runs on text: states and embeddings enter behind it, side by side."""
+    """Stands for layer 0, so that the draft layer is layer 1 and takes its input from the cache. It runs only when the
+    shapes of keys and values are found."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return torch.cat([hidden_states, hidden_states], -1)
@@ -115,8 +131,9 @@ class DraftLayer(nn.Module):
 
 
 class _DraftBlock(Block):
-    """The layer with its final norm and lm_head, as a stock model of which only these run. Nothing but views of the
-    target's embeddings (and lm_head) is shared with it."""
+    """The layer with its final norm and lm_head, as a stock model of which only these run."""
+
+    full = True
 
     def __init__(
         self, target: Target, config: LlamaConfig, layer: DraftLayer, norm: LlamaRMSNorm, head: nn.Module
@@ -128,10 +145,15 @@ class _DraftBlock(Block):
         model.model.layers = nn.ModuleList([_Read(), layer])
         model.model.norm = norm
         model.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.device)
-        model.set_input_embeddings(view(target.model.get_input_embeddings()))
+        model.set_input_embeddings(_NoEmbedding(config.hidden_size, norm))
         model.set_output_embeddings(head)
-        trained = Target(model, frozen=False, tuples=False, engine=target.engine)
-        self._views = {True: trained}  # by whether it trains; a dict, so that they are no submodules
+        self._most = target.max_positions  # not its own, which a long text may exceed
+        self._views = {True: self._opened(model, target.engine)}  # by whether it trains; a dict: they are no submodules
+
+    def _opened(self, model: LlamaForCausalLM, engine: Engine | None) -> Target:
+        made = Target(model, frozen=False, tuples=False, engine=engine)
+        made.max_positions = self._most
+        return made
 
     @property
     def target(self) -> Target:
@@ -149,7 +171,7 @@ class _DraftBlock(Block):
                         if parameter.dtype != self.dtype:
                             cast = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
                             setattr(part, name, cast)
-            self._views[False] = Target(model, frozen=False, tuples=False, engine=trained.engine)
+            self._views[False] = self._opened(model, trained.engine)
             if old is not None:
                 old.forget()
         return self
@@ -176,7 +198,7 @@ class Eagle3Layer(FeatureLayer):
     ) -> None:
         """config: see `layer_config`; dtype: of what is trained; the flags are those of vLLM's config."""
         super().__init__()
-        self.layers, self.norm_output, hidden = layers, norm_output, target.hidden_size
+        self.layers, self.norm_output, self.config, hidden = layers, norm_output, config, target.hidden_size
         made: dict[str, Any] = {"device": target.device, "dtype": dtype}
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
         self.midlayer = DraftLayer(config, norm_before_residual)
@@ -187,14 +209,14 @@ class Eagle3Layer(FeatureLayer):
         self.to(**made)
         self.start_from(target)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
-        self.shared_head = view(target.lm_head) if self.lm_head is None else None
+        self.target_head = view(target.lm_head)
         self.draft = _DraftBlock(target, config, self.midlayer, self.norm, self.head)
         self.ready: Ready | None = None
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Before training: the target's last layer on the last feature, blind for the token after it. What has no
-        counterpart there of the same shape starts at random."""
+        """Initial weights: the target's last layer, applied to the highest feature. Weights that read the next token's
+        embedding start at zero, and matrices without a counterpart of the same shape at random."""
         hidden = target.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
@@ -212,10 +234,10 @@ class Eagle3Layer(FeatureLayer):
                 nn.init.normal_(module.weight, std=hidden**-0.5)
             if module.bias is not None:
                 module.bias.zero_()
-        norms = {"hidden_norm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
-        for own, name in norms.items():
-            _copy_scale(getattr(self.midlayer, own), theirs.get(name))
-        _copy_scale(self.norm, getattr(target.decoder, "norm", None))
+        after = theirs.get("pre_feedforward_layernorm", theirs.get("post_attention_layernorm"))
+        _copy_scale(self.midlayer.hidden_norm, theirs.get("input_layernorm"), target.dtype)
+        _copy_scale(self.midlayer.post_attention_layernorm, after, target.dtype)
+        _copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
 
     @property
     def block(self) -> Block:
@@ -224,7 +246,13 @@ class Eagle3Layer(FeatureLayer):
     @property
     def head(self) -> nn.Linear:
         """What maps to logits: the target's lm_head, or its own."""
-        return self.shared_head if self.lm_head is None else self.lm_head  # type: ignore[return-value]
+        return self.target_head if self.lm_head is None else self.lm_head
+
+    @torch.no_grad()
+    def start_head(self, ids: Tensor) -> None:
+        """A head of its own begins as the target's rows of these tokens, int64."""
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self.target_head.weight[ids])
 
     def train(self, mode: bool = True) -> Eagle3Layer:
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
@@ -251,10 +279,12 @@ def _normed(norm: nn.Module, states: Tensor) -> Tensor:
     return norm(states).to(states.dtype)  # type: ignore[no-any-return]
 
 
-def _copy_scale(norm: nn.Module, theirs: nn.Module | None) -> None:
-    """The scale of another norm, as it acts: some families keep it less one."""
-    if theirs is None or isinstance(theirs, nn.LayerNorm):
+def _copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
+    """The scale of a target's norm as it acts. Some families keep it less one, some take the mean away, some add a
+    bias; numbers of size one and mean zero, and their opposites, show the scale alone."""
+    if theirs is None:
         return
-    weight = next(theirs.parameters())
-    into: Tensor = next(norm.parameters())
-    into.copy_(theirs(torch.ones(1, 1, len(into), device=weight.device, dtype=weight.dtype))[0, 0])
+    into = next(norm.parameters())
+    signs = torch.ones(1, 1, len(into), device=into.device, dtype=dtype)
+    signs[..., 1::2] = -1
+    into.copy_(((theirs(signs) - theirs(-signs)) / 2 * signs)[0, 0])

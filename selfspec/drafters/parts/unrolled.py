@@ -80,7 +80,8 @@ class UnrolledConfig(DrafterConfig):
 
 class Unrolled(Trained):
     """A drafter of one such layer. layer: reads and continues features; vocabulary: int64, the only tokens it can draft
-    (None: all); few: of a reduced vocabulary, the rows of a head that has all (None: it has those alone)."""
+    (None: all); few: lm_head's rows of the draft vocabulary, for decoding; None where all tokens can be drafted or
+    lm_head has only those rows."""
 
     config: UnrolledConfig
     layer: FeatureLayer
@@ -91,8 +92,8 @@ class Unrolled(Trained):
         self.few: Ready | None = None
         self.tokens = target.vocab_size
         if config.vocabulary is not None:
-            why = ": the target has no more tokens"
-            whole("vocabulary", config.vocabulary, 1, target.vocab_size, why)
+            why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.vocabulary=null"
+            whole("vocabulary", config.vocabulary, 1, target.vocab_size - 1, why)
         few = None if config.vocabulary is None else torch.arange(config.vocabulary, device=target.device)
         self.register_buffer("vocabulary", few)
 

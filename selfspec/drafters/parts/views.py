@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import cast
 
 import torch
@@ -77,12 +77,13 @@ class SharedHeads(Adapted):
         return torch.baddbmm(logits, x @ a[: len(x)].to(x.dtype), b[: len(x)].to(x.dtype))
 
 
-class Block(Adapted):
+class Block(Adapted, ABC):
     """A decoder layer, final norm and lm_head that can be fed with any hidden states. layer: its index in `target`, of
-    which it is the last; dtype: of decoding."""
+    which it is the last; dtype: of decoding; full: whether the layer's own weights are trained."""
 
     layer: int
     dtype: torch.dtype
+    full: bool
 
     @property
     @abstractmethod
