@@ -54,7 +54,7 @@ def push_main(arguments: list[str]) -> None:
         folder = drafter_folder(args.drafter)
         if not (folder / "drafter.json").is_file():
             raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
-        points = measured([Path(place) for place in args.results], folder)
+        points = measured([Path(place) for place in args.results], folder, drafter_folder)
         dry_run = None if args.dry_run is None else Path(args.dry_run)
         print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
 

@@ -27,7 +27,7 @@ from selfspec.data.chat import message, opening
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.hf import SpeculativeOutput, decode
 from selfspec.hub import measured, push
-from selfspec.loading import load_pair
+from selfspec.loading import drafter_folder, load_pair
 
 NODES = 16  # nodes per tree unless asked for otherwise
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, str]]]
@@ -143,7 +143,7 @@ class Spec:
             folder = self.source or Path(scratch) / "drafter"
             if self.source is None:
                 save_drafter(self.drafter, folder, self.target, self.target.name, self.tokenizer, "")
-            points = measured([Path(place) for place in places], folder)
+            points = measured([Path(place) for place in places], folder, drafter_folder)
             return push(folder, repo, points, private, revision, token, None if dry_run is None else Path(dry_run))
 
     def __call__(

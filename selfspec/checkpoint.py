@@ -185,6 +185,16 @@ def read_meta(folder: Path) -> Figures:
     return dict(meta)
 
 
+def check_files(folder: Path, meta: Figures) -> None:
+    """Raises FileNotFoundError or ValueError for a drafter's file that is missing or not what was written."""
+    for name, digest in meta["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
+
+
 def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfig:
     """A drafter's config from its JSON. Raises ValueError naming keys that are unknown or missing, and the ones that
     exist."""
@@ -210,12 +220,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
             f"not for {target.name!r} (weights {ours[:12]})"
         )
     check_tokenizer(folder, meta, tokenizer)
-    for name, digest in meta["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
+    check_files(folder, meta)
     kind = drafter_class(meta["kind"])
     path = folder / "drafter.json"
     drafter = kind(target, read_config(path, kind, meta["config"]))  # type: ignore[arg-type]

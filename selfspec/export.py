@@ -20,9 +20,9 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.formats import eagle3, medusa, reference
 from selfspec.formats.files import hold, read_config, read_tensors
 from selfspec.hub import fetch
-from selfspec.loading import load_pair, members_of, resolve
+from selfspec.loading import EXPORTED, load_pair, members_of, resolve
 from selfspec.log import atomic
-from selfspec.served import FILE, OWN
+from selfspec.served import OWN
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa", "transformers")
 _WHY = {  # of kinds that no form has a place for
@@ -30,12 +30,12 @@ _WHY = {  # of kinds that no form has a place for
     "sequential": "no engine reads heads that see the tokens drafted before them",
     "early_exit": "it runs the target's own layers, which engines do not give to drafters",
     "mask": "its mask tokens ride in the target's pass, which engines do not offer",
-    "hybrid": "engines take one drafter; export an eagle3 or medusa member alone, or",
+    "hybrid": "engines take one drafter, so export one of its members alone",
     "prompt_lookup": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
     "lookahead": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
 }
 _COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a target's folder
-_OTHERS = (FILE, "drafter.json", "training.json")  # but not these, which say what lay beside it
+_OTHERS = (EXPORTED, "drafter.json", "training.json")  # but not these, which say what lay beside it
 _GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder; no token of the output changes."""
 
 from selfspec.served import generate as _generate
@@ -130,7 +130,7 @@ def write_transformers(
         if member in trained:
             save_drafter(member, folder / OWN, target, target.name, tokenizer, "")
         names.append(OWN if member in trained else part)
-    (folder / FILE).write_text(json.dumps({"drafter": "+".join(names), "nodes": nodes}) + "\n")
+    (folder / EXPORTED).write_text(json.dumps({"drafter": "+".join(names), "nodes": nodes}) + "\n")
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(_GENERATE)
     (folder / "custom_generate/requirements.txt").write_text("selfspec\n")
@@ -184,11 +184,11 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
 
 
 def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
-    """Real text for checks, int64 [1, n]: this file."""
+    """Real text for checks, int64 [1, n]: this file. Random tokens where there is no tokenizer, or an empty one."""
     most = min(_TEXT, target.max_positions or _TEXT)
-    if tokenizer is None:
+    ids: list[int] = [] if tokenizer is None else tokenizer(Path(__file__).read_text())["input_ids"]
+    if len(ids) < most:
         return torch.randint(target.vocab_size, (1, most), generator=torch.Generator().manual_seed(0))
-    ids: list[int] = tokenizer(Path(__file__).read_text())["input_ids"]
     return torch.tensor([ids[:most]])
 
 
@@ -201,7 +201,7 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
     few = drafter.vocabulary is not None and len(drafter.vocabulary) < target.vocab_size
     own = drafter.layer.lm_head is not None or few
     hold(found, eagle3.contract(config, len(layers), own, folder), path)
-    tokens, steps = tokens.to(target.device), drafter.depth
+    tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
     out = target.text(tokens, False, reads=drafter.reads)
     ours = drafter.unrolled(tokens, out.features, steps)
     root = tokens.shape[1] - steps - 2
@@ -241,7 +241,7 @@ def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) 
 
 def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
     """The relative error of logits as they were read. Raises ValueError where it is beyond what rounding does."""
-    error = float((ours - theirs).norm() / (ours - ours.mean()).norm())
+    error = float((ours - theirs).norm() / ours.norm())
     if not error <= tolerance:
         raise ValueError(
             f"{what}: logits differ from the drafter's by {error:.2g} of their norm; the file does not say what the "

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from selfspec.checkpoint import read_meta
+from selfspec.checkpoint import check_files, read_meta
 from selfspec.log import Figures, atomic
 
 _MEASURED = "## Measured"
@@ -35,8 +36,9 @@ def fetch(name: str, revision: str | None = None, parts: str | None = None) -> P
         ) from error
 
 
-def measured(results: Sequence[Path], folder: Path) -> list[Figures]:
-    """Figures of eval/decode.py for the drafter in `folder`, from run folders or their summary.json.
+def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Path] = Path) -> list[Figures]:
+    """Figures of eval/decode.py for the drafter in `folder`, from run folders or their summary.json. located: where a
+    drafter of this name lies.
 
     Raises ValueError for what is no such result, or one of another drafter; FileNotFoundError where there is none.
     """
@@ -48,14 +50,20 @@ def measured(results: Sequence[Path], folder: Path) -> list[Figures]:
         for path in files:
             try:
                 point = json.loads(path.read_text())
-                own = Path(point["config"]["drafter"])
+                named = point["config"]["drafter"]
                 _table([point]), _index(point)
+                if not all(math.isfinite(v.metric_value) and v.metric_value > 0 for v in _index(point)):
+                    raise ValueError("its figures are no positive numbers")
             except FileNotFoundError:
                 raise
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} holds no figures of eval/decode.py with its speculative arm") from error
-            if folder.resolve() not in (own.resolve(), (own / "drafter").resolve()):
-                raise ValueError(f"{path} was measured with drafter={str(own)!r}, not with {str(folder)!r}")
+            try:
+                same = located(named).resolve() in (folder.resolve(), folder.resolve().parent)
+            except FileNotFoundError:
+                same = False
+            if not same:
+                raise ValueError(f"{path} was measured with drafter={named!r}, not with {str(folder)!r}")
             points.append(point)
     return points
 
@@ -64,14 +72,19 @@ def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
     """Write what is to be uploaded: the drafter's own files, and its card with the table of `points`, the same figures
     as the hub's model-index and the target's name."""
     meta = read_meta(source)
+    check_files(source, meta)  # the hub gets nothing damaged, and nothing that only lay beside it
+    for name in (*meta["files"], "drafter.json", "README.md", "training.json"):
+        if (source / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
     path = folder / "README.md"
-    shutil.copytree(source, folder, dirs_exist_ok=True)
     card = ModelCard(path.read_text() if path.is_file() else f"---\nlibrary_name: selfspec\n---\n# {meta['kind']}\n")
     card.text = card.text.split(_MEASURED)[0].rstrip() + "\n"
     data: ModelCardData = card.data  # type: ignore[assignment]
     target = meta["target"]["name"]  # the hub takes the name of a repository alone, not a path
     data.base_model = target if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists() else None
     data.pipeline_tag = "text-generation"
+    data.eval_results = data.model_name = None
     if points:
         card.text += f"\n{_MEASURED}\n\n{_table(points)}\n"
         data.model_name = f"{meta['kind']} drafter"
@@ -134,6 +147,8 @@ def push(
     if dry_run is not None:
         if dry_run.exists():
             raise ValueError(f"dry_run={str(dry_run)!r} exists; give a new folder")
+        if source.resolve() in dry_run.resolve().parents:
+            raise ValueError(f"dry_run={str(dry_run)!r} lies in the drafter's folder; give another place")
         with atomic(dry_run) as folder:
             prepare(source, folder, points)
         return str(dry_run)

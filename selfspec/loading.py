@@ -24,11 +24,12 @@ from selfspec.hub import fetch
 from selfspec.log import Figures
 
 ASSETS = Path(__file__).parent / "assets"
+EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
 def resolve(name: str) -> str:
     """An embedded asset's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is."""
-    return str(ASSETS / name) if (ASSETS / name).is_dir() and "/" not in name else name
+    return str(ASSETS / name) if name.strip(".") and "/" not in name and (ASSETS / name).is_dir() else name
 
 
 def load_target(
@@ -256,6 +257,8 @@ def load_pair(
     meta: Figures = {}
     if own:
         meta = read_meta(own[0])["target"]
+        if (own[0].parent / EXPORTED).is_file():  # the target lies there, too
+            meta = {"name": str(own[0].parent)}
     elif folders:
         meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):

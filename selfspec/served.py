@@ -15,10 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
 from selfspec.hub import fetch
-from selfspec.loading import find_drafter, joined, load_target
+from selfspec.loading import EXPORTED, find_drafter, joined, load_target
 from selfspec.log import Figures
 
-FILE = "selfspec.json"
 OWN = "drafter"  # the folder's own, beside kinds that train nothing
 _OPENING = Lock()
 
@@ -35,14 +34,28 @@ class _Kept:
 
 def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: Any) -> Any:
     """`model.generate(inputs, **arguments)` by speculative decoding, for a model that was loaded from an exported
-    folder. The first call loads the drafter and freezes the model. Further arguments: seed and nodes (see
-    `Spec.__call__`).
+    folder. The first call loads the drafter. Further arguments: seed and nodes (see `Spec.__call__`). Dropout is off
+    during the call; afterwards the model is as it was.
 
     Raises ValueError for a model from elsewhere, and for what speculative decoding can not serve.
     """
+    training = [module for module in model.modules() if module.training]
+    config: GenerationConfig = model.generation_config
+    strings, config.stop_strings = config.stop_strings, None  # see below
+    model.eval()
+    try:
+        return _generated(model, inputs, {"stop_strings": strings, **arguments})
+    finally:
+        config.stop_strings = strings
+        for module in training:
+            module.training = True
+
+
+def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any]) -> Any:
     with _OPENING:
         kept: _Kept | None = vars(model).get("_selfspec")
-        if kept is None or kept.spec.target.model is not model:  # a copy of the model has the original's
+        # A copy of the model has the original's; one that was cast or moved since needs another
+        if kept is None or kept.spec.target.model is not model or kept.spec.target.changed:
             kept = _opened(model)
             vars(model)["_selfspec"] = kept
     for name in ("custom_generate", "trust_remote_code"):  # which led here
@@ -63,15 +76,20 @@ def _opened(model: PreTrainedModel) -> _Kept:
     folder = Path(name)
     if not folder.is_dir():
         folder = fetch(name, getattr(model.config, "_commit_hash", None))
-    if not (folder / FILE).is_file():
+    path = folder / EXPORTED
+    if not path.is_file():
         raise ValueError(
             f"the model was loaded from {name!r}, which is no folder that python -m selfspec export --to transformers "
-            f"wrote ({FILE} is missing); load the model from the folder that custom_generate names"
+            f"wrote ({EXPORTED} is missing); load the model from the folder that custom_generate names"
         )
-    told = json.loads((folder / FILE).read_text())
+    try:
+        told = json.loads(path.read_text())
+        names, nodes = str(told["drafter"]).split("+"), told["nodes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not what was written ({error}); export the drafter again") from error
+    flags = [(p, p.requires_grad) for p in model.parameters()]
     target, tokenizer = load_target(model)
-    members = {
-        part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer)
-        for part in told["drafter"].split("+")
-    }
-    return _Kept(Spec(target, joined(target, members), tokenizer), told["nodes"])
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+    members = {part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer) for part in names}
+    return _Kept(Spec(target, joined(target, members), tokenizer), nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,17 @@ def test_what_can_not_be_uploaded(heads_folder: Path, tiny_folder: str, tmp_path
         spec.push_to_hub("a/b", result(tmp_path / "half", heads_folder, speedup=3), dry_run=tmp_path / "a")
     with pytest.raises(ValueError, match="is not on the hub; leave revision out"):
         selfspec.load(str(heads_folder), revision="v2")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(heads_folder, damaged)
+    (damaged / ".env").write_text("SECRET=1")
+    spec = selfspec.load(str(damaged))
+    spec.push_to_hub("a/b", dry_run=tmp_path / "clean")
+    assert not (tmp_path / "clean/.env").exists()
+    with pytest.raises(ValueError, match="lies in the drafter's folder"):
+        spec.push_to_hub("a/b", dry_run=damaged / "inside")
+    (damaged / "drafter.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="truncated or was altered"):
+        spec.push_to_hub("a/b", dry_run=tmp_path / "a")
     with pytest.raises(ValueError, match="no checkpoint of its own"):
         selfspec.load("prompt_lookup", target=tiny_folder).push_to_hub("a/b", dry_run=tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import selfspec
 from selfspec.export import export
 from selfspec.served import generate
 
@@ -79,6 +80,50 @@ def test_the_example_of_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPa
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["out"].shape[1] > names["inputs"]["input_ids"].shape[1]
+
+
+def test_the_model_stays_as_it_was(folder: Path) -> None:
+    """Its flags are its user's own, and it may be cast between two calls."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    asked = inputs(folder)
+    model.train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.requires_grad_(False)
+    before = [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()]
+    model.generate(**asked, max_new_tokens=4, do_sample=False)
+    assert [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()] == before
+    model.double()
+    out = model.generate(**asked, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+    assert out.stats.tokens == 8
+
+
+def test_stop_strings_of_the_generation_config(folder: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = inputs(folder)
+    whole = model.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    model.generation_config.stop_strings = [tokenizer.decode(whole[8:10])]
+    told = {"max_new_tokens": 24, "do_sample": False, "tokenizer": tokenizer}
+    wanted = model.generate(**asked, **told)
+    found = model.generate(**asked, **told, custom_generate=str(folder), trust_remote_code=True)
+    assert torch.equal(found, wanted)
+    assert model.generation_config.stop_strings is not None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"drafter": "drafter"}'])
+def test_a_damaged_note_is_named(text: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "f")
+    (tmp_path / "f/selfspec.json").write_text(text)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "f")
+    with pytest.raises(ValueError, match=r"selfspec.json is not what was written"):
+        generate(model, torch.tensor([[1, 2]]))
+
+
+def test_a_moved_folder_is_its_own_target(folder: Path, tmp_path: Path, plain: PreTrainedModel) -> None:
+    shutil.copytree(folder, tmp_path / "moved")
+    spec = selfspec.load(str(tmp_path / "moved"))
+    assert Path(spec.target.name) == tmp_path / "moved"
+    prompt = [[5, 9, 2, 7]]
+    assert spec.generate(prompt, 8).token_ids == spec.autoregressive(prompt, 8).token_ids
 
 
 def test_a_model_from_elsewhere_is_refused(plain: PreTrainedModel) -> None:

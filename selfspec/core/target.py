@@ -119,6 +119,11 @@ class Target:
         weight = next(self.model.get_output_embeddings().parameters())
         return weight.dtype, weight.device, list(weight.shape)
 
+    @property
+    def changed(self) -> bool:
+        """Whether the model was cast, moved or resized since it was loaded."""
+        return self._head_now() != self._head
+
     def _structure(self) -> list[object]:
         """A snapshot of what views copy; when it changes, parts are built anew."""
         found: list[object] = [self.model.config.get_text_config()._attn_implementation]
@@ -138,10 +143,11 @@ class Target:
             raise ValueError(
                 "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
             )
-        if (now := self._head_now()) != self._head:
+        if self.changed:
             raise ValueError(
-                f"target.model was changed after loading: its lm_head was {self._head}, it is {now} (dtype, device, "
-                "shape); cast, move or resize a model first and load it then: selfspec.load(..., target=model)"
+                f"target.model was changed after loading: its lm_head was {self._head}, it is {self._head_now()} "
+                "(dtype, device, shape); cast, move or resize a model first and load it then: "
+                "selfspec.load(..., target=model)"
             )
         if (structure := self._structure()) != self._built_from:
             refuse(self.model)

@@ -185,6 +185,14 @@ def read(folder: Path, target: Target) -> Eagle3:
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{folder}/config.json: {name} is {config.get(name)}, the target's is {wanted}")
+    for name in FLAGS:
+        if not isinstance(config[name], bool):
+            raise ValueError(f"{folder}/config.json: {name}={config[name]!r} must be true or false")
+    few = config.get("draft_vocab_size") or target.vocab_size
+    if not isinstance(few, int) or not 0 < few <= target.vocab_size:
+        raise ValueError(
+            f"{folder}/config.json: draft_vocab_size={few!r} must lie between 1 and {target.vocab_size}, or be null"
+        )
     if config.get("num_hidden_layers", 1) != 1 or config.get("hidden_act", "silu") != "silu":
         raise ValueError(
             f"{folder}/config.json: num_hidden_layers={config.get('num_hidden_layers')}, hidden_act="
@@ -211,13 +219,12 @@ def read(folder: Path, target: Target) -> Eagle3:
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].to(torch.int64)
     hold(tensors, contract(config, len(layers), "lm_head.weight" in tensors, folder), path)
-    few = config.get("draft_vocab_size") or target.vocab_size
     made = Eagle3Config(
         layers=layers,
         vocabulary=few if few < target.vocab_size else None,
         head="own" if "lm_head.weight" in tensors else "shared",
         llama=_own(config),
-        **{name: bool(config[name]) for name in FLAGS},  # type: ignore[arg-type]
+        **{name: config[name] for name in FLAGS},
     )
     drafter = Eagle3(target, made)
     d2t = tensors.pop("d2t", None)

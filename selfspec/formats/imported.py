@@ -20,18 +20,25 @@ def published(folder: Path) -> str | None:
     config = read_config(folder)
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
-    names = [*(config.get("architectures") or []), str(config.get("speculators_model_type"))]
-    return "eagle3" if any("eagle3" in str(name).lower() for name in names) else None
+    names = f"{config.get('architectures')} {config.get('speculators_model_type')}"
+    return "eagle3" if "eagle3" in names.lower() else None
 
 
 def read(folder: Path, target: Target) -> Drafter:
     """A published drafter on this target. Raises ValueError for one that is not made for it."""
     readers = {"eagle3": eagle3.read, "medusa": medusa.read, "uno": uno.read}
-    return readers[published(folder) or ""](folder, target)
+    try:
+        return readers[published(folder) or ""](folder, target)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"the config in {folder} holds a value of the wrong type ({error!r}); copy it again"
+        ) from error
 
 
 def named_target(folder: Path) -> str | None:
     """The target that a published folder names."""
     config = read_config(folder, uno.NAME if published(folder) == "uno" else "config.json")
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    return config.get("base_model_name_or_path") or verifier.get("name_or_path")
+    found = config.get("base_model_name_or_path")
+    if isinstance(inner := config.get("speculators_config"), dict) and isinstance(inner.get("verifier"), dict):
+        found = found or inner["verifier"].get("name_or_path")
+    return found if isinstance(found, str) else None

@@ -37,8 +37,15 @@ def read(folder: Path, target: Target) -> Mask:
     modules = config.get("target_modules")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"{folder}/{NAME}: target_modules={modules!r} must be a list of names")
-    rank, alpha = number(config, "r", folder, NAME), number(config, "lora_alpha", folder, NAME)
+    rank, alpha = number(config, "r", folder, NAME), config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise ValueError(f"{folder}/{NAME}: lora_alpha={alpha!r} must be a finite number above 0")
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise ValueError(f"{folder}/{NAME}: use_rslora={config['use_rslora']!r} must be true or false")
     tensors = {name.removeprefix("base_model.model."): t for name, t in read_tensors(path).items()}
+    longest = max((t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")), default=0)
+    if rank > longest:
+        raise ValueError(f"{folder}/{NAME}: r={rank}, its tensors are of rank {longest}")
     names = sorted({name.rsplit(".", 1)[-1] for name in modules})
     drafter = Mask(target, MaskConfig(masks=_ROWS, passes=2, rank=rank, maps=names, correction=0))
     maps = list(zip(drafter.gated.paths, drafter.gated.maps, strict=True))

@@ -6,6 +6,7 @@ norm of its own, side by side: queries, keys and values are maps of 2H numbers. 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
 
     Raises ValueError for a key that no layer has, and for numbers that make none.
     """
+    if not isinstance(own, dict):
+        raise ValueError(f"drafter.llama={own!r} must be a mapping with any of {', '.join(OWN)}")
     if unknown := sorted(own.keys() - set(OWN)):
         raise ValueError(f"drafter.llama has unknown keys {unknown}; there are {', '.join(OWN)}")
     theirs = target.model.config.get_text_config()
@@ -48,8 +51,9 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     rope = rope.get("full_attention", rope)  # of families whose layer types differ
     if rope.get("rope_type") not in _ROPES or "partial_rotary_factor" in rope:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    if (asked := (own.get("rope_parameters") or rope).get("rope_type")) not in _ROPES:
-        raise ValueError(f"drafter.llama.rope_parameters: rope_type={asked!r} must be one of {', '.join(_ROPES)}")
+    rope = own.get("rope_parameters") or rope
+    if not isinstance(rope, dict) or rope.get("rope_type") not in _ROPES:
+        raise ValueError(f"drafter.llama.rope_parameters={rope!r}: rope_type must be one of {', '.join(_ROPES)}")
     found = {
         "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
         "num_attention_heads": heads,
@@ -57,20 +61,46 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
         "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,
         "attention_bias": False,
         "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-6,
-        "rope_parameters": dict(rope),
         "max_position_embeddings": target.max_positions or 2**20,
         **own,
+        "rope_parameters": dict(rope),  # which transformers adds to
     }
-    for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if not isinstance(found[name], int) or found[name] < 1:
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    for name in sizes:
+        if type(found[name]) is not int or found[name] < 1:
             raise ValueError(f"drafter.llama.{name}={found[name]!r} must be a whole number above 0")
+    if found["head_dim"] % 2:
+        raise ValueError(f"drafter.llama.head_dim={found['head_dim']} must be even: positions turn pairs of numbers")
+    for name, value in {"rms_norm_eps": found["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
+    if not isinstance(found["attention_bias"], bool):
+        raise ValueError(f"drafter.llama.attention_bias={found['attention_bias']!r} must be true or false")
     if found["num_attention_heads"] % found["num_key_value_heads"]:
         raise ValueError(
             f"drafter.llama.num_key_value_heads={found['num_key_value_heads']} must divide "
             f"num_attention_heads={found['num_attention_heads']}"
         )
+    widths = {
+        "embeddings": target.model.get_input_embeddings().weight.shape[-1],
+        "lm_head": next(target.lm_head.parameters()).shape[-1],
+    }
+    if odd := [f"{name} {width}" for name, width in widths.items() if width != target.hidden_size]:
+        raise ValueError(
+            f"{type(target.model).__name__} has hidden states of {target.hidden_size} and {', '.join(odd)}; an EAGLE-3 "
+            "layer reads and writes one width"
+        )
+    try:
+        made = _llama(target.hidden_size, tokens, found)
+        LlamaRotaryEmbedding(made)
+    except Exception as error:
+        raise ValueError(f"drafter.llama={own} makes no layer: {' '.join(str(error).split())}") from error
+    return made
+
+
+def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
     made = LlamaConfig(
-        hidden_size=target.hidden_size,
+        hidden_size=hidden,
         vocab_size=tokens,
         num_hidden_layers=2,  # the first stands for what is read
         hidden_act="silu",

@@ -52,7 +52,9 @@ class UnrolledConfig(DrafterConfig):
     depth_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, (list, type(None))):
+        if self.layers is not None and not (
+            isinstance(self.layers, list) and all(isinstance(layer, (int, float)) for layer in self.layers)
+        ):
             raise ValueError(f"drafter.layers={self.layers!r} must be a list of layers, or null")
         if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
             raise ValueError(f"drafter.layers={self.layers} must name at least one layer, each once")
