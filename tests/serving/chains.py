@@ -17,17 +17,25 @@ from selfspec.drafters.parts.feature_layer import Reader
 
 @dataclass
 class Chain:
-    """Drafts chains of `length` tokens for one row and counts how far each was accepted. drafts: passes that verified a
-    draft; accepted: of these, how many accepted at least 1, 2, ... drafted tokens."""
+    """Drafts chains of `length` tokens for one row. drafted: the position of each chain's root, and its tokens."""
 
     drafter: Eagle3 | Medusa
     length: int
-    drafts: int = 0
-    accepted: list[int] = field(default_factory=list)
+    drafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.accepted = [0] * self.length
         self.reads = self.drafter.reads
+
+    def accepted(self, text: list[int]) -> list[int]:
+        """How many chains hold at least 1, 2, ... tokens of the text that the target goes on with, wherever decoding
+        was cut: vLLM counts the last pass whole, too."""
+        counts = [0] * self.length
+        for root, tokens in self.drafted:
+            for depth, token in enumerate(tokens):
+                if text[root + 1 + depth] != token:
+                    break
+                counts[depth] += 1
+        return counts
 
     def session(self, target: Target, rows: int) -> ChainSession:
         assert rows == 1, "one row at a time"
@@ -38,18 +46,25 @@ class ChainSession:
     def __init__(self, owner: Chain) -> None:
         self.owner, self.reader = owner, None
         self.hidden: Tensor | None = None
-        self.drafted = False
+        self.begun = False
         if isinstance(owner.drafter, Eagle3):
             self.reader = Reader(owner.drafter.layer)
 
-    @torch.no_grad()
     def propose(self, context: Context) -> DraftTree:
+        if not self.begun:  # vLLM verifies no draft in the pass behind the prompt
+            self.begun = True
+            return chain(context.roots[:, None])
+        tokens = self._chain(context)
+        self.owner.drafted.append((context.lengths[0], tokens[0, 1:].tolist()))
+        return chain(tokens)
+
+    @torch.no_grad()
+    def _chain(self, context: Context) -> Tensor:
         drafter, tokens = self.owner.drafter, context.roots[:, None]
-        self.drafted = True
         if isinstance(drafter, Medusa):
             assert self.hidden is not None
             best = drafter(self.hidden, self.owner.length).argmax(-1)  # [K, 1]
-            return chain(torch.cat([tokens, best.T], 1))
+            return torch.cat([tokens, best.T], 1)
         assert self.reader is not None
         read = self.reader.read(context, True, self.owner.length, self.owner.length)
         logits, _, states, entries = drafter.layer.behind(read, True)
@@ -61,15 +76,10 @@ class ChainSession:
             if drafter.vocabulary is not None:
                 best = drafter.vocabulary[drafter.of_vocabulary(logits[:, -1]).argmax(-1)]
             tokens = torch.cat([tokens, best[:, None]], 1)
-        return chain(tokens)
+        return tokens
 
     def observe(self, accepted: Accepted) -> None:
         if self.reader is not None:
             self.reader.observe(accepted)
         if accepted.paths and accepted.paths[0]:
             self.hidden = accepted.last_hidden(self.hidden)
-        if self.drafted and accepted.paths:
-            self.owner.drafts += 1
-            for depth in range(len(accepted.paths[0]) - 1):
-                self.owner.accepted[depth] += 1
-        self.drafted = False

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.core.generate import speculative
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.data.corpus import PythonSource
@@ -91,10 +91,15 @@ def chains(drafter: str, dtype: str, asked: dict[str, list[list[int]]], length: 
     spec = selfspec.load(drafter, dtype=dtype)
     assert isinstance(spec.drafter, (Eagle3, Medusa))
     options, result = Options(NEW, Sampling(0.0), 0, end_tokens(spec.target)), {}
+    on = Options(NEW + length + 1, Sampling(0.0), 0, frozenset())  # beyond the end of the answer
     for group, rows in asked.items():
-        chain = Chain(spec.drafter, length)
-        tokens = [speculative(spec.target, [row], options, chain, length + 1).token_ids[0] for row in rows]
-        result[group] = {"tokens": tokens, "drafts": chain.drafts, "accepted": chain.accepted}
+        tokens, drafts, counts = [], 0, []
+        for row in rows:
+            chain = Chain(spec.drafter, length)
+            tokens.append(speculative(spec.target, [row], options, chain, length + 1).token_ids[0])
+            drafts += len(chain.drafted)
+            counts.append(chain.accepted(row + autoregressive(spec.target, [row], on).token_ids[0]))
+        result[group] = {"tokens": tokens, "drafts": drafts, "accepted": [sum(c) for c in zip(*counts, strict=True)]}
     return result
 
 
