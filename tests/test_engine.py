@@ -332,7 +332,7 @@ def test_names_of_compiled_code_are_the_same_in_every_process(small: Any) -> Non
     program = """
 import torch, functools
 from selfspec.core.engine import _name
-from selfspec.drafters.feature import tree_of
+from selfspec.drafters.parts.unrolled import tree_of
 args = tree_of, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
 print(_name(tree_of, args, "inductor"))
 """
