@@ -127,6 +127,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert "resumed in 1 processes, begun in 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_loses_nothing(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     """Files may not grow beyond 100 KB: a checkpoint does, when the optimizer has its moments."""
     folder, settings = tmp_path / "full", ("drafter.rank=16", "loop.checkpoint_every=1")
