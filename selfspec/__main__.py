@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -31,6 +29,7 @@ def export_main(arguments: list[str]) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     from selfspec.export import export
+    from selfspec.log import one_line_errors
 
     with one_line_errors():
         print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
@@ -49,6 +48,7 @@ def push_main(arguments: list[str]) -> None:
 
     from selfspec.hub import measured, push
     from selfspec.loading import drafter_folder
+    from selfspec.log import one_line_errors
 
     with one_line_errors():
         folder = drafter_folder(args.drafter)
@@ -57,20 +57,6 @@ def push_main(arguments: list[str]) -> None:
         points = measured([Path(place) for place in args.results], folder, drafter_folder)
         dry_run = None if args.dry_run is None else Path(args.dry_run)
         print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
-    from selfspec.log import one_line
-
-    try:
-        yield
-    except (ValueError, OSError, MemoryError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        print(f"selfspec: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
 
 
 def main() -> None:
@@ -102,6 +88,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     import selfspec
+    from selfspec.log import one_line_errors
 
     with one_line_errors():
         spec = selfspec.load(args.drafter, args.target, engine=args.engine)

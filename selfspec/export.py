@@ -198,8 +198,7 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
     path = folder / "model.safetensors"
     config, found = eagle3.flat(read_config(folder)), read_tensors(path)
     layers = eagle3.layers_read(config, target.n_layers, folder)
-    few = drafter.vocabulary is not None and len(drafter.vocabulary) < target.vocab_size
-    own = drafter.layer.lm_head is not None or few
+    own = drafter.layer.lm_head is not None or drafter.vocabulary is not None
     hold(found, eagle3.contract(config, len(layers), own, folder), path)
     tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
     out = target.text(tokens, False, reads=drafter.reads)

@@ -36,7 +36,7 @@ def fetch(name: str, revision: str | None = None, parts: str | None = None) -> P
         ) from error
 
 
-def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Path] = Path) -> list[Figures]:
+def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Path]) -> list[Figures]:
     """Figures of eval/decode.py for the drafter in `folder`, from run folders or their summary.json. located: where a
     drafter of this name lies.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfspec.api import NODES, load
 from selfspec.hf import spells
-from selfspec.log import Figures, one_line
+from selfspec.log import Figures, one_line_errors
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -130,11 +130,8 @@ def main() -> None:
     if len(sys.argv) != 4:
         print("usage: python -m selfspec.lm_harness compare PLAIN SPECULATIVE   (output folders)", file=sys.stderr)
         sys.exit(2)
-    try:
+    with one_line_errors():
         print(compare(Path(sys.argv[2]), Path(sys.argv[3])))
-    except (ValueError, OSError) as error:
-        print(f"selfspec: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
         raise FileNotFoundError(
             f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
         )
-    inner = found.relative_to(seen)
-    return fetch(name, revision, None if inner == Path() else f"{inner}/*") / inner
+    return fetch(name, revision) / found.relative_to(seen)  # with the target of an exported folder
 
 
 def _on_hub(name: str) -> bool:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -97,6 +98,18 @@ def one_line(error: BaseException) -> str:
     while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):
         error = error.__cause__
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"selfspec: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
 
 
 def is_main_process() -> bool:

@@ -568,12 +568,13 @@ def test_an_eagle3_layer_begins_as_the_last_of_the_target(family: str) -> None:
     features, tokens = torch.randn(1, 5, 64).double(), torch.randint(VOCAB, (1, 5))
     states = layer.fused(features)
     torch.testing.assert_close(states, features[..., 32:])
-    found = layer.text(states, tokens).logits
+    found = layer.block.text(layer.entry(states, tokens), tokens).logits
     assert found is not None
     assert found.isfinite().all()
     if family == "gpt2":
         return
-    torch.testing.assert_close(layer.text(states, (tokens + 1) % VOCAB).logits, found)
+    others = (tokens + 1) % VOCAB
+    torch.testing.assert_close(layer.block.text(layer.entry(states, others), others).logits, found)
     norm, centred = target.layers[-1].input_layernorm, states - states.mean(-1, keepdim=True)
     torch.testing.assert_close(layer.midlayer.hidden_norm(centred), norm(centred), rtol=1e-4, atol=1e-4)
     if family == "llama":

@@ -17,6 +17,7 @@ from hub import Hub
 from huggingface_hub import ModelCard
 
 import selfspec
+from selfspec.export import export
 
 PROMPT = [[5, 9, 2, 7]]
 
@@ -93,6 +94,15 @@ def test_a_branch_is_asked_for_by_revision(hub: Hub, heads_folder: Path, tmp_pat
     assert found.returncode == 0, found.stderr
     missing = run("-c", LOADED, "user/b", "v3", at=hub.url, home=tmp_path / "down")
     assert "'user/b' at revision 'v3' is no folder here, and the hub gives none" in missing.stderr
+
+
+def test_an_exported_folder_on_the_hub_is_its_own_target(hub: Hub, heads_folder: Path, tmp_path: Path) -> None:
+    export(str(heads_folder), "transformers", tmp_path / "out")
+    paths = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    hub.files["user/whole", "main"] = {p.relative_to(tmp_path / "out").as_posix(): p.read_bytes() for p in paths}
+    wanted = str(selfspec.load(str(heads_folder)).generate(PROMPT, 12).token_ids[0])
+    down = run("-c", LOADED, "user/whole", "", at=hub.url, home=tmp_path / "down")
+    assert down.stdout.strip() == wanted, down.stderr
 
 
 @pytest.mark.parametrize("offline", ["", "1"])

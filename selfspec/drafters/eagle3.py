@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype
-from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, layer_config
+from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
+from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 
 

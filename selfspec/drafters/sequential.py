@@ -236,7 +236,8 @@ class SequentialHeads(Trained):
         states = self.prefix.fused(self.prefix.stacked({layer: part[:, :-1] for layer, part in features.items()}))
         # An entry reads a position and the token after it: it belongs where the position does.
         own = None if documents is None else documents[:, :-1]
-        return self.prefix.text(states, tokens[:, 1:], logits=False, documents=own).hidden
+        after = tokens[:, 1:]
+        return self.prefix.block.text(self.prefix.entry(states, after), after, logits=False, documents=own).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         device, dtype = sample.hidden.device, self.compute_dtype

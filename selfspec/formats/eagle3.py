@@ -15,7 +15,7 @@ import torch
 
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.drafters.parts.eagle3_layer import OWN
+from selfspec.drafters.parts.llama_config import OWN
 from selfspec.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.log import Figures
 
@@ -31,13 +31,13 @@ def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name:
     """
     dtype = target.saved_dtype
     state = {name.removeprefix("layer."): p.detach().to(dtype) for name, p in drafter.trained().items()}
-    vocabulary, size = drafter.vocabulary, target.vocab_size
-    if vocabulary is not None and len(vocabulary) < size:
+    vocabulary = drafter.vocabulary
+    if vocabulary is not None:
         ids = vocabulary.cpu()
         if "lm_head.weight" not in state:
             state["lm_head.weight"] = drafter.head.weight.detach()[vocabulary].to(dtype)
         state["d2t"] = ids - torch.arange(len(ids))
-        state["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True)
+        state["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     config = _config(drafter, target, None if "d2t" not in state else len(state["d2t"]), dtype)
     if form == "speculators":
         config = _speculators(config, target, target_name, drafter.depth)

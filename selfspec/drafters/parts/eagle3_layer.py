@@ -6,7 +6,6 @@ norm of its own, side by side: queries, keys and values are maps of 2H numbers. 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -21,94 +20,6 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Ready
 from selfspec.drafters.parts.feature_layer import FeatureLayer
 from selfspec.drafters.parts.views import Block
-
-# What of a Llama's config an EAGLE-3 layer may have of its own; all else follows from the target
-OWN = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "attention_bias",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-)
-_ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
-
-
-def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfig:
-    """The layer's config: the target's own numbers where `own` has no others. tokens: rows of its lm_head.
-
-    Raises ValueError for a key that no layer has, and for numbers that make none.
-    """
-    if not isinstance(own, dict):
-        raise ValueError(f"drafter.llama={own!r} must be a mapping with any of {', '.join(OWN)}")
-    if unknown := sorted(own.keys() - set(OWN)):
-        raise ValueError(f"drafter.llama has unknown keys {unknown}; there are {', '.join(OWN)}")
-    theirs = target.model.config.get_text_config()
-    heads = getattr(theirs, "num_attention_heads", 8)
-    rope = getattr(theirs, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # of families whose layer types differ
-    if rope.get("rope_type") not in _ROPES or "partial_rotary_factor" in rope:
-        rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    rope = own.get("rope_parameters") or rope
-    if not isinstance(rope, dict) or rope.get("rope_type") not in _ROPES:
-        raise ValueError(f"drafter.llama.rope_parameters={rope!r}: rope_type must be one of {', '.join(_ROPES)}")
-    found = {
-        "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(theirs, "head_dim", None) or target.hidden_size // heads,
-        "attention_bias": False,
-        "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-6,
-        "max_position_embeddings": target.max_positions or 2**20,
-        **own,
-        "rope_parameters": dict(rope),  # which transformers adds to
-    }
-    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    for name in sizes:
-        if type(found[name]) is not int or found[name] < 1:
-            raise ValueError(f"drafter.llama.{name}={found[name]!r} must be a whole number above 0")
-    if found["head_dim"] % 2:
-        raise ValueError(f"drafter.llama.head_dim={found['head_dim']} must be even: positions turn pairs of numbers")
-    for name, value in {"rms_norm_eps": found["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
-    if not isinstance(found["attention_bias"], bool):
-        raise ValueError(f"drafter.llama.attention_bias={found['attention_bias']!r} must be true or false")
-    if found["num_attention_heads"] % found["num_key_value_heads"]:
-        raise ValueError(
-            f"drafter.llama.num_key_value_heads={found['num_key_value_heads']} must divide "
-            f"num_attention_heads={found['num_attention_heads']}"
-        )
-    widths = {
-        "embeddings": target.model.get_input_embeddings().weight.shape[-1],
-        "lm_head": next(target.lm_head.parameters()).shape[-1],
-    }
-    if odd := [f"{name} {width}" for name, width in widths.items() if width != target.hidden_size]:
-        raise ValueError(
-            f"{type(target.model).__name__} has hidden states of {target.hidden_size} and {', '.join(odd)}; an EAGLE-3 "
-            "layer reads and writes one width"
-        )
-    try:
-        made = _llama(target.hidden_size, tokens, found)
-        LlamaRotaryEmbedding(made)
-    except Exception as error:
-        raise ValueError(f"drafter.llama={own} makes no layer: {' '.join(str(error).split())}") from error
-    return made
-
-
-def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
-    made = LlamaConfig(
-        hidden_size=hidden,
-        vocab_size=tokens,
-        num_hidden_layers=2,  # the first stands for what is read
-        hidden_act="silu",
-        tie_word_embeddings=False,
-        **found,
-    )
-    made._attn_implementation = "sdpa"
-    return made
 
 
 class _NoEmbedding(nn.Module):
@@ -226,7 +137,7 @@ class Eagle3Layer(FeatureLayer):
         norm_output: bool,
         own_head: bool,
     ) -> None:
-        """config: see `layer_config`; dtype: of what is trained; the flags are those of vLLM's config."""
+        """config: see `parts.llama_config`; dtype: of what is trained; the flags are those of vLLM's config."""
         super().__init__()
         self.layers, self.norm_output, self.config, hidden = layers, norm_output, config, target.hidden_size
         made: dict[str, Any] = {"device": target.device, "dtype": dtype}

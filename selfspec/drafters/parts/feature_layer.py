@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.engine import bucket, filled
 from selfspec.core.generate import piece
@@ -54,19 +53,6 @@ class FeatureLayer(nn.Module, ABC):
     def stacked(self, features: dict[int, Tensor]) -> Tensor:
         """The outputs of the layers asked for, side by side [..., F*H]."""
         return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
-
-    def text(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        logits: bool = True,
-        cache: TextCache | None = None,
-        masks: Tensor | dict[str, Tensor] | None = None,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Pass:
-        """The layer on whole texts: states [B, n, H] and the tokens after them, int64 [B, n]; see `Block.text`."""
-        return self.block.text(self.entry(states, tokens), tokens, True, logits, cache, masks, positions, documents)
 
     def behind(self, read: Read | Unread, logits: bool) -> Read:
         """What was read, or is read now, at each row's root."""

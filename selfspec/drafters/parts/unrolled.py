@@ -153,7 +153,7 @@ class Unrolled(Trained):
         for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones
         and itself (EAGLE-3's training-time test), which is attention over a tree.
         """
-        n = tokens.shape[1] - 1
+        n, after = tokens.shape[1] - 1, tokens[:, 1:]
         states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
         at = torch.arange(n, device=tokens.device)
         cache, result = TextCache(self.layer.block.layer + 1, kept=True), []
@@ -168,7 +168,8 @@ class Unrolled(Trained):
                 places = restarting(own)
                 seen = seen & (own[:, :, None] == own[:, None]).repeat(1, 1, step + 1)
             masks = self.layer.block.target.per_type(partial(self._mask, seen, far))
-            out = self.layer.text(states, tokens[:, 1:], True, cache, masks, places)
+            given = self.layer.entry(states, after)
+            out = self.layer.block.text(given, after, cache=cache, masks=masks, positions=places)
             assert out.logits is not None
             result.append(out.logits)
             carried = self.layer.carried(out.features[self.layer.block.layer], out.hidden)
