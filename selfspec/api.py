@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,20 @@ from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
 from selfspec.checkpoint import save_drafter
 from selfspec.core.contract import Drafts
-from selfspec.core.generate import Added, autoregressive, speculative, speculative_steps
+from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options, as_seed, check, end_tokens, integer, limited
+from selfspec.core.options import Options, as_seed, check, end_tokens, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.data.chat import message, opening
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.hf import SpeculativeOutput, decode
+from selfspec.generated import Generated
+from selfspec.hf import SpeculativeOutput, decode, stopping
 from selfspec.hub import measured, push
 from selfspec.loading import drafter_folder, load_pair
+from selfspec.prompts import Ids, Messages, Prompts, encode
 
 NODES = 16  # nodes per tree unless asked for otherwise
-Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Arguments:
     one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names
     it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
     `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
+    stop: a text or several that end a row once it holds one of them, which stays in it.
     """
 
     max_new_tokens: int = 128
@@ -51,27 +52,39 @@ class Arguments:
     seed: int | Sequence[int] | None = None
     nodes: int | str | None = None
     lossy: str | None = None
+    stop: str | Sequence[str] | None = None
 
-    def options(self, target: Target) -> Options:
+    def options(self, target: Target, tokenizer: Tokenizer | None, eos: frozenset[int] | None) -> Options:
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
-        return Options(self.max_new_tokens, sampling, as_seed(seed), end_tokens(target))
+        stops = () if self.stop is None else (stopping("stop", tokenizer, self.stop),)
+        return Options(
+            self.max_new_tokens, sampling, as_seed(seed), end_tokens(target) if eos is None else eos, stops=stops
+        )
 
 
-@dataclass
-class Generated:
-    """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
-    from_draft: for each token whether the draft tree held it; stats: see `selfspec.core.stats.Stats`; seed: what the
-    noise was made from; lossy: the rule that changed the output, where one was asked for by name, and how many tokens
-    it altered; forecast: with nodes="auto", how many nodes were chosen and what was expected of them."""
+# Of a GenerationConfig: what is served, by the names of `Arguments`; what says nothing of the tokens.
+_SERVED = {"max_new_tokens": "max_new_tokens", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SILENT = ("transformers_version", "do_sample", "temperature", "bos_token_id", "pad_token_id", "use_cache")
 
-    token_ids: list[list[int]]
-    texts: list[str]
-    from_draft: list[list[bool]]
-    stats: Stats
-    seed: int | Sequence[int] = 0
-    lossy: Lossy | None = None
-    forecast: Forecast | None = None
+
+def from_config(config: GenerationConfig) -> tuple[dict[str, Any], frozenset[int] | None]:
+    """The arguments that a GenerationConfig of transformers stands for, and its EOS ids (None: the target's own).
+    Raises ValueError naming a setting that is not served here."""
+    given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
+    found = {own: given.pop(key) for key, own in _SERVED.items() if key in given}
+    if "stop_strings" in given:
+        found["stop"] = given.pop("stop_strings")
+    eos = given.pop("eos_token_id", None)
+    sampled = bool(given.get("do_sample"))
+    found["temperature"] = float(given.get("temperature", 1.0)) if sampled else 0.0
+    found = {key: value for key, value in found.items() if sampled or key not in ("top_k", "top_p", "min_p")}
+    if other := sorted(given.keys() - set(_SILENT)):
+        raise ValueError(
+            f"generation_config has {other[0]}={given[other[0]]!r}, which generate does not take; "
+            "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
+        )
+    return found, None if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
 class Spec:
@@ -87,9 +100,10 @@ class Spec:
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
 
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
-        """Continue a batch of prompts: texts, lists of token ids, or conversations (lists of messages with `role` and
-        `content`), which are answered. Further arguments are those of `Arguments`: generate(["def f("],
-        max_new_tokens=64, temperature=1.0, seed=7).
+        """Continue a prompt or a list of them: texts, lists of token ids, or conversations (lists of messages with
+        `role` and `content`), which are answered. Further arguments are those of `Arguments`: generate("def f(",
+        max_new_tokens=64, temperature=1.0, seed=7), or generation_config=GenerationConfig(...) of transformers, whose
+        settings they override.
 
         The tokens are those of `autoregressive` with the same arguments and seed. A row ends at an EOS token (which is
         returned), after max_new_tokens, or, with a warning, at the target's last position. Raises ValueError for
@@ -99,23 +113,34 @@ class Spec:
         rule = None if asked.lossy is None else Lossy(asked.lossy)
         drafter, most, forecast = self._budget(asked, len(encoded))
         result = speculative(self.target, encoded, replace(options, relaxed=rule), drafter, most)
-        texts = self._decode(result.token_ids)
-        return Generated(result.token_ids, texts, result.from_draft, result.stats, options.seed, rule, forecast)
+        return self._generated(result, options, rule, forecast)
 
     def autoregressive(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
         effect: this is always the exact output."""
         _, encoded, options = self._asked(prompts, args, kwargs)
-        result = autoregressive(self.target, encoded, options)
-        return Generated(
-            result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
-        )
+        return self._generated(autoregressive(self.target, encoded, options), options)
 
-    def stream(self, prompt: str | Sequence[int], *args: Any, **kwargs: Any) -> Iterator[str]:
+    def _generated(
+        self, result: Result, options: Options, rule: Lossy | None = None, forecast: Forecast | None = None
+    ) -> Generated:
+        texts = self._decode(result.token_ids)
+        made = result.token_ids, texts, result.from_draft, result.stats, options.seed
+        return Generated(*made, rule, forecast, self.tokenizer)
+
+    def __repr__(self) -> str:
+        dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device
+        count = sum(p.numel() for p in self.drafter.trained().values()) / 1e6
+        own = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
+        return f"Spec(target={self.target.name!r}, drafter={own}, dtype={dtype}, device={device})"
+
+    def stream(self, prompt: str | Ids | Messages, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
         if self.tokenizer is None:
             raise ValueError(f"target {self.target.name!r} has no tokenizer to make text; use generate")
-        asked, encoded, options = self._asked([prompt], args, kwargs)  # type: ignore[arg-type]
+        asked, encoded, options = self._asked(prompt, args, kwargs)
+        if len(encoded) != 1:
+            raise ValueError(f"stream takes one prompt, not {len(encoded)}; use generate")
         if asked.lossy is not None:
             raise ValueError(f"lossy={asked.lossy!r} can not be streamed: nobody would see that it is; use generate")
         drafter, most, _ = self._budget(asked, 1)
@@ -188,11 +213,14 @@ class Spec:
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Arguments, list[list[int]], Options]:
         """Arguments, prompts as token ids, and options, all checked."""
-        known = [f.name for f in fields(Arguments)]
+        known, eos = [f.name for f in fields(Arguments)], None
+        if (config := kwargs.pop("generation_config", None)) is not None:
+            found, eos = from_config(config)
+            kwargs = {**{key: value for key, value in found.items() if key not in known[: len(args)]}, **kwargs}
         if unknown := kwargs.keys() - set(known):
-            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
         asked = Arguments(*args, **kwargs)
-        options, encoded = asked.options(self.target), self.encode(prompts)
+        options, encoded = asked.options(self.target, self.tokenizer, eos), self.encode(prompts)
         check(self.target, encoded, options)
         if (told := limited(self.target, encoded, options.max_new_tokens)) is not None:
             warnings.warn(told, stacklevel=3)
@@ -210,17 +238,6 @@ class Spec:
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
-    def pieces(self, result: Generated, row: int = 0) -> list[tuple[str, bool]]:
-        """A row's text token by token, each with whether the draft tree held it; tokens that only together make a
-        character are one piece."""
-        ids, found, shown = result.token_ids[row], list[tuple[str, bool]](), ""
-        for end, drafted in enumerate(result.from_draft[row], 1):
-            text = self._decode([ids[:end]])[0]
-            if not text.endswith("\ufffd") or end == len(ids):
-                found.append((text[len(shown) :], drafted))
-                shown = text
-        return found
-
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
         ids: list[int] = []
         shown = ""
@@ -234,45 +251,8 @@ class Spec:
             yield rest[len(shown) :]
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Token ids of prompts. Raises ValueError for one string or one list of ids instead of a list of them, and for
-        an empty prompt."""
-        if isinstance(prompts, (str, bytes)):
-            raise ValueError(
-                f'prompts is one {"string" if isinstance(prompts, str) else "bytes"}; give a list: ["..."]'
-            )
-        if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
-            raise ValueError(
-                f"prompts is a {type(prompts).__name__}; give a list of texts, lists of token ids or conversations"
-            )
-        if getattr(prompts, "ndim", 2) != 2:
-            raise ValueError(f"prompts has {prompts.ndim} dimensions; give one row of token ids per prompt: [[...]]")  # type: ignore[union-attr]
-        encoded = []
-        for i, prompt in enumerate(prompts):
-            if isinstance(prompt, int):
-                raise ValueError("prompts is one list of token ids; give a list of them: [[...]]")
-            if prompt is None or isinstance(prompt, (bytes, Mapping, Set, float)):
-                raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
-            if isinstance(prompt, str):
-                if self.tokenizer is None:
-                    raise ValueError(f"prompt {i} is text, but target {self.target.name!r} has no tokenizer; give ids")
-                if not prompt:
-                    raise ValueError(f"prompt {i} is empty; give at least one character")
-                if any(0xD800 <= ord(character) < 0xE000 for character in prompt):
-                    raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
-                encoded.append(list(self.tokenizer(prompt)["input_ids"]))
-            elif isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
-                encoded.append(self._conversation(i, prompt))
-            else:
-                encoded.append([integer(f"prompt {i}: token id", token) for token in prompt])
-        return encoded
-
-    def _conversation(self, i: int, turns: Sequence[Any]) -> list[int]:
-        """Token ids of a conversation up to where the answer begins."""
-        if self.tokenizer is None:
-            raise ValueError(
-                f"prompt {i} is a conversation, but target {self.target.name!r} has no tokenizer; give ids"
-            )
-        return opening([message(turn, f"prompt {i}") for turn in turns], self.tokenizer, f"prompt {i}")
+        """Token ids of prompts; see `selfspec.prompts.encode`."""
+        return encode(prompts, self.tokenizer, self.target.name)
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         if self.tokenizer is None:
@@ -287,6 +267,7 @@ def load(
     device: str | None = None,
     engine: str = "eager",
     revision: str | None = None,
+    trust_code: bool = False,
     **loading: Any,
 ) -> Spec:
     """Load a drafter and its target for inference.
@@ -295,9 +276,11 @@ def load(
     ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
     where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
     dtype: of the target and the drafter, by default as saved; engine: eager, or compiled, which compiles every shape of
-    a pass on first use and keeps the code for later processes; revision: of a drafter on the hub; `loading` goes to
-    transformers' from_pretrained (device_map, attn_implementation, ...). Raises FileNotFoundError and ValueError,
-    naming what is wrong.
+    a pass on first use and keeps the code for later processes; revision: of a drafter on the hub; trust_code: whether a
+    checkpoint may name a drafter class of another package, which is then imported; `loading` goes to transformers'
+    from_pretrained (device_map, attn_implementation, ...).
+
+    Raises FileNotFoundError and ValueError, naming what is wrong.
     """
     if "torch_dtype" in loading:  # transformers' older name for it
         if dtype != "auto":
@@ -307,4 +290,4 @@ def load(
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"
         )
-    return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, **loading))
+    return Spec(*load_pair(str(drafter), target, dtype, device, engine, revision, trust_code, **loading))

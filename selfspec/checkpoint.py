@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import math
-import re
-import typing
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,33 +22,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
+from selfspec.embedded import TARGETS
 from selfspec.log import Figures, atomic
+from selfspec.plugins import build, config_class, drafter_class
 
 FORMAT = 3
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
-
-
-def drafter_class(kind: str) -> type[Drafter]:
-    """`early_exit` -> the drafter class of selfspec/drafters/early_exit.py. Raises ValueError for a kind that does not
-    exist."""
-    if re.fullmatch(r"[a-z][a-z0-9_]*", kind) and kind != "base":
-        name = f"selfspec.drafters.{kind}"
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-        else:
-            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
-            if found := [c for c in own if issubclass(c, Drafter)]:
-                return found[0]
-    raise ValueError(f"unknown drafter kind {kind!r}")
-
-
-def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
-    """The config that a drafter class is built from."""
-    found: type[DrafterConfig] = typing.get_type_hints(kind)["config"]
-    return found
 
 
 def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
@@ -115,7 +91,9 @@ def save_drafter(
     training: dict[str, float] | None = None,
 ) -> None:
     """Write the drafter's folder; an interruption leaves the old folder or the new one. `note` goes into the card;
-    training: the seconds and tokens it took."""
+    training: the seconds and tokens it took. A target in a folder is named by its path, relative to `folder` where it
+    lies in the same run's folder."""
+    target_name = _portable(target_name, folder)
     with atomic(folder) as scratch:
         scratch.mkdir(parents=True)
         state = {name: _at_rest(t, target.saved_dtype) for name, t in own_state(drafter).items()}
@@ -154,6 +132,14 @@ def save_drafter(
         (scratch / "README.md").write_text(_card(meta, note))
         if training is not None:  # apart from what is the same again whenever the same run is repeated
             (scratch / "training.json").write_text(json.dumps(training) + "\n")
+
+
+def _portable(name: str, folder: Path) -> str:
+    """A target's name that means the same from every working directory."""
+    if name in TARGETS or not Path(name).is_dir():
+        return name
+    place, run = Path(name).resolve(), folder.resolve().parent
+    return f"../{place.relative_to(run).as_posix()}" if place.is_relative_to(run) else str(place)
 
 
 def _at_rest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -206,8 +192,8 @@ def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfi
     return made(**saved)
 
 
-def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None) -> Drafter:
-    """Build the drafter of `folder` on `target`, in eval mode.
+def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None, trust: bool = False) -> Drafter:
+    """Build the drafter of `folder` on `target`, in eval mode. trust: whether it may be a class of another package.
 
     Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged
     files, and tensors that are missing, unknown or of another shape.
@@ -221,9 +207,9 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         )
     check_tokenizer(folder, meta, tokenizer)
     check_files(folder, meta)
-    kind = drafter_class(meta["kind"])
+    kind = drafter_class(meta["kind"], trust, away=folder)
     path = folder / "drafter.json"
-    drafter = kind(target, read_config(path, kind, meta["config"]))  # type: ignore[arg-type]
+    drafter = build(kind, target, read_config(path, kind, meta["config"]))
     _copy(_read(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
     for name, module in adapters(drafter).items():
         part = folder / "lora" / name / "adapter_model.safetensors"
@@ -235,16 +221,16 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     return drafter.eval()
 
 
-def shaped_as(folder: Path, target: Target) -> Drafter:
+def shaped_as(folder: Path, target: Target, trust: bool = False) -> Drafter:
     """A drafter on any target with the kind, config and calibration of the one in `folder` and untrained weights, to
     forecast what it would cost there. An exit moves to the same share of the layers."""
     meta, path = read_meta(folder), folder / "drafter.json"
-    kind = drafter_class(meta["kind"])
+    kind = drafter_class(meta["kind"], trust, away=folder)
     config = read_config(path, kind, meta["config"])
     if (at := getattr(config, "exit", None)) is not None:
         share = target.n_layers / meta["target"].get("layers", target.n_layers)
         config = replace(config, exit=max(1, round(at * share)))  # type: ignore[call-arg]
-    drafter = kind(target, config)  # type: ignore[arg-type]
+    drafter = build(kind, target, config)
     drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
     return drafter.eval()
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
-import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-import selfspec.drafters
 from selfspec.api import NODES
-from selfspec.checkpoint import config_class, drafter_class
 from selfspec.core.generate import MAX_NODES
+from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
-from selfspec.log import WandbConfig, one_line
+from selfspec.log import one_line
+from selfspec.plugins import config_class, drafter_class, installed, kinds
+from selfspec.tracking import Logged
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
@@ -34,7 +38,8 @@ from selfspec.training.rows import DrafterTraining
 
 @dataclass
 class TargetConfig:
-    """name: an embedded name, a folder or a hub id; dtype: `auto` takes the checkpoint's own."""
+    """name: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like (null: a GPU where there is one); revision: of a hub id."""
 
     name: str = MISSING
     dtype: str = "auto"
@@ -43,31 +48,31 @@ class TargetConfig:
 
 
 @dataclass
-class TrainRun:
-    """check: only tell what would be read and what it would take."""
+class TrainRun(Logged):
+    """drafter: its kind, below; data: what to train on, below; check: only tell what would be read and what it would
+    take (--check does the same); trust_code: whether checkpoints that are read may name drafters of other packages."""
 
-    name: str = MISSING
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = MISSING
     data: Any = MISSING
     check: bool = False
+    trust_code: bool = False
     train: DrafterTraining = field(default_factory=DrafterTraining)
     loop: LoopConfig = field(default_factory=LoopConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass
-class PretrainRun:
-    name: str = MISSING
+class PretrainRun(Logged):
+    """data: what to train on, below."""
+
     data: Any = MISSING
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass
 class TreeConfig:
-    """nodes: of the draft tree, root included; `auto` sizes every pass by what it costs here."""
+    """nodes: of the draft tree, root included; auto sizes every pass by what it costs here."""
 
     nodes: Any = NODES
 
@@ -77,18 +82,26 @@ class TreeConfig:
 
 
 @dataclass
-class Measurement:
-    """What every measurement of a drafter on its target is told. drafter: what `selfspec.load` takes (several names
-    joined by + share one tree)."""
+class OneTarget(Logged):
+    """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like; engine: eager or compiled; data: where questions and text come from, below; trust_code: whether checkpoints
+    may name drafters of other packages."""
 
-    name: str = MISSING
-    drafter: str = MISSING
-    target: str | None = None
+    target: str = MISSING
     dtype: str = "auto"
     device: str | None = None
     engine: str = "eager"
     data: Any = MISSING
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trust_code: bool = False
+
+
+@dataclass
+class Measurement(OneTarget):
+    """drafter: an embedded name, a run folder, a hub id, or several joined by +, which share one tree; target: null
+    takes the one that the drafter was trained for."""
+
+    drafter: str = MISSING
+    target: str | None = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -104,36 +117,28 @@ class ShowRun(Measurement):
 
 
 @dataclass
-class CompareRun:
+class CompareRun(OneTarget):
     """A comparison has one target and many drafters."""
 
-    name: str = MISSING
-    target: str = MISSING
-    dtype: str = "auto"
-    device: str | None = None
-    engine: str = "eager"
-    data: Any = MISSING
-    wandb: WandbConfig = field(default_factory=WandbConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
 
 
 @dataclass
 class ReportRun:
-    """sweep: the folder of a multirun; against: another's, or two comparisons, to be set beside each other."""
+    """sweep: the folder of a sweep; against: another's, or two comparisons, to be set beside each other."""
 
     sweep: str = MISSING
     against: str | None = None
 
 
 @dataclass
-class LimitsRun:
-    """results: a Markdown file whose section `limits <name>` is written anew."""
+class LimitsRun(Logged):
+    """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like; results: a Markdown file whose section `limits NAME` is written anew."""
 
-    name: str = MISSING
     target: str = MISSING
     dtype: str = "auto"
     device: str | None = None
-    wandb: WandbConfig = field(default_factory=WandbConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     results: str | None = None
 
@@ -158,24 +163,72 @@ def _folder_name(text: str) -> str:
 OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
 
 
+def config_folder() -> Path:
+    """Where the configs lie: inside the package where it was installed from a wheel, beside it in a clone."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"
+
+
 def register(drafters: bool = False) -> None:
     """Make the schemas known to Hydra; call before `hydra.main`. drafters: whether `drafter` is the group that training
-    chooses from, one config for each file of selfspec/drafters/; elsewhere it is the name of a drafter."""
+    chooses from, one config for each kind; elsewhere it is the name of a drafter."""
     store = ConfigStore.instance()
     store.repo.pop("drafter", None)
     if drafters:
-        for kind in (m.name for m in pkgutil.iter_modules(selfspec.drafters.__path__) if not m.ispkg):
-            if kind not in ("base", "hybrid"):
-                store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
-    store.store(name="pretrain_schema", node=PretrainRun)
-    store.store(name="train_schema", node=TrainRun)
-    store.store(name="eval_schema", node=EvalRun)
-    store.store(name="audit_schema", node=AuditRun)
-    store.store(name="compare_schema", node=CompareRun)
-    store.store(name="limits_schema", node=LimitsRun)
-    store.store(name="report_schema", node=ReportRun)
-    store.store(name="show_schema", node=ShowRun)
-    store.store(name="verifiers_schema", node=VerifiersRun)
+        for kind in kinds():
+            store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
+        for name, entry in installed().items():
+            try:
+                register_class(name, drafter_class(name))
+            except Exception as error:  # of another package, which this run may not need
+                print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
+    nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
+    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "verifiers": VerifiersRun}
+    for name, node in nodes.items():
+        store.store(name=f"{name}_schema", node=node)
+
+
+def register_class(name: str, kind: type[Drafter]) -> None:
+    """Make a drafter class of another package the choice `drafter=name`; its config then names the class."""
+    node = OmegaConf.create({"_target_": f"{kind.__module__}.{kind.__qualname__}"})
+    node.merge_with(OmegaConf.create(asdict(config_class(kind)())))
+    ConfigStore.instance().store(group="drafter", name=name, node=node)
+
+
+def with_classes(arguments: list[str]) -> list[str]:
+    """Command-line arguments in which `drafter._target_=package.module.Class` has become a choice of the group
+    `drafter`. Raises ValueError for what is no drafter class."""
+    found = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") == "drafter._target_":
+            for path in value.split(","):
+                register_class(path, drafter_class(path, trust=True))
+            argument = f"drafter={value}"
+        found.append(argument)
+    return found
+
+
+def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
+    """The class and the config that `drafter` stands for in a composed run. Raises ValueError for unknown keys and
+    wrong types of a class of another package."""
+    if isinstance(config, DrafterConfig):
+        return drafter_class(type(config).__module__.rsplit(".", 1)[-1]), config
+    given = dict(config)
+    kind = drafter_class(given.pop("_target_"), trust=True)
+    schema = OmegaConf.structured(config_class(kind))
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(schema, given))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"drafter: {one_line(error)}; {kind.__qualname__} has {', '.join(schema)}") from error
+    assert isinstance(found, DrafterConfig)
+    return kind, found
+
+
+def constant(arguments: list[str]) -> list[str]:
+    """The keys of overrides that are the same in all points of a sweep, which its folders then do not name."""
+    parsed = OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")])
+    return [str(o.key_or_group) for o in parsed if not o.is_sweep_override()]
 
 
 @contextmanager
@@ -188,17 +241,52 @@ def clear_errors() -> Iterator[None]:
     os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
     try:
         yield
-    except MissingMandatoryValue as error:
-        print(
-            f"{os.path.basename(sys.argv[0])}: {error.full_key} is missing; give {error.full_key}=...", file=sys.stderr
-        )
+    except BAD_INPUT as error:
+        print(f"{os.path.basename(sys.argv[0])}: {told(error)}", file=sys.stderr)
         sys.exit(2)
-    except (ValueError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException) as error:
-        print(f"{os.path.basename(sys.argv[0])}: {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
+        sys.exit(130)
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+BAD_INPUT = (ValueError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
+
+
+def told(error: BaseException) -> str:
+    """What to say of bad input, on one line."""
+    text = one_line(error)
+    missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
+    if missing is None and (found := re.search(r"Missing mandatory value: ([\w.]+)", text)) is not None:
+        missing = found[1]
+    if missing is not None:
+        return f"{missing} is missing; give {missing}=..."
+    if (unknown := re.search(r"Key '(\w+)' (?:is )?not in \S+ .*?full_key: ([\w.]+)", text)) is not None:
+        return f"there is no {unknown[2]}{_meant(error, unknown[2])}"
+    if (
+        wrong := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+) full_key: (\S+)", text)
+    ) is not None:
+        return f"{wrong[3]}={wrong[1]} must be of type {wrong[2].lower()}"
+    return text.partition(" Config search path:")[0]
+
+
+_SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
+
+
+def _meant(error: BaseException, key: str) -> str:
+    """What to do about a key that does not exist."""
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "parent_node", None) is None:
+        cause = cause.__cause__
+    known = [str(k) for k in getattr(cause, "parent_node", None) or ()]
+    near = difflib.get_close_matches(key.rsplit(".", 1)[-1], known, 1)
+    if near:
+        return f"; did you mean {key.rpartition('.')[0]}.{near[0]}".replace(" .", " ")
+    if key in _SOURCES:
+        return f" here; {_SOURCES[key]}"
+    return f"; there are {', '.join(known)}" if known else "; --help lists what there is"

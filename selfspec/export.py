@@ -17,10 +17,11 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
+from selfspec.embedded import resolve
 from selfspec.formats import eagle3, medusa, reference
 from selfspec.formats.files import hold, read_config, read_tensors
 from selfspec.hub import fetch
-from selfspec.loading import EXPORTED, load_pair, members_of, resolve
+from selfspec.loading import EXPORTED, load_pair, members_of
 from selfspec.log import atomic
 from selfspec.served import OWN
 

@@ -89,9 +89,7 @@ def decode(
         raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
     prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
     if stop_strings is not None:
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={stop_strings!r} need a tokenizer, which target {target.name!r} has not")
-        stopping_criteria = [*stopping_criteria, _stop_strings(tokenizer, stop_strings)]
+        stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
     # A criterion given by the user stands in the list instead of the one from the config.
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     ends = {int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
@@ -228,16 +226,19 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
     return prompts, pads
 
 
-def _stop_strings(tokenizer: Tokenizer, strings: str | list[str]) -> StopStringCriteria:
-    """Raises ValueError for a string that no sequence of the tokenizer's tokens can spell."""
+def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str]) -> StopStringCriteria:
+    """What ends a row once it holds one of the strings. name: of the argument. Raises ValueError without a tokenizer,
+    and for a string that no sequence of its tokens can spell."""
+    if tokenizer is None:
+        raise ValueError(f"{name}={strings!r} needs a tokenizer, which the target has not")
     strings = [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
-        raise ValueError(f"stop_strings={strings!r} must be a string or a list of strings")
+        raise ValueError(f"{name}={strings!r} must be a string or a list of strings")
     for string in strings:
         if not string:
-            raise ValueError("stop_strings holds an empty string; give at least one character")
+            raise ValueError(f"{name} holds an empty string; give at least one character")
         if not spells(tokenizer, string):
-            raise ValueError(f"stop_strings: the tokenizer can not produce {string!r}; it would never stop anything")
+            raise ValueError(f"{name}: the tokenizer can not produce {string!r}; it would never stop anything")
     return StopStringCriteria(tokenizer, list(strings))
 
 

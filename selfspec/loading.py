@@ -11,25 +11,21 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoint import check_tokenizer, config_class, drafter_class, load_drafter, read_meta, weights_hash
+from selfspec.checkpoint import check_tokenizer, load_drafter, read_meta, weights_hash
 from selfspec.core.engine import check_engine, engine_for
 from selfspec.core.probe import probe
 from selfspec.core.support import refuse
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
+from selfspec.embedded import DRAFTERS, resolve
 from selfspec.formats.imported import named_target, published
 from selfspec.formats.imported import read as read_published
 from selfspec.hub import fetch
 from selfspec.log import Figures
+from selfspec.plugins import Untrusted, build, config_class, drafter_class, installed
 
-ASSETS = Path(__file__).parent / "assets"
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
-
-
-def resolve(name: str) -> str:
-    """An embedded asset's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is."""
-    return str(ASSETS / name) if name.strip(".") and "/" not in name and (ASSETS / name).is_dir() else name
 
 
 def load_target(
@@ -115,6 +111,14 @@ def load_target(
     return target, tokenizer
 
 
+def named_folder(drafter: Path, name: str) -> Path | None:
+    """The folder that a drafter's own folder names as its target: an absolute path, or one relative to the drafter's
+    folder. None for names of other kinds."""
+    if Path(name).is_absolute():
+        return Path(name)
+    return (drafter / name).resolve() if name.startswith("../") else None
+
+
 def _align(model: PreTrainedModel) -> None:
     """Move weights to the start of cache lines. Those of a mapped file lie anywhere; one row's products with them were
     measured 25% slower."""
@@ -145,7 +149,7 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
     if (found := _within(Path(resolve(name)))) is not None:
         return found
     if Path(name).exists() or _is_path(name):
-        embedded = ", ".join(sorted(p.name for p in ASSETS.iterdir() if (p / "drafter.json").is_file()))
+        embedded = ", ".join(DRAFTERS)
         raise FileNotFoundError(
             f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
             f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
@@ -177,14 +181,20 @@ def member_names(name: str) -> list[str]:
     return [name] if Path(name).exists() else name.split("+")
 
 
-def untrained(name: str) -> type[Drafter] | None:
+def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
     """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this
-    name needs one and no checkpoint has the name."""
+    name needs one and no checkpoint has the name, and for a class of another package that may not run."""
     if (Path(name) / "drafter").is_dir() or (Path(name) / "drafter.json").is_file() or published(Path(name)):
         return None
     try:
-        kind = drafter_class(name)
+        kind = drafter_class(name, trust)
+    except Untrusted:
+        if Path(name).exists():
+            return None
+        raise
     except ValueError:
+        if name in installed():
+            raise
         return None
     if kind is Hybrid:
         raise ValueError(f"drafter {name!r} is nothing by itself; join the names of its members by +: a+b")
@@ -196,20 +206,25 @@ def untrained(name: str) -> type[Drafter] | None:
     return kind
 
 
-def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None) -> Drafter:
-    if (kind := untrained(name)) is not None:
-        return kind(target, config_class(kind)()).eval()  # type: ignore[arg-type]
+def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None, trust: bool) -> Drafter:
+    if (kind := untrained(name, trust)) is not None:
+        return build(kind, target, config_class(kind)()).eval()
     folder = folder or drafter_folder(name)
     if (folder / "drafter.json").is_file():
-        return load_drafter(folder, target, tokenizer)
+        return load_drafter(folder, target, tokenizer, trust)
     return read_published(folder, target)
 
 
 def find_drafter(
-    name: str, target: Target, tokenizer: Tokenizer | None = None, folders: dict[str, Path] | None = None
+    name: str,
+    target: Target,
+    tokenizer: Tokenizer | None = None,
+    folders: dict[str, Path] | None = None,
+    trust: bool = False,
 ) -> Drafter:
     """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
-    of several of these joined by "+", which share one tree. folders: where checkpoints lie, as far as it is known.
+    of several of these joined by "+", which share one tree. folders: where checkpoints lie, as far as it is known;
+    trust: whether they may name classes of other packages.
 
     Raises ValueError for a checkpoint of another target, a kind that has to be trained, a name given twice, and members
     that can not share a tree; FileNotFoundError for a name that stands for nothing.
@@ -219,7 +234,7 @@ def find_drafter(
         raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
     if len(set(names)) < len(names):
         raise ValueError(f"drafter={name!r} names a drafter twice")
-    members = {one: _one(one, (folders or {}).get(one), target, tokenizer) for one in names}
+    members = {one: _one(one, (folders or {}).get(one), target, tokenizer, trust) for one in names}
     return joined(target, members)
 
 
@@ -240,6 +255,7 @@ def load_pair(
     device: str | None,
     engine: str = "eager",
     revision: str | None = None,
+    trust: bool = False,
     **loading: Any,
 ) -> tuple[Target, Drafter, Tokenizer | None, Path | None]:
     """A target, a drafter for it, the tokenizer (None where there is none), and the folder of a single checkpoint. The
@@ -247,7 +263,7 @@ def load_pair(
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
-    names = [name for name in member_names(drafter) if name and untrained(name) is None]
+    names = [name for name in member_names(drafter) if name and untrained(name, trust) is None]
     if revision is not None and not any(_on_hub(name) for name in names):
         raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
     found = {name: drafter_folder(name, revision) for name in names}
@@ -255,9 +271,16 @@ def load_pair(
     own = [folder for folder in folders if (folder / "drafter.json").is_file()]
     meta: Figures = {}
     if own:
-        meta = read_meta(own[0])["target"]
+        meta = dict(read_meta(own[0])["target"])
         if (own[0].parent / EXPORTED).is_file():  # the target lies there, too
             meta = {"name": str(own[0].parent)}
+        if (place := named_folder(own[0], meta["name"])) is not None:
+            if target is None and not place.is_dir():
+                raise FileNotFoundError(
+                    f"the drafter in {own[0]} was trained for the target in {place}, which is not there; say where it "
+                    "is now with target="
+                )
+            meta["name"] = str(place)
     elif folders:
         meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):
@@ -268,4 +291,4 @@ def load_pair(
     for folder in own:
         check_tokenizer(folder, read_meta(folder), tokenizer)
     home = own[0] if own and len(member_names(drafter)) == 1 else None
-    return frozen, find_drafter(drafter, frozen, tokenizer, found), tokenizer, home
+    return frozen, find_drafter(drafter, frozen, tokenizer, found, trust), tokenizer, home

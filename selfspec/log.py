@@ -1,39 +1,20 @@
-"""Figures of a run: always JSON lines in the run folder, and W&B as configured."""
+"""Files that are whole or absent, sections of documents, errors as one line."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
-MODES = ("auto", "online", "offline", "disabled")
-
-
-@dataclass
-class WandbConfig:
-    """`auto` is online where an API key is at hand and offline elsewhere."""
-
-    mode: str = "auto"
-    project: str = "selfspec"
-    entity: str | None = None
-    group: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"wandb.mode={self.mode!r} must be one of {', '.join(MODES)}")
 
 
 @contextmanager
@@ -115,79 +96,3 @@ def one_line_errors() -> Iterator[None]:
 def is_main_process() -> bool:
     """Whether this is the process that writes, under `accelerate launch` or alone."""
     return os.environ.get("RANK", "0") == "0"
-
-
-class RunLog:
-    """Context manager that appends records to `<folder>/<file>` and mirrors their numbers to W&B.
-
-    W&B's own `finish` runs on every way out, so several runs can follow each other in one process.
-    """
-
-    def __init__(self, folder: Path, name: str, wandb_config: WandbConfig, config: Figures, file: str) -> None:
-        self.path = folder / file
-        self.folder, self.name, self.wandb_config, self.config = folder, name, wandb_config, config
-        self.run: Any = None
-
-    def __enter__(self) -> RunLog:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        mode = os.environ.get("WANDB_MODE") or self.wandb_config.mode
-        if "disabled" in (mode, self.wandb_config.mode) or not is_main_process():
-            return self
-        import wandb  # slow to import
-
-        if mode == "auto":
-            mode = "online" if wandb.login(prompt=False) else "offline"
-        self.run = wandb.init(
-            project=self.wandb_config.project,
-            entity=self.wandb_config.entity,
-            group=self.wandb_config.group,
-            name=self.name,
-            dir=str(self.folder),
-            config=self.config,
-            mode=mode,  # type: ignore[arg-type]
-            reinit="finish_previous",
-            settings=wandb.Settings(silent=True),
-        )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.run is not None:
-            self.run.finish(exit_code=0 if kind is None else 1)
-
-    def write(self, record: Figures, step: int | None = None) -> None:
-        """Append one record; nested keys reach W&B as `outer/inner`."""
-        stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
-        with self.path.open("a") as f:
-            f.write(json.dumps(stamped) + "\n")
-        if self.run is not None:
-            self.run.log(_flat(record), step=step)
-
-    def rewind(self, step: int) -> None:
-        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
-        if self.path.exists():
-            lines = self.path.read_text().splitlines(keepends=True)
-            if lines and not lines[-1].endswith("\n"):  # torn by whatever interrupted the run
-                lines.pop()
-            kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
-            write_text(self.path, "".join(kept))
-
-    def images(self, paths: dict[str, Path]) -> None:
-        """Send saved plots to W&B."""
-        if self.run is not None:
-            import wandb
-
-            self.run.log({key: wandb.Image(str(path)) for key, path in paths.items()})
-
-
-def _flat(record: Figures, prefix: str = "") -> Figures:
-    flat: Figures = {}
-    for key, value in record.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            flat |= _flat({str(i): v for i, v in enumerate(value)}, f"{prefix}{key}/")
-        else:
-            flat[prefix + key] = value
-    return flat

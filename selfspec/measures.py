@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.api import Spec, load
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import shaped_as
-from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, ShowRun, VerifiersRun
+from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, ShowRun, VerifiersRun
 from selfspec.core.target import Target
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
@@ -33,15 +33,16 @@ from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
-from selfspec.evaluation.points import agreement, read_points, write_point
+from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
-from selfspec.evaluation.tables import audit_report, group_table, rules_table, table
+from selfspec.evaluation.tables import audit_report, group_table, own_columns, rules_table, table, training_table
 from selfspec.evaluation.verifiers import compare
 from selfspec.loading import drafter_folder, find_drafter, load_target
-from selfspec.log import Figures, RunLog, section, write_section, write_text
-from selfspec.runs import as_plain, build_data, open_run, tokenizer_of, typed
+from selfspec.log import Figures, section, write_section, write_text
+from selfspec.runs import build_data, finished, run_folder, tokenizer_of, typed
+from selfspec.tracking import RunLog
 
 
 def asked(
@@ -62,18 +63,23 @@ def asked(
     return questions, prompts
 
 
-def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
-    """One benchmark point: its records, figures and plots in `folder`."""
-    plain = as_plain(config)
+def _loaded(run: Measurement) -> Spec:
+    return load(run.drafter, run.target, run.dtype, run.device, run.engine, trust_code=run.trust_code)
+
+
+def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
+    """One benchmark point: its records, figures and plots in `folder`. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    columns = own_columns(run.decode.columns)
+    spec = _loaded(run)
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         check_ids(questions)
-    with RunLog(folder, f"{run.name}-{label}", run.wandb, plain, "figures.jsonl") as log:
+    begun = folder / "summary.json"
+    with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
-        point = {"label": label, "config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
         own = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
             print(f"tree.nodes=auto: {point['speculative']['forecast']}")
@@ -85,10 +91,13 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
             accuracy = accuracy if isinstance(spec.drafter, Trained) else []
             point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
+        if columns:
+            point["columns"] = {name: str(column(point, records)) for name, column in columns.items()}
         write_point(folder, point, records)
         if files:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
+        labelled([point])
         log.images(plot_points([point], folder))
     return point
 
@@ -96,18 +105,18 @@ def run_decode(config: DictConfig, folder: Path, label: str) -> Figures:
 def run_show(config: DictConfig) -> None:
     """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
     run = typed(ShowRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    spec = _loaded(run)
     _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
     show(spec, prompts, run.show, run.tree.nodes)
 
 
 def run_audit(config: DictConfig, folder: Path) -> Figures:
     """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
-    plain = as_plain(config)
     run = typed(AuditRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    spec = _loaded(run)
     prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
-    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+    done = folder / "audit.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         found = audit(spec, prompts, run.audit)
         tests = []
         if run.audit.distribution_samples:
@@ -130,9 +139,8 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
 
 def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
     """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
-    plain = as_plain(config)
     run = typed(VerifiersRun, config)
-    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine)
+    spec = _loaded(run)
     if spec.drafter.kind != "medusa":
         raise ValueError(
             f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
@@ -142,7 +150,8 @@ def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
     documents = build_data(config.data, tokenizer).validation()
     measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
-    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+    done = folder / "verifiers.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
         write_text(folder / "verifiers.json", json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
         write_text(folder / "table.md", rules_table(rows) + "\n")
@@ -174,12 +183,25 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     if run.compare.results is not None:
         section(Path(run.compare.results), place)  # refused before anything is measured
     changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
-    plain = open_run(config, folder, path, ("wandb", *(f"compare.{key}" for key in changing)))
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
+    free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
+    with run_folder(config, folder, path, free) as plain:
+        rows, text = _comparison(run, config, folder, path, plain)
+    if run.compare.results is not None:
+        write_section(Path(run.compare.results), place, text)
+    print(f"\n{text}\n{folder}")
+    return rows
+
+
+def _comparison(
+    run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
+) -> tuple[list[Figures], str]:
+    """A comparison's rows and its tables."""
     target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
     tokenizer = tokenizer_of(target, found_tokenizer)
-    specs = {name: Spec(target, find_drafter(name, target, tokenizer), tokenizer) for name in run.compare.drafters}
+    drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
+    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if "hf_assisted" in run.compare.methods:
         draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
@@ -187,7 +209,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
         prompts.setdefault(prompt.group, []).append(prompt)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
-    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+    with RunLog(folder, run, plain, "figures.jsonl") as log:
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
@@ -201,16 +223,12 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
         for row in rows:
             log.write(row)
         log.images(plot_comparison(rows, folder))
-    if run.compare.results is not None:
-        write_section(Path(run.compare.results), place, text)
-    print(f"\n{text}\n{folder}")
-    return rows
+    return rows, text
 
 
 def run_limits(config: DictConfig, folder: Path) -> Figures:
     """What limits a pass, and what drafters can bring: limits.json, table.md and plots in `folder`; see
     `selfspec.evaluation.limits`."""
-    plain = as_plain(config)
     run = typed(LimitsRun, config)
     makers: dict[str, Callable[[Target], Drafter]] = {}
     if run.limits.config is None:
@@ -224,7 +242,8 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         model = random_model(run.limits.config, dtype, run.device)
         name = f"random weights of {run.limits.config}"
         makers = {drafter: partial(shaped_as, drafter_folder(drafter)) for drafter in run.limits.drafters}
-    with RunLog(folder, run.name, run.wandb, plain, "figures.jsonl") as log:
+    done = folder / "limits.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
         figures |= measure_limits(model, makers, run.limits) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
@@ -270,7 +289,36 @@ def run_report(config: DictConfig) -> None:
 
 
 class SweepTable(Callback):
-    """Ends a multirun in one table and one set of plots of all its points."""
+    """Ends a sweep of eval/decode.py in one table and one set of plots of all its points."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         run_report(OmegaConf.create({"sweep": config.hydra.sweep.dir, "against": None}))
+        check_points(Path(config.hydra.sweep.dir))
+
+
+class TrainingTable(Callback):
+    """Ends a sweep of trainings in one table of their last validations."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        done = {home: figures for home in points_of(folder) if (figures := finished(home, 0)) is not None}
+        if done:
+            text = training_table({home.name: figures for home, figures in done.items()})
+            write_text(folder / "table.md", text + "\n")
+            print(f"\n{text}\n{folder}")
+        check_points(folder)
+
+
+ERROR = "error.txt"  # of a point of a sweep that failed
+
+
+def points_of(folder: Path) -> list[Path]:
+    """The folders of a sweep's points."""
+    return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
+
+
+def check_points(folder: Path) -> None:
+    """Raises ValueError where points of a sweep failed; the others went on."""
+    if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
+        told = "; ".join(f"{home.name}: {(home / ERROR).read_text().strip()}" for home in failed)
+        raise ValueError(f"{len(failed)} of {len(points_of(folder))} points of {folder} failed: {told}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -15,15 +18,17 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoint import drafter_class
-from selfspec.config import PretrainRun, TrainRun
+from selfspec.config import PretrainRun, TrainRun, drafter_of
 from selfspec.core.engine import cache_folder
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
-from selfspec.drafters.base import Drafter, DrafterConfig
-from selfspec.loading import find_drafter, load_target, load_tokenizer, resolve
-from selfspec.log import Figures, RunLog, is_main_process, write_text
+from selfspec.drafters.base import Drafter
+from selfspec.embedded import resolve
+from selfspec.loading import find_drafter, load_target, load_tokenizer
+from selfspec.log import Figures, is_main_process, write_text
+from selfspec.plugins import build, try_out
+from selfspec.tracking import RunLog, flat, whole_lines
 from selfspec.training import shard
 from selfspec.training.check import check
 from selfspec.training.drafter import check_training, train_drafter, warm_start
@@ -32,33 +37,69 @@ from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.rows import distilled, texts_folder, writer_of
 
 R = TypeVar("R")
+_NAMED = 8  # keys that differ and are told
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = (
-    *("wandb", "loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
-    *("check", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    *(
+        "wandb",
+        "logger",
+        "loop.steps",
+        "loop.compile",
+        "loop.log_every",
+        "loop.validate_every",
+        "loop.checkpoint_every",
+    ),
+    *("check", "trust_code", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
 )
 
 
-def open_run(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Figures:
-    """Write the composed config into the run folder and return it as plain data. begun: a file
-    whose presence shows that a run has started.
+@contextmanager
+def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Iterator[Figures]:
+    """Hold the run folder while the block runs, write the composed config into it, and give it as plain data. begun: a
+    file whose presence shows that a run has started. A folder in which a failing block wrote nothing is removed.
 
-    Raises ValueError where the folder already holds a run of another configuration, the keys `free` aside.
+    Raises ValueError where another process holds the folder, and where it holds a run of another configuration, the
+    keys `free` aside.
     """
-    plain = as_plain(config)
-    path = folder / "config.yaml"
+    plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
     if path.exists() and begun.exists():
-        before, now = OmegaConf.load(path), OmegaConf.create(plain)
-        for key in free:
-            if "." in key and OmegaConf.select(now, key.rpartition(".")[0]) is None:
-                continue  # of other runs
-            OmegaConf.update(before, key, OmegaConf.select(now, key))
-        if before != now:
-            raise ValueError(f"{folder} holds a run with another configuration ({path}); choose another name=")
-    if is_main_process():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
-    return plain
+        _same(path, plain, free)  # in all processes, none of which then waits for another
+    if not is_main_process():
+        yield plain
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing to {folder}; wait for it, or choose another name=") from None
+        try:
+            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
+            yield plain
+        except BaseException:
+            if {p.name for p in folder.iterdir()} <= {path.name, lock.name}:
+                shutil.rmtree(folder)
+            raise
+
+
+def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
+    """Raises ValueError naming the keys in which the saved config and this one differ."""
+    before, now = dict(flat(OmegaConf.to_container(OmegaConf.load(path)))), dict(flat(plain))  # type: ignore[arg-type]
+    changed = [
+        key
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(f"{key}/".startswith(f.replace(".", "/") + "/") for f in free)
+    ]
+    if changed:
+        told = "; ".join(
+            f"{key.replace('/', '.')} was {before.get(key, 'not there')}, now {now.get(key, 'not there')}"
+            for key in changed[:_NAMED]
+        )
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        raise ValueError(
+            f"{path.parent} holds a run with another configuration: {told}{more}; give what it had, or choose another "
+            "name="
+        )
 
 
 def typed(kind: type[R], config: DictConfig) -> R:
@@ -87,54 +128,54 @@ def run_check(config: DictConfig) -> Iterator[str]:
     """What a training would read and take, as lines; see `selfspec.training.check`."""
     run = typed(TrainRun, config)
     target, tokenizer, data = _opened(run, config)
-    drafter = _made(run.drafter, target)
-    if run.train.init_from is not None:
-        warm_start(drafter, find_drafter(run.train.init_from, target, tokenizer), run.train.init_from)
+    drafter = _made(run, target, tokenizer)
     train, validation = _tokenized(data, tokenizer, str(target.device))
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
 
-def _made(config: DrafterConfig, target: Target) -> Drafter:
-    kind = drafter_class(type(config).__module__.rsplit(".", 1)[-1])
-    return kind(target, config)  # type: ignore[arg-type]
+def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
+    """The drafter that a training begins with."""
+    kind, config = drafter_of(run.drafter)
+    torch.manual_seed(run.loop.seed)
+    drafter = build(kind, target, config)
+    if not kind.__module__.startswith("selfspec."):  # those of this package are tested
+        try_out(drafter, target)
+    if (name := run.train.init_from) is not None:
+        warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
+    return drafter
 
 
-def _finished(folder: Path, steps: int) -> Figures | None:
+def finished(folder: Path, steps: int) -> Figures | None:
     """The summary of a run of so many steps, where it is finished."""
     try:
-        told = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    except (OSError, ValueError):  # never begun, or cut off in the middle of a line
+        told = [record for _, record in whole_lines(folder / "train.jsonl")]
+    except (OSError, ValueError):  # never begun, or damaged
         return None
     found = next((record["summary"] for record in told[::-1] if "summary" in record), None)
     whole = found is not None and found.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
     return found if whole else None
 
 
-def run_training(config: DictConfig, folder: Path, again: bool = True) -> Figures:
+def run_training(config: DictConfig, folder: Path, again: bool = True, title: str = "") -> Figures:
     """Train a drafter; see `selfspec.training.drafter`. again: False leaves a finished run as it is, whose figures are
-    returned."""
+    returned; title: of the run in its logger."""
     run = typed(TrainRun, config)
-    plain = open_run(config, folder, checkpoint_path(folder))
-    if not again and (done := _finished(folder, run.loop.steps)) is not None:
-        print(f"{folder} is finished")
-        return done
-    target, tokenizer, data = _opened(run, config)
-    torch.manual_seed(run.loop.seed)
-    drafter = _made(run.drafter, target)
-    if run.train.init_from is not None:
-        source = find_drafter(run.train.init_from, target, tokenizer)
-        warm_start(drafter, source, run.train.init_from)
-    check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
-    texts = _tokenized(data, tokenizer, str(target.device))
-    with RunLog(folder, run.name, run.wandb, plain, "train.jsonl") as log:
-        settings = run.train, run.loop
-        figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
-        if is_main_process():
-            from selfspec.evaluation.plots import plot_training  # slow to import
+    with run_folder(config, folder, checkpoint_path(folder)) as plain:
+        if not again and (done := finished(folder, run.loop.steps)) is not None:
+            print(f"{folder} is finished")
+            return done
+        target, tokenizer, data = _opened(run, config)
+        drafter = _made(run, target, tokenizer)
+        check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
+        texts = _tokenized(data, tokenizer, str(target.device))
+        with RunLog(folder, run, plain, "train.jsonl", title) as log:
+            settings = run.train, run.loop
+            figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
+            if is_main_process():
+                from selfspec.evaluation.plots import plot_training  # slow to import
 
-            records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-            log.images(plot_training(records, folder))
-        return figures
+                log.images(plot_training([record for _, record in whole_lines(folder / "train.jsonl")], folder))
+            return figures
 
 
 def run_distill(config: DictConfig, folder: Path) -> Figures:
@@ -146,11 +187,12 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
         raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
     if not own.rows:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
-    target, tokenizer, data = _opened(run, config)
-    texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
-    corpus, _ = _tokenized(data, tokenizer, str(target.device))
-    found, figures = distilled(target, corpus, own, loop.seed, texts, writer)
-    return {**figures, "rows": own.rows, "counted": found.counted}
+    with run_folder(config, folder, checkpoint_path(folder)):
+        target, tokenizer, data = _opened(run, config)
+        texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
+        corpus, _ = _tokenized(data, tokenizer, str(target.device))
+        found, figures = distilled(target, corpus, own, loop.seed, texts, writer)
+        return {**figures, "rows": own.rows, "counted": found.counted}
 
 
 def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
@@ -191,22 +233,22 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     # A first stage of other length would not be what a finished second one began from.
     last = "pretrain.instruct.steps" if run.pretrain.instruct.steps else "loop.steps"
     free = [*(key for key in _FREE if key != "loop.steps"), last]
-    plain = open_run(config, folder, begun, free)
-    data = instantiate(config.data)
-    tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
-    texts = data.train(), data.validation()
-    figures: Figures = {}
-    if run.pretrain.init is None:
-        with RunLog(first, run.name, run.wandb, plain, "train.jsonl") as log:
-            figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
-    if run.pretrain.instruct.steps:
-        start = resolve(run.pretrain.init or str(first / "target"))
-        model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
-        with RunLog(folder, f"{run.name}-instruct", run.wandb, plain, "train.jsonl") as log:
-            stage, note = run.pretrain.instruct, Path(start) / "training.json"
-            before = json.loads(note.read_text()) if note.is_file() else {}
-            figures = instruct(*texts, model, load_tokenizer(start), stage, run.loop, folder, log, before)
-    return figures
+    with run_folder(config, folder, begun, free) as plain:
+        data = instantiate(config.data)
+        tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
+        texts = data.train(), data.validation()
+        figures: Figures = {}
+        if run.pretrain.init is None:
+            with RunLog(first, run, plain, "train.jsonl") as log:
+                figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
+        if run.pretrain.instruct.steps:
+            start = resolve(run.pretrain.init or str(first / "target"))
+            model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
+            with RunLog(folder, run, plain, "train.jsonl", f"{run.name}-instruct") as log:
+                stage, note = run.pretrain.instruct, Path(start) / "training.json"
+                before = json.loads(note.read_text()) if note.is_file() else {}
+                figures = instruct(*texts, model, load_tokenizer(start), stage, run.loop, folder, log, before)
+        return figures
 
 
 def tokenizer_of(target: Target, tokenizer: Tokenizer | None) -> Tokenizer:

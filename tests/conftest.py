@@ -29,14 +29,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.checkpoint import config_class, save_drafter
-from selfspec.config import register
+from selfspec.checkpoint import save_drafter
+from selfspec.config import register, with_classes
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.medusa import Medusa
 from selfspec.loading import load_target
+from selfspec.plugins import config_class
 from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(1)  # the models are tiny; two processes share the tests instead
@@ -197,5 +198,6 @@ class Watch:
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
     register(drafters=config_name == "train")
+    overrides = tuple(with_classes(list(overrides)))
     with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):
         return compose(config_name, overrides=list(overrides))

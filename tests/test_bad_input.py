@@ -229,12 +229,12 @@ def test_scripts(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--drafter", "runs/nothing", "x"], "no drafter at 'runs/nothing'"),
-        (["--drafter", "heads", "--temperature", "-1", "x"], "temperature=-1.0"),
-        (["--drafter", "heads", "--nodes", "0", "x"], "nodes=0"),
-        (["--drafter", "heads", ""], "prompt 0 is empty"),
-        (["--drafter", "heads", "--top-p", "3", "x"], "top_p=3.0"),
-        (["--drafter", "old", "x"], "is of format 2"),
+        (["complete", "--drafter", "runs/nothing", "x"], "no drafter at 'runs/nothing'"),
+        (["complete", "--drafter", "heads", "--temperature", "-1", "x"], "temperature=-1.0"),
+        (["complete", "--drafter", "heads", "--nodes", "0", "x"], "nodes=0"),
+        (["complete", "--drafter", "heads", ""], "prompt 0 is empty"),
+        (["complete", "--drafter", "heads", "--top-p", "3", "x"], "top_p=3.0"),
+        (["complete", "--drafter", "old", "x"], "is of format 2"),
     ],
 )
 def test_the_command(

@@ -143,14 +143,14 @@ def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: P
     rows = table.read_text().splitlines()
     assert len(rows) == (2 + 4) + 1 + (2 + 4)  # by point, and by point and group
     assert all(" 2/2 " in row for row in rows[2:6])
-    plots = {"acceptance_by_depth", "time_split", "speedup"}
+    plots = {"acceptance_by_depth", "time_split", "speedup", "tau_by_nodes"}
     assert {p.stem for p in table.parent.glob("*.png")} == plots
     assert len(list(table.parent.glob("*/records.jsonl"))) == 4
     points = [json.loads(path.read_text()) for path in table.parent.glob("*/summary.json")]
     assert {p["config"]["wandb"]["group"] for p in points} == {f"decode-{table.parent.name}"}
     before = table.read_text()
     table.unlink()
-    (table.parent / "0" / "summary.json").write_text("{")
+    (table.parent / "decode.temperature=0,tree.nodes=4" / "summary.json").write_text("{")
     report = run_script(str(ROOT / "eval" / "report.py"), f"sweep={table.parent}", cwd=tmp_path)
     assert report.returncode == 0, report.stderr
     assert "1 of 4 runs skipped" in report.stdout

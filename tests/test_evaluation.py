@@ -17,7 +17,7 @@ from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, regime, run_arms
 from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import read_points, write_point
+from selfspec.evaluation.points import labelled, read_points, write_point
 from selfspec.evaluation.records import Record, Regime
 from selfspec.evaluation.tables import table
 from selfspec.measures import run_report
@@ -67,7 +67,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
         records = run_arms(spec, prompts, config, 6)
         config_ = {"drafter": "x", "tree": {"nodes": 6}, "decode": {"temperature": temperature}}
-        point = {"label": f"t={temperature}", "config": config_, **summarize(records)}
+        point = {"config": config_, **summarize(records)}
         assert set(point["arms"]) == set(ARMS)
         assert point["identical"]["autoregressive"] == {"rows": 4, "of": 4}
         if temperature == 0:
@@ -84,6 +84,8 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         for f, c in zip(full, conditional, strict=True):
             product *= c
             assert f == pytest.approx(product)
+        labelled([point])
+        assert point["label"] == "x"
         folder = tmp_path / str(batch)
         folder.mkdir()
         write_point(folder, point, records)
@@ -91,7 +93,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
     assert drift([record(1.0), record(1.0), record(2.0), record(4.0)]) == pytest.approx(3.0)
     points, broken = read_points(tmp_path)
     assert not broken
-    assert [p["label"] for p in points] == ["t=0.0", "t=0.8"]
+    assert [p["label"] for p in points] == ["temperature=0", "temperature=0.8"]
     assert len(table(points).splitlines()) == 4
 
 
@@ -117,15 +119,15 @@ def test_a_subset_of_arms(heads_folder: Path) -> None:
 def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_path: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     records = run_arms(spec, asked([5, 9, 2]), DecodeConfig(max_new_tokens=4, repeats=1), 4)
-    config = {"drafter": "x", "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
     for name in ("0", "1", "2", "10"):
         (tmp_path / name).mkdir()
-        write_point(tmp_path / name, {"label": name, "config": config, **summarize(records)}, records)
+        config = {"drafter": f"runs/{name}", "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
+        write_point(tmp_path / name, {"config": config, **summarize(records)}, records)
     whole = (tmp_path / "1" / "summary.json").read_text()
     (tmp_path / "1" / "summary.json").write_text(whole[: len(whole) // 2])
     (tmp_path / "2" / "summary.json").write_text('{"label": "2"}')
-    (tmp_path / "3" / ".hydra").mkdir(parents=True)  # killed before its end
-    (tmp_path / "3" / ".hydra" / "config.yaml").write_text("name: x")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / ".lock").write_text("")  # killed before its end
     (tmp_path / "0" / "wandb" / "run" / "files").mkdir(parents=True)
     (tmp_path / "0" / "wandb" / "run" / "files" / "config.yaml").write_text("name: x")
     points, broken = read_points(tmp_path)
@@ -167,8 +169,8 @@ def test_bookkeeping_is_what_no_module_takes(name: str) -> None:
 def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def point(label: str, low: float, high: float) -> dict[str, object]:
         ratio = {"ratio": (low + high) / 2, "low": low, "high": high}
-        config = {"tree": {"nodes": 4}}
-        return {"label": label, "config": config, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
+        config = {"drafter": label, "tree": {"nodes": 4}}
+        return {"config": config, "arms": {}, "identical": {}, "speedup": {"autoregressive": ratio}}
 
     for run, points in (
         ("a", [point("x", 1.0, 1.2), point("y", 1.0, 1.1), point("only", 1.0, 1.1)]),

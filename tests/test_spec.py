@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Watch, made, save_tiny, tiny_model
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
 from selfspec.api import Spec
@@ -90,7 +91,7 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": "one string"}, "prompts is one string"),
+        ({"prompts": ""}, "prompt 0 is empty"),
         ({"prompts": [""]}, "prompt 0 is empty"),
         ({"prompts": ["x" * 4000]}, "256 positions"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -106,15 +107,19 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"prompts": [None]}, "prompt 0 is NoneType"),
         ({"prompts": [b"abc"]}, "prompt 0 is bytes"),
         ({"prompts": ["\udce9"]}, "lone surrogate"),
-        ({"prompts": [1, 2]}, "one list of token ids"),
+        ({"prompts": [1, "a"]}, "prompt 0: token id='a' must be an integer"),
+        ({"prompts": [{"role": "user"}]}, "prompt 0: a turn needs"),
+        ({"stop": ""}, "stop holds an empty string"),
+        ({"stop": 5}, "stop=5 must be a string or a list of strings"),
+        ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=3, which generate does not take"),
         ({"top_p": 2.0}, "top_p=2.0"),
         ({"top_k": "5"}, "top_k='5' must be a number"),
         ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
         ({"min_p": "x"}, "min_p='x' must be a number"),
         ({"temperature": 2**2000}, "must be a number"),
-        ({"prompts": {"input_ids": [[1]]}}, "prompts is a dict; give a list"),
-        ({"prompts": 5}, "prompts is a int; give a list"),
-        ({"prompts": b"abc"}, "prompts is one bytes"),
+        ({"prompts": {"input_ids": [[1]]}}, "prompts is a dict; give a text"),
+        ({"prompts": 5}, "prompts is a int; give a text"),
+        ({"prompts": b"abc"}, "prompts is a bytes; give a text"),
         ({"prompts": [{1, 2}]}, "prompt 0 is set"),
     ],
 )
@@ -188,13 +193,63 @@ def test_embedded_assets_are_small() -> None:
 
 
 def test_command_line(heads_folder: Path) -> None:
-    call = [sys.executable, "-m", "selfspec", "--drafter", str(heads_folder), "--max-new-tokens", "12"]
+    call = [sys.executable, "-m", "selfspec", "complete", "--drafter", str(heads_folder), "--max-new-tokens", "12"]
     plain = subprocess.run([*call, "import os"], capture_output=True, text=True, env=os.environ)
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout.startswith("import os")
     colored = subprocess.run([*call, "--color", "import os"], capture_output=True, text=True, env=os.environ)
     assert colored.returncode == 0, colored.stderr
     assert "per pass" in colored.stderr
+
+
+def test_one_prompt_is_one_row(spec: Spec) -> None:
+    """A text, ids and a conversation without a list around them."""
+    result = spec.generate(TEXTS[0], 12)
+    assert result.token_ids == spec.generate(TEXTS[:1], 12).token_ids
+    assert result.text == result.texts[0]
+    talk = [{"role": "user", "content": "hello"}]
+    assert spec.generate(talk, 6).token_ids == spec.generate([talk], 6).token_ids
+    assert "".join(spec.stream(talk, 6)) == spec.generate(talk, 6).text
+    with pytest.raises(ValueError, match="there are 2 rows; take texts"):
+        _ = spec.generate(TEXTS, 2).text
+    with pytest.raises(ValueError, match="stream takes one prompt, not 2"):
+        next(spec.stream(TEXTS, 2))
+
+
+def test_a_text_that_stops(spec: Spec) -> None:
+    free = spec.generate(TEXTS[0], 40)
+    stop = re.findall(r"[a-z]{2}", free.text)[1]
+    for temperature in (0.0, 0.9):
+        ended = spec.generate(TEXTS, 40, temperature, seed=3, stop=[stop, "never"])
+        assert ended.token_ids == spec.autoregressive(TEXTS, 40, temperature, seed=3, stop=[stop, "never"]).token_ids
+    assert stop in spec.generate(TEXTS[0], 40, stop=stop).text
+    assert len(spec.generate(TEXTS[0], 40, stop=stop).token_ids[0]) < 40
+    assert "".join(spec.stream(TEXTS[0], 40, stop=stop)) == spec.generate(TEXTS[0], 40, stop=stop).text
+
+
+def test_a_generation_config_is_taken(spec: Spec) -> None:
+    config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.8, top_k=20, stop_strings=["zz"])
+    want = spec.generate(TEXTS, 9, 0.8, 20, seed=5).token_ids
+    assert spec.generate(TEXTS, generation_config=config, seed=5).token_ids == want
+    assert spec.autoregressive(TEXTS, generation_config=config, seed=5).token_ids == want
+    assert len(spec.generate(TEXTS, 4, generation_config=config, seed=5).token_ids[0]) == 4  # what is given counts
+    greedy = GenerationConfig(max_new_tokens=9, temperature=0.8)  # transformers draws only with do_sample
+    assert spec.generate(TEXTS, generation_config=greedy).token_ids == spec.generate(TEXTS, 9).token_ids
+    end = spec.generate(TEXTS[0], 9).token_ids[0][3]
+    ended = spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=9, eos_token_id=end))
+    assert ended.token_ids[0].index(end) == len(ended.token_ids[0]) - 1
+
+
+def test_results_are_shown_in_one_line(spec: Spec) -> None:
+    result = spec.generate(["<b>x</b> & y"], 12)
+    for shown in (repr(spec), repr(result), repr(result.stats)):
+        assert len(shown.splitlines()) == 1
+        assert len(shown) < 160
+    assert f"{result.stats.acceptance_length:.2f} per pass" in repr(result)
+    page = result._repr_html_()
+    assert page.count("<span") == sum(drafted for _, drafted in result.pieces())
+    assert "<b>" not in page
+    assert "".join(text for text, _ in result.pieces()) == result.text
 
 
 def test_oracle_and_engine_share_signature_and_result() -> None:
@@ -228,8 +283,10 @@ def test_scalars_arrays_and_ranges_are_taken(spec: Spec) -> None:
             assert spec.generate(TEXTS, 6, temperature, seed=seed).token_ids == want
     ids = torch.tensor([[5, 9, 2], [7, 7, 1]])
     assert spec.generate(ids, 4).token_ids == spec.generate(ids.tolist(), 4).token_ids  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prompts has 1 dimensions; give one row of token ids per prompt"):
-        spec.generate(torch.tensor([5, 9, 2]), 4)  # type: ignore[arg-type]
+    one = spec.generate([[5, 9, 2]], 4).token_ids
+    assert spec.generate(torch.tensor([5, 9, 2]), 4).token_ids == spec.generate([5, 9, 2], 4).token_ids == one  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prompts has 3 dimensions; give one row of token ids per prompt"):
+        spec.generate(torch.zeros(1, 1, 2, dtype=torch.int64), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="unknown argument 'temprature'; there are max_new_tokens, temperature"):
         spec.generate(TEXTS, temprature=1.0)
     with pytest.raises(ValueError, match="lossy='typical' can not be streamed"):

@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.engine import bucket, cache_folder, code_hash
@@ -23,6 +22,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.log import Figures, write_text
+from selfspec.progress import progress
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
@@ -175,7 +175,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     ratios: dict[int, list[float]] = {n: [] for n in SIZES}
     step()  # compiles, where passes are compiled
     plain = [step()]
-    bar = tqdm(range(_ROUNDS), desc="measure the cost of a pass", mininterval=1.0, leave=False)
+    bar = progress(range(_ROUNDS), desc="measure the cost of a pass", leave=False)
     for _ in bar:
         timed: dict[int, list[float]] = {n: [] for n in SIZES}
         while not all(timed.values()):

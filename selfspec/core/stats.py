@@ -47,6 +47,15 @@ class Stats:
     def seconds(self) -> float:
         return self.seconds_prefill + self.seconds_draft + self.seconds_target + self.seconds_other
 
+    def __repr__(self) -> str:
+        """One line; all counts and times are fields."""
+        drafted = sum(self.accepted) / max(1, self.tokens)
+        rate = f"{self.tokens / self.seconds:.0f} per second" if self.seconds else "not timed"
+        return (
+            f"{self.tokens} tokens in {self.passes} passes: {self.acceptance_length:.2f} per pass, {rate}, "
+            f"{min(1.0, drafted):.0%} drafted"
+        )
+
     def count(self, drafted: int, tokens: int) -> None:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""
         self.passes += 1

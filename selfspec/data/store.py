@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 from selfspec.data.records import Broken, Records
+from selfspec.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
@@ -232,7 +232,7 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
             sides.append(side)
             yield document
 
-    with tqdm(desc=f"tokenizing {source}", unit=" records", mininterval=1.0) as bar:
+    with progress(desc=f"tokenizing {source}", unit=" records") as bar:
         for one in encoded(noted(), tokenizer):
             writers[sides.popleft()].add(one)
             if bar.update():

@@ -90,9 +90,10 @@ class Drafter(nn.Module, ABC):
     takes.
 
     A drafter of kind `early_exit` is the one drafter class in `selfspec/drafters/early_exit.py`, built as
-    `EarlyExit(target, config)`; its annotation of `config` names its config. Parameters that require gradients and
-    buffers of the drafter itself are what is saved; target weights it reuses are views (the target's tensors
-    themselves, frozen). `reads` are the target layers whose outputs it wants to see.
+    `EarlyExit(target, config)`; for a class of another package the kind is its path, `package.module.Class`. The
+    annotation of `config` names its config. Parameters that require gradients and buffers of the drafter itself are
+    what is saved; target weights it reuses are views (the target's tensors themselves, frozen). `reads` are the target
+    layers whose outputs it wants to see.
     """
 
     config: DrafterConfig
@@ -104,8 +105,10 @@ class Drafter(nn.Module, ABC):
 
     @property
     def kind(self) -> str:
-        """The drafter's name on disk, which is its module's."""
-        return type(self).__module__.rsplit(".", 1)[-1]
+        """The drafter's name on disk: its module's, or for classes of other packages their path."""
+        module = type(self).__module__
+        own = module.startswith("selfspec.drafters.")
+        return module.rsplit(".", 1)[-1] if own else f"{module}.{type(self).__qualname__}"
 
     @abstractmethod
     def session(self, target: Target, rows: int) -> Session:

@@ -37,7 +37,7 @@ class EarlyExitConfig(DrafterConfig):
     """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head read
     the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most; width:
     nodes expanded per depth at most; min_prob: a node with less path probability is not expanded, and drafting ends
-    where there is no other; loss: one of `parts.losses.LOSSES`.
+    where there is no other; loss: kl, ce, tv, lk, accept, or a function of yours.
 
     Raises ValueError for a negative rank and other numbers outside their range.
     """

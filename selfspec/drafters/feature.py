@@ -19,7 +19,7 @@ from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 @dataclass
 class FeatureConfig(UnrolledConfig):
     """As `UnrolledConfig` (layers None: one low, one in the middle, the last). train: the decoder layer in full, or
-    lora with `rank`."""
+    lora with `rank`; rank: of that LoRA."""
 
     train: str = "full"
     rank: int = 64

@@ -24,8 +24,8 @@ from selfspec.drafters.parts.views import SharedHeads
 @dataclass
 class MedusaConfig(DrafterConfig):
     """heads: K; blocks: residual blocks x + SiLU(Wx + b) per head; projection: lora (the target's lm_head and one LoRA
-    of `rank` per head) or full (V x H weights per head); loss: one of `parts.losses.LOSSES`; depth_decay: weight of
-    each head's loss relative to the head before it (the paper's 0.8).
+    of `rank` per head) or full (V x H weights per head); rank: of the LoRA; loss: kl, ce, tv, lk, accept, or a function
+    of yours; depth_decay: weight of each head's loss relative to the head before it (the paper's 0.8).
 
     Raises ValueError for a number below 1, or an unknown projection or loss.
     """

@@ -6,11 +6,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tqdm.auto import tqdm
-
 from selfspec.api import Spec
 from selfspec.data.questions import Question
 from selfspec.log import Figures
+from selfspec.progress import progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def prompts_of(
     assert spec.tokenizer is not None
     prompts: list[Prompt] = []
     skipped: list[str] = []
-    bar = tqdm(questions, desc="questions", mininterval=1.0, disable=all(len(q.turns) < 2 for q in questions))
+    bar = progress(questions, desc="questions", disable=all(len(q.turns) < 2 for q in questions))
     for question in bar:
         answers: list[str] = []
         turns = max(1, len(question.turns))

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import DynamicCache
 
 from selfspec.api import Spec
@@ -24,6 +23,7 @@ from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
 from selfspec.core.verify import Relaxed
 from selfspec.data.questions import Asking
 from selfspec.log import Figures
+from selfspec.progress import progress
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
 _LIKELY = 16  # tokens whose logits count for the noise: unlikely ones decide nothing
@@ -32,8 +32,9 @@ _SLACK = 3.0  # what may lie beyond the largest noise measured, of fewer positio
 
 @dataclass
 class AuditConfig(Asking):
-    """Every prompt is decoded at every temperature, seed, tree size and batch size. distribution_samples: texts of the
-    distribution test, over the distribution_top_k likeliest tokens (0: leave that test out)."""
+    """Every prompt is decoded at every temperature, seed, tree size and batch size. temperatures: all of them; seeds:
+    of the noise; nodes: of the draft trees; batch_sizes: prompts per call; distribution_samples: texts of the
+    distribution test (0: leave it out); distribution_top_k: the likeliest tokens that it tells apart."""
 
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -141,7 +142,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     found: list[Divergence] = []
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
     trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
-    bar = tqdm(total=len(settings) * len(prompts) * (1 + len(trees)), desc="audit", mininterval=1.0)
+    bar = progress(total=len(settings) * len(prompts) * (1 + len(trees)), desc="audit")
     for temperature, seed in settings:
         seeds = [seed + i for i in range(len(prompts))]
         plain: list[list[int]] = []

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from tqdm.auto import tqdm
 
-from selfspec.api import Generated, Spec
+from selfspec.api import Spec
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
@@ -26,7 +25,9 @@ from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.metrics import speedup
 from selfspec.evaluation.records import Record, Regime
+from selfspec.generated import Generated
 from selfspec.log import Figures
+from selfspec.progress import progress
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
 _FEWEST = 8  # prompts before an interval over prompts is believed
@@ -34,12 +35,14 @@ _FEWEST = 8  # prompts before an interval over prompts is believed
 
 @dataclass
 class DecodeConfig(Asking):
-    """seed: of all noise, from which every prompt gets its own; repeats: timed runs per prompt, of which the median
+    """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
+    prompt gets its own; repeats: timed runs per prompt, of which the median
     counts; batch_size: prompts per call; arms: a subset of ARMS; until_width: stop once the 95% interval of the speedup
     is narrower than this share of it (such an interval is a little too narrow, since its width chose when to stop);
     metrics: definitions of others that are told beside ours, a subset of DEFINITIONS; answers: a file, in the run's
-    folder unless it is absolute, that gets the answers in Spec-Bench's form; lossy: a rule that changes the output (see
-    `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
+    folder unless it is absolute, that gets the answers in Spec-Bench's form; columns: functions of yours,
+    package.module.function, each of which makes a column of the table from (point, records); lossy: a rule that changes
+    the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0
@@ -53,6 +56,7 @@ class DecodeConfig(Asking):
     until_width: float | None = None
     metrics: list[str] = field(default_factory=list)
     answers: str | None = None
+    columns: list[str] = field(default_factory=list)
     lossy: str | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +106,7 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
     for arm in arms:
         calls[arm](*_given(batches[0][1]))
     records: list[Record] = []
-    bar = tqdm(batches, desc="decode", mininterval=1.0)
+    bar = progress(batches, desc="decode")
     order = Random(config.seed)
     for first, batch in bar:
         ids, seeds = _given(batch)

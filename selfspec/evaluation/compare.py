@@ -20,7 +20,6 @@ from random import Random
 from typing import Any
 
 from torch import nn
-from tqdm.auto import tqdm
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
@@ -32,11 +31,13 @@ from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.benchmark import timed
 from selfspec.log import Figures, write_text
+from selfspec.progress import progress
 
 
 @dataclass
 class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
+    temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
     questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
     questions of each group; seed: of all noise, from which every prompt gets its own; methods: of transformers, a
     subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
@@ -146,7 +147,7 @@ def run_comparison(
         (turn, point, [arm for arm in calls if (*point.key, *arm) not in done]) for turn, point in enumerate(points)
     ]
     missing = [entry for entry in missing if entry[2]]
-    bar = tqdm(total=sum(len(left) for _, _, left in missing), desc="compare", mininterval=1.0)
+    bar = progress(total=sum(len(left) for _, _, left in missing), desc="compare")
     if missing:
         longest = max((prompt.ids for own in prompts.values() for prompt in own), key=len)
         _warm_up(spec, calls, longest, config)

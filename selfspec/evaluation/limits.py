@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.core.contract import Accepted, Context, Riding, Session
@@ -27,6 +26,7 @@ from selfspec.core.verify import read_walk, verify
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.plan import static_tree
 from selfspec.log import Figures, one_line
+from selfspec.progress import progress
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
@@ -145,7 +145,7 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
             run()  # compiles
             calls[name, n] = run
     seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    for _ in tqdm(range(rounds), desc="passes", mininterval=1.0, leave=False):
+    for _ in progress(range(rounds), desc="passes", leave=False):
         for key, call in calls.items():
             for i in range(_BLOCK):  # as in decoding: after passes like it, not after another engine's
                 start = time.perf_counter()

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import matplotlib
 
+from selfspec.evaluation.points import labelled, varying
 from selfspec.log import Figures
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+
+_LINES = 8  # points at most that are told apart as lines
 
 
 def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
@@ -20,9 +23,14 @@ def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
     if not points:
         return {}
     drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
-    if len({p["config"]["tree"]["nodes"] for p in points} - {"auto"}) > 1:
+    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
         drawings["tau_by_nodes"] = _tau
-    return {name: _saved(folder / f"{name}.png", draw, points) for name, draw in drawings.items()}
+    high, width = _rows_height(len(points)), 6.4 + 0.07 * max(len(p["label"]) for p in points)
+    lines = 3.6 if len(points) < 20 else 5.4
+    return {
+        name: _saved(folder / f"{name}.png", draw, points, width=width, height=lines if draw is _tau else high)
+        for name, draw in drawings.items()
+    }
 
 
 def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -> Path:
@@ -44,7 +52,9 @@ def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
         drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "groups": _compare_groups}
         for name, draw in drawings.items():
             key = f"compare_{name}_T{temperature:g}"
-            drawn[key] = _saved(folder / f"{key}.png", draw, own)
+            wide, high = (name == "groups") * len({row["arm"] for row in own}), (name == "time") * len(own)
+            size = {"width": max(6.4, 1.0 * wide), "height": max(_rows_height(high), 0.25 * len(_lines(own)))}
+            drawn[key] = _saved(folder / f"{key}.png", draw, own, **size)
     return drawn
 
 
@@ -110,7 +120,7 @@ def _expected(axes: Axes, figures: Figures) -> None:
     axes.set_xticks(sorted({f["nodes"] for f in figures["forecasts"]}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend(axes)
 
 
 def _lines(rows: list[Figures]) -> dict[str, list[Figures]]:
@@ -123,16 +133,17 @@ def _lines(rows: list[Figures]) -> dict[str, list[Figures]]:
 
 
 def _nodes_axis(axes: Axes, rows: list[Figures]) -> None:
-    axes.set(xlabel="nodes of the tree", xscale="log", title=f"T={rows[0]['T']:g}")
+    axes.set(xlabel="nodes of the tree (star: auto)", xscale="log", title=f"T={rows[0]['T']:g}")
     axes.set_xticks(sorted({int(row["nodes"]) for row in rows if row["nodes"].isdigit()}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend(axes)
 
 
 def _compare_tau(axes: Axes, rows: list[Figures]) -> None:
-    for arm, line in _lines(rows).items():
-        axes.plot([int(row["nodes"]) for row in line], [row["tau"] for row in line], "o-", label=arm)
+    for i, (arm, line) in enumerate(_lines(rows).items()):
+        axes.plot([int(row["nodes"]) for row in line], [row["tau"] for row in line], "o-", color=f"C{i}", label=arm)
+        _star(axes, rows, arm, f"C{i}", lambda row: float(row["tau"]))
     axes.set(ylabel="tokens per pass", ylim=(1, None))
     _nodes_axis(axes, rows)
 
@@ -142,23 +153,28 @@ def _compare_limit(axes: Axes, rows: list[Figures]) -> None:
         at = [int(row["nodes"]) for row in line]
         axes.plot(at, [row["speedup"]["ratio"] for row in line], "o-", color=f"C{i}", label=arm)
         axes.plot(at, [row.get("limit", float("nan")) for row in line], ":", color=f"C{i}", alpha=0.7)
+        _star(axes, rows, arm, f"C{i}", lambda row: float(row["speedup"]["ratio"]))
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(ylabel="speedup (dotted: τ / (c(n) + draft))", ylim=(0, None))
     _nodes_axis(axes, rows)
 
 
+def _star(axes: Axes, rows: list[Figures], arm: str, color: str, value: Callable[[Figures], float]) -> None:
+    """nodes=auto, at the nodes that it ran on average."""
+    found = [row for row in rows if row["arm"] == arm and row["nodes"] == "auto" and "mean_nodes" in row]
+    axes.plot([row["mean_nodes"] for row in found], [value(row) for row in found], "*", ms=11, color=color)
+
+
 def _compare_time(axes: Axes, rows: list[Figures]) -> None:
     rows = [row for row in rows if "milliseconds_per_pass" in row]
-    labels = [f"{row['arm']} {row['nodes']}" for row in rows]
     left = [0.0] * len(rows)
     for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
         widths = [row["milliseconds_per_pass"][part] for row in rows]
-        axes.barh(labels, widths, left=left, label=title)
+        axes.barh(range(len(rows)), widths, left=left, label=title)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=4)
+    _bars(axes, [f"{row['arm']} {row['nodes']}" for row in rows])
     axes.set(xlabel="milliseconds per pass")
-    axes.legend(fontsize=7)
+    _legend(axes)
 
 
 def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
@@ -176,7 +192,7 @@ def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
         axes.bar(at, height, width=0.8 / len(groups), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=group)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(
-        range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=5, rotation=30, ha="right"
+        range(len(arms)), [f"{arm} ({best[arm]['nodes']})" for arm in arms], fontsize=7, rotation=30, ha="right"
     )
     axes.set(ylabel="speedup over plain decoding", title=f"T={rows[0]['T']:g}, best size of each")
     axes.legend(fontsize=7)
@@ -193,13 +209,30 @@ def _rules(axes: Axes, rows: list[Figures]) -> None:
     axes.legend(fontsize=6)
 
 
-def _saved(path: Path, draw: Callable[..., None], *data: object) -> Path:
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+def _saved(path: Path, draw: Callable[..., None], *data: object, height: float = 3.6, width: float = 6.4) -> Path:
+    """height and width in inches, the legend included."""
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     draw(axes, *data)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
+
+
+def _rows_height(count: int) -> float:
+    """Inches for so many labelled rows, one above the other."""
+    return max(3.6, 1.2 + 0.24 * count)
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the axes, where it can not cover them."""
+    axes.figure.legend(loc="outside right upper", fontsize=7)
+
+
+def _bars(axes: Axes, labels: list[str]) -> None:
+    """Label horizontal bars, the first at the top."""
+    axes.set_yticks(range(len(labels)), labels, fontsize=8 if len(labels) < 25 else 6)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
 
 
 def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> None:
@@ -210,55 +243,77 @@ def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> No
 
 
 def _acceptance(axes: Axes, points: list[Figures]) -> None:
+    """Lines for a few points, a coloured table for many."""
+    if len(points) > _LINES:
+        _acceptance_table(axes, points)
+        return
     for i, point in enumerate(points):
         full = point["speculative"]["full_acceptance"]
         conditional = point["speculative"]["conditional_acceptance"]
         depths = range(1, len(full) + 1)
         axes.plot(depths, full, "o-", color=f"C{i}", label=point["label"])
         axes.plot(depths, conditional, "x:", color=f"C{i}", alpha=0.6)
-    axes.set(
-        xlabel="depth", ylabel="accepted", ylim=(0, 1), title="solid: all up to here; dotted: given the parent was"
-    )
+    axes.set(xlabel="depth", ylabel="accepted", ylim=(0, 1))
+    axes.set_title("solid: all up to here; dotted: given that the parent was", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    axes.legend(fontsize=8 if len(points) < 7 else 4)
+    _legend(axes)
+
+
+def _acceptance_table(axes: Axes, points: list[Figures]) -> None:
+    full = [point["speculative"]["full_acceptance"] for point in points]
+    depth = max(1, *map(len, full))
+    shown = axes.imshow([row + [float("nan")] * (depth - len(row)) for row in full], aspect="auto", vmin=0, vmax=1)
+    axes.figure.colorbar(shown, label="accepted, all up to this depth")
+    axes.set_xticks(range(depth), [str(d + 1) for d in range(depth)])
+    axes.set(xlabel="depth")
+    _bars(axes, [point["label"] for point in points])
 
 
 def _tau(axes: Axes, points: list[Figures]) -> None:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    points = [p for p in points if p["config"]["tree"]["nodes"] != "auto"]
-    for point in points:
-        config = point["config"]
-        name = f"{config['drafter']}, T={config['decode']['temperature']:g}"
-        lines.setdefault(name, []).append((config["tree"]["nodes"], point["speculative"]["acceptance_length"]))
-    for name, line in lines.items():
-        nodes, tau = zip(*sorted(line), strict=True)
-        axes.plot(nodes, tau, "o-" if name.endswith("T=0") else "o--", label=name)
-    axes.set(xlabel="nodes of the tree", ylabel="tokens per pass", xscale="log", ylim=(1, None))
-    axes.set_xticks(sorted({p["config"]["tree"]["nodes"] for p in points}))
+    """τ against nodes, a line for all that differ in nodes alone; a star is nodes=auto, at the nodes that it chose."""
+    keys = [key for key in varying(points) if key != "tree/nodes"]
+    named = [dict(point) for point in points]
+    labelled(named, keys)
+    lines: dict[str, list[tuple[float, float, bool]]] = {}
+    for point, name in zip(points, (p["label"] for p in named), strict=True):
+        own, nodes = point["speculative"], point["config"]["tree"]["nodes"]
+        auto = nodes == "auto"
+        at = own["forecast"]["nodes"] / max(1, own["forecast"]["passes"]) if auto else nodes
+        lines.setdefault(name, []).append((at, own["acceptance_length"], auto))
+    for i, (name, line) in enumerate(lines.items()):
+        color, style = f"C{i % 10}", ("o-", "o--", "o:", "o-.")[i // 10 % 4]
+        fixed = sorted((at, tau) for at, tau, auto in line if not auto)
+        axes.plot([at for at, _ in fixed], [tau for _, tau in fixed], style, color=color, label=name)
+        chosen = [(at, tau) for at, tau, auto in line if auto]
+        axes.plot([at for at, _ in chosen], [tau for _, tau in chosen], "*", ms=11, color=color)
+    axes.set(xlabel="nodes of the tree (star: auto, at what it chose)", ylabel="tokens per pass", xscale="log")
+    axes.set_ylim(1, None)
+    sizes = sorted({p["config"]["tree"]["nodes"] for p in points if p["config"]["tree"]["nodes"] != "auto"})
+    axes.set_xticks(sizes)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend(axes)
 
 
 def _time(axes: Axes, points: list[Figures]) -> None:
-    labels = [p["label"] for p in points]
     left = [0.0] * len(points)
     for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
         widths = [p["speculative"]["milliseconds_per_pass"] * p["speculative"]["share_of_step"][part] for p in points]
-        axes.barh(labels, widths, left=left, label=title)
+        axes.barh(range(len(points)), widths, left=left, label=title)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set(xlabel="milliseconds per pass")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    _bars(axes, [p["label"] for p in points])
+    _legend(axes)
 
 
 def _speedup(axes: Axes, points: list[Figures]) -> None:
     baselines = [b for b in ("autoregressive", "hf_generate") if all(b in p["speedup"] for p in points)]
     for i, baseline in enumerate(baselines):
         figures = [p["speedup"][baseline] for p in points]
-        at = [x + (i - (len(baselines) - 1) / 2) * 0.35 for x in range(len(points))]
+        at = [x + (i - (len(baselines) - 1) / 2) * 0.4 for x in range(len(points))]
         errors = [[f["ratio"] - f["low"] for f in figures], [f["high"] - f["ratio"] for f in figures]]
-        axes.bar(at, [f["ratio"] for f in figures], width=0.33, yerr=errors, capsize=3, label=f"over {baseline}")
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(points)), [p["label"] for p in points], fontsize=8, rotation=20, ha="right")
-    axes.set(ylabel="speedup (95% interval over prompts)")
-    axes.legend(fontsize=8)
+        axes.barh(at, [f["ratio"] for f in figures], height=0.38, xerr=errors, capsize=2, label=f"over {baseline}")
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="speedup (95% interval over prompts)")
+    _bars(axes, [p["label"] for p in points])
+    _legend(axes)

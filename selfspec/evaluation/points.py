@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from selfspec.evaluation.records import Record
 from selfspec.log import Figures, write_text
+from selfspec.tracking import flat
 
-OWN = ("records.jsonl", "summary.json", "figures.jsonl", "decode.log")  # files of a benchmark's run folder
+OWN = ("records.jsonl", "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
 
 
 def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
@@ -24,9 +25,8 @@ def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
 def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
-    marks = ("summary.json", "records.jsonl", "figures.jsonl", ".hydra")
+    marks = ("summary.json", "records.jsonl", "figures.jsonl", "error.txt", ".lock")
     homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
-    homes |= {p for p in folder.iterdir() if p.is_dir() and p.name.isdigit()}
     homes |= {folder} if (folder / "summary.json").exists() else set()
     points, broken = [], []
     for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
@@ -34,7 +34,9 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
             point = json.loads((home / "summary.json").read_text())
             wrong = not _whole(point)
         except FileNotFoundError:
-            broken.append((home, "summary.json is missing: the run did not end"))
+            failed = home / "error.txt"
+            why = failed.read_text().strip() if failed.exists() else "summary.json is missing: the run did not end"
+            broken.append((home, why))
         except ValueError as error:
             broken.append((home, f"summary.json is not whole ({error})"))
         else:
@@ -42,14 +44,63 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
                 broken.append((home, "summary.json holds no point of eval/decode.py"))
             else:
                 points.append(point)
+    labelled(points)
     return points, broken
+
+
+_UNTOLD = ("name", "logger", "wandb", "trust_code", "data/root", "decode/answers")  # keys that no label names
+
+
+def varying(points: Sequence[Figures]) -> list[str]:
+    """The keys of their configs in which points differ, joined by `/`."""
+    configs = [_leaves(point) for point in points]
+    keys = [key for config in configs for key in config]
+    return [key for key in dict.fromkeys(keys) if len({str(config.get(key)) for config in configs}) > 1]
+
+
+def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> None:
+    """Give every point the `label` that tells it from the others: what differs between them (or `keys`), in few words;
+    the drafter where nothing does. `runs/a`, 8 nodes -> `a nodes=8`."""
+    keys = varying(points) if keys is None else keys
+    last = [key.rsplit("/", 1)[-1] for key in keys]
+    named = {
+        key: name if last.count(name) == 1 else key.replace("/", ".") for key, name in zip(keys, last, strict=True)
+    }
+    for point in points:
+        config = _leaves(point)
+        parts = [
+            _short(key, config.get(key)) if key in ("drafter", "target") else f"{name}={_short(key, config.get(key))}"
+            for key, name in named.items()
+        ]
+        point["label"] = " ".join(parts) or _short("drafter", config.get("drafter"))
+
+
+def _leaves(point: Figures) -> Figures:
+    """A point's config without nesting; a list is one value."""
+    found: Figures = {}
+    for key, value in flat(point["config"]):
+        head, _, number = key.rpartition("/")
+        if number.isdigit():
+            found[head] = f"{found[head]},{value}" if head in found else str(value)
+        else:
+            found[key] = value
+    return {key: value for key, value in found.items() if not any(f"{key}/".startswith(f"{u}/") for u in _UNTOLD)}
+
+
+def _short(key: str, value: Any) -> str:
+    """A value in few characters: of paths the last part."""
+    if isinstance(value, str) and key == "drafter":
+        return "+".join(name.rstrip("/").rsplit("/", 1)[-1] for name in value.split("+"))
+    if isinstance(value, str):
+        return value.rstrip("/").rsplit("/", 1)[-1] if "," not in value else value
+    return f"{value:g}" if isinstance(value, float) else str({None: "null"}.get(value, value))
 
 
 def _whole(point: Any) -> bool:
     """Whether this is what `write_point` wrote, as far as tables and plots read it."""
     try:
         ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
-        known = point["label"], point["identical"], point["config"]["tree"]["nodes"]
+        known = point["identical"], point["config"]["tree"]["nodes"]
         return (
             None not in known and isinstance(point["arms"], dict) and all(isinstance(r, (int, float)) for r in ratios)
         )
@@ -62,7 +113,7 @@ def agreement(one: Path, other: Path) -> list[Figures]:
     their intervals overlap. Raises ValueError where they have none in common."""
     if one.resolve() == other.resolve():
         raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
-    first, second = _ratios(one), _ratios(other)
+    first, second = _ratios(one, other), _ratios(other, one)
     for folder, found in ((one, first), (other, second)):
         if not found:
             raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
@@ -75,8 +126,8 @@ def agreement(one: Path, other: Path) -> list[Figures]:
     return pairs
 
 
-def _ratios(folder: Path) -> dict[str, Figures]:
-    """Speedups with intervals by what they are of."""
+def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
+    """Speedups with intervals by what they are of, in words that the run `beside` shares."""
     comparison = folder / "compare.json"
     if comparison.is_file():
         try:
@@ -88,6 +139,10 @@ def _ratios(folder: Path) -> dict[str, Figures]:
     points, broken = read_points(folder)
     for path, why in broken:
         print(f"skipped {path}: {why}")
+    if not (beside / "compare.json").is_file():
+        others = read_points(beside)[0]
+        told = [*varying(points), *varying(others)]
+        labelled(points, list(dict.fromkeys(told)) or ["drafter", "tree/nodes"])
     found: dict[str, Figures] = {}
     for point in (p for p in points if "autoregressive" in p["speedup"]):
         if point["label"] in found:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from selfspec.api import Spec
-from selfspec.loading import drafter_folder, member_names, members_of, resolve, untrained
+from selfspec.embedded import resolve
+from selfspec.loading import drafter_folder, member_names, members_of, untrained
 from selfspec.log import Figures
 
 

@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from selfspec.api import Generated, Spec
+from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Asking
 from selfspec.evaluation.asking import Prompt
+from selfspec.generated import Generated
 from selfspec.log import Figures
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -18,7 +19,7 @@ Cell = tuple[str, bool]  # one character, and whether it was drafted
 
 @dataclass
 class ShowConfig(Asking):
-    """temperature; seed: of all noise, from which every prompt gets its own."""
+    """temperature: 0 is greedy; seed: of all noise, from which every prompt gets its own."""
 
     prompts: int = 5
     temperature: float = 0.0
@@ -60,7 +61,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
 
 def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
     """The text cut at line breaks and at `width` characters."""
-    cells = [(character, drafted) for text, drafted in spec.pieces(result) for character in text]
+    cells = [(character, drafted) for text, drafted in result.pieces() for character in text]
     lines: list[list[Cell]] = [[]]
     for cell in cells:
         if cell[0] == "\n" or len(lines[-1]) == width:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
+from selfspec.evaluation.records import Record
 from selfspec.log import Figures
-
-_COLUMNS = (
-    "point",
-    "tau",
-    "full acceptance by depth",
-    "tok/s plain",
-    "tok/s spec",
-    "vs autoregressive",
-    "vs hf_generate",
-    "predicted / measured",
-    "pass cost",
-    "draft/target/other",
-    "bookkeeping",
-    "identical",
-    "entropy",
-    "top-1",
-    "distinct 4-grams",
-    "right plain / spec",
-    "drift",
-)
 
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
@@ -44,9 +26,28 @@ def interval(found: dict[str, float]) -> str:
 
 
 def table(points: list[Figures]) -> str:
-    """One row a point. Pass cost: plain steps that one pass takes, its draft included; drift: seconds per token of
-    plain decoding in the second half over the first."""
-    return markdown(_COLUMNS, [_row(point) for point in points])
+    """One row a point, one column an entry of COLUMNS; behind them what the points hold of `decode.columns`."""
+    own = list(dict.fromkeys(name for point in points for name in point.get("columns", {})))
+    rows = [
+        [cell(point) for _, cell in COLUMNS] + [point.get("columns", {}).get(name, "-") for name in own]
+        for point in points
+    ]
+    return markdown([*(name for name, _ in COLUMNS), *own], rows)
+
+
+def own_columns(paths: list[str]) -> dict[str, Callable[[Figures, list[Record]], object]]:
+    """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
+    found = {}
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        try:
+            column = getattr(importlib.import_module(module), name, None) if module else None
+        except ImportError as error:
+            raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error})") from error
+        if not callable(column):
+            raise ValueError(f"decode.columns: {path!r} is no function; give package.module.function")
+        found[name] = column
+    return found
 
 
 def group_table(points: list[Figures]) -> str:
@@ -75,46 +76,88 @@ def _label(point: Figures) -> str:
     return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
 
 
-def _row(point: Figures) -> list[str]:
-    spec, arms = point.get("speculative"), point["arms"]
-    drift = f"{point['drift']:.2f}" if "drift" in point else "-"
-
-    def ratio(name: str) -> str:
-        found = point["speedup"].get(name)
-        return interval(found) if found else "-"
-
-    def rate(name: str) -> str:
-        return f"{arms[name]['tokens_per_second']:.0f}" if name in arms else "-"
-
-    if spec is None:
-        cells = _text_cells(arms) if "autoregressive" in arms else ["-"] * 4
-        return [point["label"], "-", "-", rate("autoregressive"), *["-"] * (len(_COLUMNS) - 9), *cells, drift]
-    same = point["identical"].get("autoregressive")
-    return [
-        _label(point),
-        f"{spec['acceptance_length']:.2f}",
-        " ".join(f"{a:.2f}" for a in spec["full_acceptance"]),
-        rate("autoregressive"),
-        rate("speculative"),
-        ratio("autoregressive"),
-        ratio("hf_generate"),
-        f"{spec['forecast']['speedup']:.2f} / {spec['decode']:.2f}" if {"forecast", "decode"} <= spec.keys() else "-",
-        f"{spec['cost']:.2f}" if "cost" in spec else "-",
-        "/".join(f"{100 * spec['share_of_step'][p]:.0f}" for p in ("draft", "target", "other")) + " %",
-        f"{100 * spec['bookkeeping']:.1f} %" if "bookkeeping" in spec else "-",
-        f"{same['rows']}/{same['of']}" if same else "-",
-        *_text_cells(arms),
-        drift,
-    ]
+def _speculative(point: Figures, cell: Callable[[Figures], str]) -> str:
+    """A cell of the speculative arm; a dash where there is none, or the figure was not measured."""
+    try:
+        return cell(point["speculative"])
+    except KeyError:
+        return "-"
 
 
-def _text_cells(arms: Figures) -> list[str]:
-    """What kind of text it is, and how many answers are right."""
-    plain = arms.get("autoregressive") or arms["speculative"]
-    own = arms.get("speculative") or plain
-    cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1", "distinct_4grams")]
-    right = f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}" if own.get("of") else "-"
-    return [*cells, right]
+def _rate(point: Figures, arm: str) -> str:
+    found = point["arms"].get(arm)
+    return f"{found['tokens_per_second']:.0f}" if found else "-"
+
+
+def _ratio(point: Figures, arm: str) -> str:
+    found = point["speedup"].get(arm)
+    return interval(found) if found else "-"
+
+
+def _same(point: Figures) -> str:
+    found = point["identical"].get("autoregressive")
+    return f"{found['rows']}/{found['of']}" if found else "-"
+
+
+def _text(point: Figures, name: str) -> str:
+    plain = point["arms"].get("autoregressive") or point["arms"].get("speculative") or {}
+    return f"{plain[name]:.2f}" if name in plain else "-"
+
+
+def _right(point: Figures) -> str:
+    plain, own = (point["arms"].get(arm) for arm in ("autoregressive", "speculative"))
+    plain, own = plain or own or {}, own or plain or {}
+    return f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}" if own.get("of") else "-"
+
+
+# A column is one entry, (name, function of a point). Pass cost: plain steps that one pass takes, its draft included;
+# drift: seconds per token of plain decoding in the second half over the first.
+COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
+    ("point", _label),
+    ("tau", lambda p: _speculative(p, lambda s: f"{s['acceptance_length']:.2f}")),
+    (
+        "full acceptance by depth",
+        lambda p: _speculative(p, lambda s: " ".join(f"{a:.2f}" for a in s["full_acceptance"])),
+    ),
+    ("tok/s plain", lambda p: _rate(p, "autoregressive")),
+    ("tok/s spec", lambda p: _rate(p, "speculative")),
+    ("vs autoregressive", lambda p: _ratio(p, "autoregressive")),
+    ("vs hf_generate", lambda p: _ratio(p, "hf_generate")),
+    (
+        "predicted / measured",
+        lambda p: _speculative(p, lambda s: f"{s['forecast']['speedup']:.2f} / {s['decode']:.2f}"),
+    ),
+    ("pass cost", lambda p: _speculative(p, lambda s: f"{s['cost']:.2f}")),
+    (
+        "draft/target/other",
+        lambda p: _speculative(
+            p,
+            lambda s: "/".join(f"{100 * s['share_of_step'][part]:.0f}" for part in ("draft", "target", "other")) + " %",
+        ),
+    ),
+    ("bookkeeping", lambda p: _speculative(p, lambda s: f"{100 * s['bookkeeping']:.1f} %")),
+    ("identical", _same),
+    ("entropy", lambda p: _text(p, "entropy")),
+    ("top-1", lambda p: _text(p, "top1")),
+    ("distinct 4-grams", lambda p: _text(p, "distinct_4grams")),
+    ("right plain / spec", _right),
+    ("drift", lambda p: f"{p['drift']:.2f}" if "drift" in p else "-"),
+]
+
+
+# -- trainings
+
+
+def training_table(runs: dict[str, Figures]) -> str:
+    """Runs of a sweep by name, with what their last validations promise: τ at 16 nodes, top-1 of the first depth."""
+    rows = []
+    for name, found in runs.items():
+        cells = [f"{found[mode]['tau']['16']:.2f}" for mode in ("greedy", "sampled")]
+        cells += [f"{found[mode]['top1'][0]:.3f}" if found[mode]["top1"] else "-" for mode in ("greedy", "sampled")]
+        loss, seconds = found.get("loss"), found.get("seconds")
+        cells += ["-" if loss is None else f"{loss:.3f}", str(found.get("kept_step", "-"))]
+        rows.append([name, *cells, "-" if seconds is None else f"{seconds:.0f}"])
+    return markdown(["run", "τ T=0", "τ T=1", "top-1 T=0", "top-1 T=1", "loss", "kept step", "seconds"], rows)
 
 
 # -- audits

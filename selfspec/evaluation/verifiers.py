@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import LogitsProcessor
 
 from selfspec.api import Spec
@@ -33,6 +32,7 @@ from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.plan import static_tree
 from selfspec.evaluation.metrics import bootstrap
 from selfspec.log import Figures
+from selfspec.progress import progress
 from selfspec.training.calibrate import measure_along, write_samples
 
 Vector = Any  # np.ndarray [V] of float64 or of fractions (dtype object)
@@ -192,7 +192,7 @@ def acceptance_length(
     shape = torch.tensor([list(parents)], device=spec.target.device)
     depth = DraftTree(torch.zeros_like(shape), shape).depth[0].tolist()
     device = spec.target.device
-    for prompt in tqdm(prompts, desc=f"{verifier.__name__} T={temperature:g}", leave=False):
+    for prompt in progress(prompts, desc=f"{verifier.__name__} T={temperature:g}", leave=False):
         stats = Stats()
         cache = spec.target.cache(1, len(prompt) + new_tokens + len(parents))
         hidden = spec.target.forward(chain(torch.tensor([prompt[:-1]], device=device)), cache, logits=False).hidden
@@ -253,7 +253,8 @@ def rejection_rates(
 
 @dataclass
 class VerifiersConfig(Asking):
-    """nodes: of every tree; the chains are as deep as the drafter has heads."""
+    """temperatures: above 0; nodes: of every tree (chains are as deep as the drafter has heads); measured_prompts: on
+    which acceptance is measured, by which trees are shaped; seed: of all noise."""
 
     temperatures: list[float] = field(default_factory=lambda: [0.3, 0.7, 1.0])
     nodes: int = 16

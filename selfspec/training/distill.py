@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from selfspec.checkpoint import target_hash
 from selfspec.core.generate import MAX_NODES, autoregressive, speculative
@@ -28,6 +27,7 @@ from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
 from selfspec.log import atomic
+from selfspec.progress import progress
 
 _FIELDS = ("tokens", "mask", "used", "answers")  # of a chunk's file
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
@@ -35,12 +35,12 @@ _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 
 @dataclass
 class DistillConfig:
-    """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each
-    begins with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of
-    rows at temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train
-    on the same (by default inside the run); drafter: what drafts while the target writes, by name, with trees of
-    `nodes` nodes (None: plain decoding). It changes how long the writing takes, not the texts (in bfloat16 near-ties
-    can flip)."""
+    """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each begins
+    with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of rows at
+    temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train on the
+    same (by default inside the run); drafter: what drafts while the target writes, by name, with trees of `nodes` nodes
+    (None: plain decoding); nodes: of those trees. It changes how long the writing takes, not the texts (in bfloat16
+    near-ties can flip)."""
 
     rows: int = 0
     prompt_tokens: int = 128
@@ -182,7 +182,7 @@ def distill(
         return found
 
     chunks = range(0, config.rows, _CHUNK)
-    for first in (bar := tqdm(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
+    for first in (bar := progress(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
         chunk(first)
         bar.set_postfix(written(told))
     wait()

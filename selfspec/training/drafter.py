@@ -20,7 +20,8 @@ from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
 from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.views import Block
-from selfspec.log import Figures, RunLog
+from selfspec.log import Figures
+from selfspec.tracking import RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
@@ -198,7 +199,7 @@ def train_drafter(
         save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
         log.write({"summary": summary})
     accelerator.wait_for_everyone()
-    load_drafter(folder / "drafter", target, tokenizer)  # what was written can be read
+    load_drafter(folder / "drafter", target, tokenizer, trust=True)  # what was written can be read
     return summary
 
 

@@ -20,9 +20,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm.auto import tqdm
 
-from selfspec.log import Figures, RunLog, atomic
+from selfspec.log import Figures, atomic
+from selfspec.progress import progress
+from selfspec.tracking import RunLog
 from selfspec.training import shard
 
 _TIMED = 10  # steps after which the end of a run is told
@@ -33,9 +34,10 @@ Batches = Callable[[int], dict[str, Tensor]]
 class LoopConfig:
     """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
     its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
-    which the learning rate falls linearly to zero; warmup: steps; clip: largest gradient norm; precision: no or bf16
-    (autocast); the three `_every` count steps; patience: so many validations in a row without a better one end the
-    run, 0 for never."""
+    which the learning rate falls linearly to zero; warmup: steps in which it rises to its peak; clip: largest gradient
+    norm; precision: no, or bf16 (autocast); compile: torch.compile of the training step; seed: of weights and the order
+    of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience: so many validations in a row
+    without a better one end the run, 0 for never."""
 
     steps: int = 1000
     batch_size: int = 8
@@ -256,9 +258,7 @@ def fit(
 
     figures, signals = dict[str, Any](), _Signals()
     first, spent, tokens_read = state.step, state.seconds, 0
-    show = tqdm(
-        total=config.steps, initial=state.step, desc="train", mininterval=1.0, disable=not accelerator.is_main_process
-    )
+    show = progress(total=config.steps, initial=state.step, desc="train", disable=not accelerator.is_main_process)
     with signals, show as bar:
         while (state.step < config.steps and not _flat(state, config)) or state.pending:
             if not state.pending:

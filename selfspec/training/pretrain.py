@@ -26,7 +26,8 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.store import Stream, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
-from selfspec.log import Figures, RunLog, atomic
+from selfspec.log import Figures, atomic
+from selfspec.tracking import RunLog
 from selfspec.training.loop import LoopConfig, fit
 
 BEGIN = "<|endoftext|>"
@@ -35,7 +36,8 @@ _HELD_OUT = 200  # instructions that validate the second stage
 
 @dataclass
 class ModelConfig:
-    """The sizes of a Llama with tied embeddings."""
+    """The sizes of a Llama with tied embeddings. vocab_size, hidden_size, intermediate_size, num_hidden_layers,
+    num_attention_heads, num_key_value_heads, max_position_embeddings: as in transformers' LlamaConfig."""
 
     vocab_size: int = 4096
     hidden_size: int = 384

@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options, end_tokens
@@ -28,6 +27,7 @@ from selfspec.data.store import Corpus, joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Trained
 from selfspec.log import atomic
+from selfspec.progress import progress
 from selfspec.training import shard
 from selfspec.training.distill import Written, written
 
@@ -127,7 +127,7 @@ class Rounds:
             for first in range(0, len(rows), _BATCH)
         ]
         found, told, eos = list[Any](), list[Stats](), end_tokens(self.target)
-        bar = tqdm(batches[part[0] :: part[1]], desc=f"round {number + 1}: decoding", disable=part[0] > 0)
+        bar = progress(batches[part[0] :: part[1]], desc=f"round {number + 1}: decoding", disable=part[0] > 0)
         for temperature, rows in bar:
             prompts = [texts.document(i).tokens[: texts.answers[i]].tolist() for i in rows]
             options = Options(texts.new_tokens, Sampling(temperature), [texts.seed + i for i in rows], eos)

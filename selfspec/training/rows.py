@@ -26,10 +26,11 @@ class DrafterTraining:
     """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
     itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
     are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
-    weight_decay; validation_rows: rows of validation text for the loss; prompts, prompt_tokens, new_tokens: the
-    target's own text that drafters are calibrated on; distill: self-distillation data to train on instead of the data's
-    own text; rounds: see `RoundsConfig`; init_from: a drafter of the same kind and shapes (an embedded name, a run
-    folder or a hub id) whose weights training begins with."""
+    weight_decay: of AdamW; validation_rows: rows of validation text for the loss; prompts: texts that the target
+    writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each such text;
+    distill: self-distillation data to train on instead of the data's text; rounds: see `RoundsConfig`; init_from: a
+    drafter of the same kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins
+    with."""
 
     length: int = 512
     packed: bool = True

@@ -28,15 +28,15 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.questions import Asking, read_questions
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
+from selfspec.embedded import resolve
 from selfspec.export import export
 from selfspec.formats.eagle3 import IDS
-from selfspec.loading import ASSETS
 from selfspec.log import write_text
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm")) / "bin/python"
 RESULTS = ROOT / "runs/serving/results.json"
-TARGET = str(ASSETS / "tiny-target")
+TARGET = resolve("tiny-target")
 GROUPS, EACH, NEW = ("edit", "reason", "write"), 6, 64
 DTYPES, LENGTHS, DRAFTERS = ("float32", "bfloat16"), (1, 2, 3, 4, 5), ("tiny-eagle3", "tiny-medusa")
 THREADS = 1  # of every engine
