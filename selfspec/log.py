@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -91,6 +92,18 @@ def one_line_errors() -> Iterator[None]:
             raise
         print(f"selfspec: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def command_line(processes: int = 1) -> str:
+    """What was typed to start this program, to be typed again."""
+    given = sys.orig_argv[1:]
+    for i, word in enumerate(given):
+        name = Path(word).name
+        if name == "selfspec":
+            return shlex.join(["selfspec", *given[i + 1 :]])
+        if name.endswith(".py") and processes == 1:
+            return shlex.join(["python", *given[i:]])
+    return "the same command"
 
 
 def is_main_process() -> bool:

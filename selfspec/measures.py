@@ -55,6 +55,8 @@ def asked(
     if asking.questions is None:
         asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
     questions = read_questions(asking, tokenizer, source.evaluation, each)
+    if len(questions) < asking.prompts and not each:
+        print(f"warning: prompts={asking.prompts}, but there are {len(questions)}, which are used")
     arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
     prompts, skipped = prompts_of(spec, questions, arguments, seed)
     if skipped:

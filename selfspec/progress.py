@@ -25,6 +25,9 @@ class _Lines(_terminal):
     def status_printer(file: Any) -> Any:
         return lambda text: print(text.strip(), file=file, flush=True) if text.strip() else None
 
+    def set_postfix(self, ordered_dict: Any = None, refresh: bool = True, **settings: Any) -> None:
+        super().set_postfix(ordered_dict, refresh=False, **settings)
+
     def clear(self, *args: Any, **settings: Any) -> None:
         pass
 

@@ -182,7 +182,7 @@ CASES = [
     ("limits", "limits.config=nothing.json", "limits.config='nothing.json' is not a file"),
     ("limits", "limits.config=t5", "a model of type 't5' is no causal LM"),
     ("limits", "target=target limits.drafters=[runs/nothing]", "no drafter at 'runs/nothing'"),
-    ("decode", f"{EVAL} decode.prompts=4000", "of 4000 prompts of 128 tokens fit into the documents"),
+    ("decode", f"{EVAL} decode.prompt_tokens=100000", "prompts of 100000 tokens fit into the documents"),
     ("audit", f"{EVAL} audit.nodes=[]", "audit.nodes is empty"),
     ("audit", f"{EVAL} audit.seeds=[1180591620717411303424]", "does not fit into 64 bits"),
     ("verifiers", f"{EVAL} verifiers.temperatures=[0]", "must all be above 0"),

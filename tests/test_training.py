@@ -26,7 +26,7 @@ from selfspec.log import atomic
 from selfspec.runs import run_check, run_distill, run_training
 from selfspec.training import drafter as drafter_module
 from selfspec.training import hidden as hidden_module
-from selfspec.training import loop as loop_module
+from selfspec.training import state as state_module
 from selfspec.training.cost import memory_line
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig
@@ -133,7 +133,7 @@ def test_resume_is_bit_equal(
     config = small("resumes", tiny_folder, source_root, *settings)
     run_training(config, tmp_path / "whole")
 
-    saved, real = [0], loop_module._save
+    saved, real = [0], state_module._save
 
     def crash_after_second(path: Path, state: dict[str, Any]) -> None:
         real(path, state)
@@ -141,11 +141,11 @@ def test_resume_is_bit_equal(
         if saved[0] == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop_module, "_save", crash_after_second)
+    monkeypatch.setattr(state_module, "_save", crash_after_second)
     with pytest.raises(KeyboardInterrupt):
         run_training(config, tmp_path / "parts")
     assert not (tmp_path / "parts" / "drafter").exists()
-    monkeypatch.setattr(loop_module, "_save", real)
+    monkeypatch.setattr(state_module, "_save", real)
     with (tmp_path / "parts" / "train.jsonl").open("a") as f:  # a step that was logged and lost with the crash
         f.write(json.dumps({"step": 5, "train": {"loss": 0.0}}) + "\n")
     run_training(config, tmp_path / "parts")
@@ -164,16 +164,16 @@ def test_resume_is_bit_equal(
 
 def test_a_torn_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state.pt"
-    loop_module._save(path, {"step": 1})
+    state_module._save(path, {"step": 1})
 
     def torn(state: Any, scratch: Path) -> None:
         scratch.write_bytes(b"half")
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module.torch, "save", torn)
+        patch.setattr(state_module.torch, "save", torn)
         with pytest.raises(OSError, match="disk full"):
-            loop_module._save(path, {"step": 2})
+            state_module._save(path, {"step": 2})
     assert torch.load(path) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
 
@@ -294,8 +294,8 @@ def test_training_on_own_text_resumes_bit_equal(
         config = small("own", tiny_folder, source_root, *OWN, f"loop.steps={total}", "loop.checkpoint_every=2")
         with monkeypatch.context() as patch:
             if steps < total:
-                kept = loop_module._save
-                patch.setattr(loop_module, "_save", lambda path, state: stop_after(kept, path, state, steps))
+                kept = state_module._save
+                patch.setattr(state_module, "_save", lambda path, state: stop_after(kept, path, state, steps))
             return run_training(config, folder)
 
     whole = run(tmp_path / "whole", 6)
@@ -397,8 +397,8 @@ def test_rounds_decode_with_the_present_drafter_and_resume_bit_equal(
         config = small("rounds", tiny_folder, source_root, *OWN[1:], *rounds, "loop.steps=6")
         with monkeypatch.context() as patch:
             if stop:
-                kept = loop_module._save
-                patch.setattr(loop_module, "_save", lambda path, state: stop_after(kept, path, state, stop))
+                kept = state_module._save
+                patch.setattr(state_module, "_save", lambda path, state: stop_after(kept, path, state, stop))
             return run_training(config, folder)
 
     whole = run(tmp_path / "whole")

@@ -47,10 +47,12 @@ def prompts_of_group(
     return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
 
 
-def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
+def cut_prompts(
+    documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int, fewer: bool = False
+) -> list[list[int]]:
     """`count` prompts of exactly `tokens` tokens, each starting at the start of a line.
 
-    Raises ValueError where the documents are too short for that many.
+    Raises ValueError where the documents are too short for that many; with `fewer`, for one.
     """
     if not documents:
         raise ValueError("no usable example: the data holds no held-out text of this group")
@@ -70,7 +72,7 @@ def cut_prompts(documents: list[Document], tokenizer: Tokenizer, count: int, tok
         ids = tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"][:tokens]
         if len(ids) == tokens:
             prompts[document, line] = ids
-    if len(prompts) < count:
+    if len(prompts) < (min(1, count) if fewer else count):
         raise ValueError(
             f"no usable example: {len(prompts)} of {count} prompts of {tokens} tokens fit into the documents; ask for "
             "fewer or shorter prompts"
@@ -84,11 +86,12 @@ _MANY = 2000  # texts at most that prompts are cut from
 def sample_prompts(
     corpus: Corpus, tokenizer: Tokenizer, count: int, tokens: int, new_tokens: int, limit: int | None = None
 ) -> list[list[int]]:
-    """`count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of conversations,
-    and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`.
+    """At most `count` prompts for the target to continue by `new_tokens` tokens: what stands before answers of
+    conversations, and stretches of `tokens` tokens of other texts, in the proportion of `share_of_questions`. There are
+    fewer where the corpus holds fewer.
 
     limit: positions of the target; questions that leave no room for an answer are left out. Raises ValueError where
-    there are too few.
+    none is left.
     """
     starts, ends = openings(corpus)
     turn = torch.arange(len(starts)) - torch.searchsorted(starts, starts)  # every first turn, every second one, ...
@@ -100,17 +103,17 @@ def sample_prompts(
     if len(fitting) and len(texts):
         amount = int(corpus.lengths()[texts].sum())
         many = round(count * share_of_questions(len(fitting), amount, tokens + new_tokens))
-    if len(fitting) < many:
+    if many and not len(fitting):
         raise ValueError(
-            f"too few held-out conversations: {len(fitting)} of {many} questions leave room for an answer of "
-            f"{new_tokens} tokens; give more of them, ask for fewer prompts (train.prompts=) or for fewer tokens "
-            "(train.new_tokens=)"
+            f"too few held-out conversations: 0 of {len(starts)} questions leave room for an answer of {new_tokens} "
+            "tokens; give more of them, or ask for fewer tokens (train.new_tokens=)"
         )
+    only, many = many == count, min(many, len(fitting))
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
     asked = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
-    if many == count:
+    if only:
         return asked
     some = texts[:: max(1, len(texts) // _MANY)].tolist()
     texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
     documents = [Document("", ((text, True),)) for text in texts_of]
-    return asked + cut_prompts(documents, tokenizer, count - many, tokens)
+    return asked + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)

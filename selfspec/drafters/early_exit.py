@@ -21,10 +21,10 @@ from selfspec.core.engine import bucket
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, share, training_dtype, whole
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Ranking, grow
-from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
 from selfspec.drafters.parts.views import Tail
 
 # The layers below the exit with the target's cache, and the block's cache: as objects, or as tensors inside a graph
@@ -54,7 +54,7 @@ class EarlyExitConfig(DrafterConfig):
         for name in ("exit", "depth", "width"):
             whole(name, getattr(self, name))
         share("min_prob", self.min_prob)
-        one_of("loss", self.loss, LOSSES)
+        check_loss(self.loss)
 
 
 class EarlyExit(Trained):

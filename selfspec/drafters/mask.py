@@ -28,7 +28,7 @@ from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead, grow
-from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean, random_rows
+from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, random_rows
 from selfspec.drafters.parts.plan import Acceptance, static_tree
 
 MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
@@ -41,8 +41,8 @@ class MaskConfig(DrafterConfig):
     of the LoRA, 0 for no adapter and masks that are not trained; maps: names of the linear maps of the target's layers
     that the adapter is put into (None: the last of each block, which is what attention and MLP write); correction: rank
     of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a node with less
-    path probability is not expanded; anchors: groups per row of a batch in training; loss: one of
-    `parts.losses.LOSSES`; depth_decay: weight of each row's loss relative to the one before it.
+    path probability is not expanded; anchors: groups per row of a batch in training; loss: kl,
+    ce, tv, lk, accept, or a function of yours; depth_decay: weight of each row's loss relative to the one before it.
 
     Raises ValueError for values outside their range.
     """
@@ -70,7 +70,7 @@ class MaskConfig(DrafterConfig):
         if self.rank and self.maps is not None and not self.maps:
             raise ValueError("drafter.maps is empty; name linear maps such as o_proj, or take drafter.rank=0")
         share("min_prob", self.min_prob)
-        one_of("loss", self.loss, LOSSES)
+        check_loss(self.loss)
         positive("depth_decay", self.depth_decay)
 
 

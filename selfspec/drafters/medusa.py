@@ -16,7 +16,7 @@ from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, training_dtype, whole
-from selfspec.drafters.parts.losses import LOSSES, heads_loss
+from selfspec.drafters.parts.losses import check_loss, heads_loss
 from selfspec.drafters.parts.plan import PlanSession
 from selfspec.drafters.parts.views import SharedHeads
 
@@ -41,7 +41,7 @@ class MedusaConfig(DrafterConfig):
         for name in ("heads", "blocks", "rank"):
             whole(name, getattr(self, name))
         one_of("projection", self.projection, ("lora", "full"))
-        one_of("loss", self.loss, LOSSES)
+        check_loss(self.loss)
         positive("depth_decay", self.depth_decay)
 
 

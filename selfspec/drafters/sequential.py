@@ -39,7 +39,7 @@ from selfspec.drafters.base import (
 from selfspec.drafters.parts.feature_layer import LastLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
-from selfspec.drafters.parts.losses import LOSSES, heads_loss, random_rows
+from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
 from selfspec.drafters.parts.views import SharedHeads
 
 _SHORTLIST = 128  # tokens per depth that conditional scores are computed for
@@ -73,7 +73,7 @@ class SequentialConfig(DrafterConfig):
             whole(name, getattr(self, name))
         one_of("form", self.form, ("hydra", "markov"))
         one_of("prefix", self.prefix, (True, False))
-        one_of("loss", self.loss, LOSSES)
+        check_loss(self.loss)
         positive("depth_decay", self.depth_decay)
         share("min_prob", self.min_prob)
 

@@ -16,6 +16,7 @@ from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
+from selfspec.training.doubts import doubts
 from selfspec.training.drafter import DraftLoss, check_training, states_dtype
 from selfspec.training.loop import LoopConfig, autocast
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
@@ -38,9 +39,10 @@ def check(
     check_training(target, drafter, config, loop)
     check_sizes(config, loop, world=1)
     lines = [*_told("training", train), *_told("validation", validation)]
-    if not train.counted:
-        raise ValueError("none of the training tokens counts in the loss; conversations need turns of the assistant")
     rows = rows_of(train, config, loop)
+    counts = config.prompts, config.prompt_tokens, config.new_tokens
+    prompts = sample_prompts(validation, tokenizer, *counts, target.max_positions)
+    lines += [f"warning: {line}" for line in doubts(config, loop, train, rows.per_epoch, len(prompts))]
     if isinstance(rows, Packed):
         cut = int((train.lengths() > config.length).sum())
         filled = f"{rows.per_epoch} rows of {config.length} tokens, {rows.filled:.1%} filled"
@@ -69,8 +71,6 @@ def check(
         lines.append(f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB")
     yield from lines
     writer_of(config, target, tokenizer)
-    counts = config.prompts, config.prompt_tokens, config.new_tokens
-    sample_prompts(validation, tokenizer, *counts, target.max_positions)
     if config.cache != "none" and isinstance(drafter, Trained):
         states_dtype(target, drafter, train, loop)
 

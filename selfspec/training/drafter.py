@@ -18,6 +18,7 @@ from selfspec.data.prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.drafters.parts.losses import LOSSES, rule_of
 from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.views import Block
 from selfspec.log import Figures
@@ -25,6 +26,7 @@ from selfspec.tracking import RunLog
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
+from selfspec.training.doubts import doubts
 from selfspec.training.hidden import HiddenStates, states_folder
 from selfspec.training.loop import LoopConfig, autocast, average, checkpoint_path, fit
 from selfspec.training.rounds import Rounds
@@ -105,12 +107,17 @@ def train_drafter(
         raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
     texts, writer = texts_folder(config, folder), writer_of(config, target, tokenizer)
     check_sizes(config, loop, world)
-    batches: Packed | Windows | Rounds = rows_of(train, config, loop, rank, world)
+    data_rows = rows_of(train, config, loop, rank, world)
+    batches: Packed | Windows | Rounds = data_rows
     dtype = states_dtype(target, drafter, train, loop) if config.cache != "none" and trained else None
     rows = _validation_rows(validation, config, loop)
     prompts = sample_prompts(
         validation, tokenizer, config.prompts, config.prompt_tokens, config.new_tokens, target.max_positions
     )
+    told = list(doubts(config, loop, train, data_rows.per_epoch, len(prompts))) if trained else []
+    if accelerator.is_main_process:
+        for line in told:
+            print(f"warning: {line}")
     before = weights_hash(target.model)
     samples = {
         mode: write_samples(
@@ -268,6 +275,8 @@ def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
 
 def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
     """Raises ValueError for settings that would fail only once training has begun."""
+    if isinstance(loss := getattr(drafter.config, "loss", None), str) and loss not in LOSSES:
+        rule_of(loss)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
     if target.max_positions is not None and config.length > target.max_positions:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from selfspec.log import Figures, atomic
+from selfspec.log import Figures, command_line
 from selfspec.progress import progress
 from selfspec.tracking import RunLog
 from selfspec.training import shard
+from selfspec.training.pace import Pace
+from selfspec.training.signals import Interrupted, Signals
+from selfspec.training.state import Checkpoint, State, checkpoint_path
 
-_TIMED = 10  # steps after which the end of a run is told
 Batches = Callable[[int], dict[str, Tensor]]
 
 
@@ -84,127 +83,9 @@ def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
-def checkpoint_path(folder: Path) -> Path:
-    return folder / "state.pt"
-
-
 def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
     """The mean of a tensor over all processes."""
     return lambda value: accelerator.reduce(value.detach(), "mean")
-
-
-def _save(path: Path, state: Figures) -> None:
-    with atomic(path) as scratch:
-        torch.save(state, scratch)
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
-
-
-class _Interrupted(BaseException):
-    """A signal came while nothing would be left half done."""
-
-
-class _Signals:
-    """SIGTERM and SIGINT (Ctrl-C) that came while this context was open; `caught` holds them. A second Ctrl-C ends the
-    process at once; a second SIGTERM does not, since launchers repeat what came to all processes. With `at_once` they
-    raise _Interrupted. Outside the main thread Python can not set handlers, and signals keep their effect."""
-
-    def __init__(self) -> None:
-        self.caught: list[int] = []
-        self.at_once = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.caught:
-            if number == signal.SIGINT == self.caught[0]:
-                raise SystemExit(128 + number)
-            return
-        self.caught.append(number)
-        if self.at_once:
-            raise _Interrupted
-
-
-@dataclass
-class _State:
-    """What a checkpoint holds beside weights and moments. pending: whether the validation of this step is still to be
-    made; best: of the validations so far, by the figure that is to be high: its value, its step and the parameters;
-    since: validations after it."""
-
-    step: int = 0
-    seconds: float = 0.0
-    pending: bool = False
-    best: tuple[float, int, dict[str, Tensor]] | None = None
-    since: int = 0
-
-    def judge(self, value: float, checkpoint: _Checkpoint) -> None:
-        """A validation's figure: the weights are kept where it is the highest so far."""
-        self.since += 1
-        if self.best is None or value > self.best[0]:
-            self.best, self.since = (value, self.step, checkpoint.taken()), 0
-
-
-class _Checkpoint:
-    """`state.pt` of a run: trained parameters, optimizers, and where the run is."""
-
-    def __init__(
-        self, path: Path, owned: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer], world: int
-    ) -> None:
-        self.path, self.owned, self.optimizers, self.world = path, owned, optimizers, world
-
-    def read(self) -> tuple[_State, list[str]]:
-        """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
-        file that is damaged or of other parameters."""
-        if not self.path.exists():
-            return _State(), []
-        try:
-            kept = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
-            ) from error
-        if "state" not in kept:
-            raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
-        if {n: p.shape for n, p in kept["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
-            raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
-        self.put(kept["parameters"])
-        for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        said = [
-            f"resumed with {name} {now}, begun with {kept['versions'][name]}: results may differ in rounding"
-            for name, now in _versions().items()
-            if kept["versions"][name] != now
-        ]
-        if kept["world"] != self.world:
-            said.append(
-                f"resumed in {self.world} processes, begun in {kept['world']}: each step reads the same rows, and "
-                "results differ in rounding alone"
-            )
-        return _State(**kept["state"]), said
-
-    @torch.no_grad()
-    def put(self, parameters: dict[str, Tensor]) -> None:
-        for name, saved in parameters.items():
-            self.owned[name].copy_(saved)
-
-    def taken(self) -> dict[str, Tensor]:
-        """A copy of the trained parameters, on the CPU."""
-        return {name: p.detach().to("cpu", copy=True) for name, p in self.owned.items()}
-
-    def write(self, state: _State) -> None:
-        kept = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
-        kept |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
-        _save(self.path, {**kept, "step": state.step, "world": self.world, "versions": _versions()})
 
 
 def fit(
@@ -229,11 +110,11 @@ def fit(
     if config.patience and not best:
         raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
-    checkpoint = _Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
-    state, said = checkpoint.read()
+    checkpoint = Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
+    state, notes = checkpoint.read()
     if accelerator.is_main_process:
         log.rewind(state.step)
-        for line in said:
+        for line in notes:
             print(line)
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
@@ -256,8 +137,8 @@ def fit(
     def due(every: int) -> bool:
         return state.step % every == 0 or state.step == config.steps
 
-    figures, signals = dict[str, Any](), _Signals()
-    first, spent, tokens_read = state.step, state.seconds, 0
+    figures, signals = dict[str, Any](), Signals()
+    pace = Pace(config.steps, state.step)
     show = progress(total=config.steps, initial=state.step, desc="train", disable=not accelerator.is_main_process)
     with signals, show as bar:
         while (state.step < config.steps and not _flat(state, config)) or state.pending:
@@ -269,12 +150,7 @@ def fit(
                 state.seconds += took
                 state.pending = due(config.validate_every)
                 bar.update()
-                tokens_read += tokens
-                if state.step - first == _TIMED and accelerator.is_main_process:
-                    left = (config.steps - state.step) * (state.seconds - spent) / _TIMED
-                    at = time.strftime("%H:%M", time.localtime(time.time() + left))
-                    rate = tokens_read / (state.seconds - spent)
-                    bar.write(f"{rate:.0f} tokens/s over {_TIMED} steps: without validation, it ends at {at}")
+                said = [pace.step(took, tokens)]
                 if due(config.log_every):
                     told = accelerator.reduce({"loss": loss, **parts}, "mean")
                     record: Figures = {name: value.tolist() for name, value in told.items()}
@@ -284,13 +160,17 @@ def fit(
                         log.write({"train": record}, state.step)
                     shown = {headline: f"{figures[headline]:.3f}"} if figures else {}
                     bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
+                    said.append(pace.loss(state.step, record["loss"]))
+                if accelerator.is_main_process:
+                    for line in filter(None, said):
+                        bar.write(line)
             stop = _any(accelerator, bool(signals.caught))
             if state.pending and not stop:
                 if accelerator.num_processes > 1 and accelerator.is_main_process:
                     checkpoint.write(state)  # launchers do not wait long for processes they have stopped
                 try:
                     figures, state.pending = checked(), False
-                except _Interrupted:
+                except Interrupted:
                     stop = True
                 else:
                     if best:
@@ -305,10 +185,8 @@ def fit(
             if stop:
                 number = signal.Signals(signals.caught[0] if signals.caught else signal.SIGTERM)
                 if accelerator.is_main_process:
-                    said_last = (
-                        f"stopped by {number.name} at step {state.step}: saved; the same command goes on from there"
-                    )
-                    print(said_last, file=sys.stderr, flush=True)
+                    where = f"stopped by {number.name} at step {state.step}: saved; it goes on from there with"
+                    print(f"{where}\n  {command_line(accelerator.num_processes)}", file=sys.stderr, flush=True)
                 raise SystemExit(128 + number)
     last = state.best is None or state.best[1] == state.step
     if state.best is not None and not last:
@@ -320,7 +198,7 @@ def fit(
     return {**figures, "seconds": state.seconds, "steps": state.step, "kept_step": kept}
 
 
-def _flat(state: _State, config: LoopConfig) -> bool:
+def _flat(state: State, config: LoopConfig) -> bool:
     return 0 < config.patience <= state.since
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,7 +102,31 @@ def _accept(log_q: Tensor, log_p: Tensor) -> Tensor:
     return -shared(log_q, log_p).clamp(min=1e-30).log()
 
 
-RULES = {"tv": _tv, "lk": _lk, "accept": _accept}
+Rule = Callable[[Tensor, Tensor], Tensor]
+RULES: dict[str, Rule] = {"tv": _tv, "lk": _lk, "accept": _accept}
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def check_loss(name: object) -> None:
+    """Raises ValueError for what is neither a loss of LOSSES nor looks like the path of a function."""
+    if name not in LOSSES and not (isinstance(name, str) and _PATH.fullmatch(name)):
+        raise ValueError(f"drafter.loss={name!r} must be one of {', '.join(LOSSES)}, or package.module.function")
+
+
+@cache
+def rule_of(name: str) -> Rule:
+    """A loss of `RULES`, or the function at a path. Raises ValueError where there is none."""
+    if name in RULES:
+        return RULES[name]
+    module, _, function = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), function, None) if module else None
+    except ImportError as error:
+        raise ValueError(f"drafter.loss={name!r}: {module} can not be imported ({error})") from error
+    if not callable(found):
+        raise ValueError(f"drafter.loss={name!r}: {module or name!r} has no function {function}")
+    rule: Rule = found
+    return rule
 
 
 def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
@@ -108,16 +135,15 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
     kl: KL(target || draft) to the target's own next-token distribution, from its logits [..., V];
     ce: cross-entropy to the text's next token, int64 [...];
     tv: total variation, which is how often a draw is rejected; lk: KL turning into total variation (arXiv 2602.23881);
-    accept: minus the logarithm of how often the two pick alike under shared noise, by which drafts are verified here.
+    accept: minus the logarithm of how often the two pick alike under shared noise, by which drafts are verified here;
+    package.module.function: yours, of log probabilities [N, V] of the draft and the target, in nats [N].
     """
     if loss == "kl":
         losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
     elif loss == "ce":
         losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
-    elif loss in RULES:
-        losses = _Chunked.apply(draft.flatten(0, -2), target.flatten(0, -2), RULES[loss])  # type: ignore[no-untyped-call]
     else:
-        raise ValueError(f"loss={loss!r} must be one of {', '.join(LOSSES)}")
+        losses = _Chunked.apply(draft.flatten(0, -2), target.flatten(0, -2), rule_of(loss))  # type: ignore[no-untyped-call]
     return losses.view(tokens.shape)
 
 
@@ -139,7 +165,7 @@ def random_rows(tokens: Tensor, count: int) -> Tensor:
 def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
     """One loss of the means [K] per depth, each depth weighing `decay` times the one before; and the means to log."""
     weights = decay ** torch.arange(len(means), device=means.device)
-    return (means * weights).sum() / weights.sum(), {loss: means.detach()}
+    return (means * weights).sum() / weights.sum(), {loss.rpartition(".")[2]: means.detach()}
 
 
 def heads_loss(loss: str, draft: Tensor, batch: Batch, decay: float) -> tuple[Tensor, dict[str, Tensor]]:

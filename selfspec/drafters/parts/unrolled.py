@@ -24,11 +24,11 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, share, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, positive, share, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
 from selfspec.drafters.parts.graph import drafted_by
 from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.losses import LOSSES, decayed, distance, masked_mean
+from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
 
 
 @dataclass
@@ -62,7 +62,7 @@ class UnrolledConfig(DrafterConfig):
             whole(name, getattr(self, name))
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
-        one_of("loss", self.loss, LOSSES)
+        check_loss(self.loss)
         if self.vocabulary is not None:
             whole("vocabulary", self.vocabulary)
             if self.loss == "ce":

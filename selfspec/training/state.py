@@ -1,0 +1,98 @@
+"""Where a training is, on disk: `state.pt` of its run folder."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.log import Figures, atomic
+
+
+def checkpoint_path(folder: Path) -> Path:
+    return folder / "state.pt"
+
+
+def _save(path: Path, state: Figures) -> None:
+    with atomic(path) as scratch:
+        torch.save(state, scratch)
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
+
+
+@dataclass
+class State:
+    """What a checkpoint holds beside weights and moments. pending: whether the validation of this step is still to be
+    made; best: of the validations so far, by the figure that is to be high: its value, its step and the parameters;
+    since: validations after it."""
+
+    step: int = 0
+    seconds: float = 0.0
+    pending: bool = False
+    best: tuple[float, int, dict[str, Tensor]] | None = None
+    since: int = 0
+
+    def judge(self, value: float, checkpoint: Checkpoint) -> None:
+        """A validation's figure: the weights are kept where it is the highest so far."""
+        self.since += 1
+        if self.best is None or value > self.best[0]:
+            self.best, self.since = (value, self.step, checkpoint.taken()), 0
+
+
+class Checkpoint:
+    """`state.pt` of a run: trained parameters, optimizers, and where the run is."""
+
+    def __init__(
+        self, path: Path, owned: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer], world: int
+    ) -> None:
+        self.path, self.owned, self.optimizers, self.world = path, owned, optimizers, world
+
+    def read(self) -> tuple[State, list[str]]:
+        """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
+        file that is damaged or of other parameters."""
+        if not self.path.exists():
+            return State(), []
+        try:
+            kept = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
+            ) from error
+        if "state" not in kept:
+            raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
+        if {n: p.shape for n, p in kept["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
+            raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
+        self.put(kept["parameters"])
+        for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        said = [
+            f"resumed with {name} {now}, begun with {kept['versions'][name]}: results may differ in rounding"
+            for name, now in _versions().items()
+            if kept["versions"][name] != now
+        ]
+        if kept["world"] != self.world:
+            said.append(
+                f"resumed in {self.world} processes, begun in {kept['world']}: each step reads the same rows, and "
+                "results differ in rounding alone"
+            )
+        return State(**kept["state"]), said
+
+    @torch.no_grad()
+    def put(self, parameters: dict[str, Tensor]) -> None:
+        for name, saved in parameters.items():
+            self.owned[name].copy_(saved)
+
+    def taken(self) -> dict[str, Tensor]:
+        """A copy of the trained parameters, on the CPU."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.owned.items()}
+
+    def write(self, state: State) -> None:
+        kept = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
+        kept |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
+        _save(self.path, {**kept, "step": state.step, "world": self.world, "versions": _versions()})

@@ -1,0 +1,186 @@
+"""Drafters, losses and columns of other packages: trained, saved, loaded, measured, mixed, and refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import compose_config
+
+import selfspec
+from selfspec.config import drafter_of
+from selfspec.evaluation.tables import table
+from selfspec.loading import find_drafter, load_target
+from selfspec.measures import run_decode
+from selfspec.plugins import Untrusted, build, config_class, drafter_class, try_out
+from selfspec.runs import run_training
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+BIGRAM = next(block for block in BLOCKS if "class Bigram(" in block)
+SMALL = """train.length=48 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16 train.validation_rows=4 logger=none
+train.lr=0.05 loop.steps=30 loop.batch_size=4 loop.precision=no loop.validate_every=10 loop.log_every=1"""
+LOSS = '''
+def squared(log_q, log_p):
+    """Log probabilities [N, V] of the draft and the target; nats [N]."""
+    return 4 * (log_q.exp() - log_p.exp()).square().sum(-1)
+'''
+COLUMN = """
+def slowest(point, records):
+    return f"{max(r.seconds for r in records):.3f} s of {len(records)}"
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An importable package with README's drafter."""
+    home = tmp_path_factory.mktemp("place") / "ownpkg"
+    home.mkdir()
+    for name, text in (("__init__", ""), ("mine", BIGRAM), ("losses", LOSS), ("columns", COLUMN)):
+        (home / f"{name}.py").write_text(text)
+    sys.path.insert(0, str(home.parent))
+    importlib.invalidate_caches()
+    yield home
+    sys.path.remove(str(home.parent))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ownpkg"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def trained(package: Path, tiny_folder: str, source_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own") / "run"
+    names = [f"target.name={tiny_folder}", f"data.root={source_root}"]
+    own = ["name=x", "drafter._target_=ownpkg.mine.Bigram", "drafter.rank=8"]
+    run_training(compose_config("train", *own, *names, *SMALL.split()), folder)
+    return folder
+
+
+def test_a_drafter_of_another_package(trained: Path, source_root: Path, tmp_path: Path, package: Path) -> None:
+    assert len(BIGRAM.splitlines()) <= 40
+    meta = json.loads((trained / "drafter" / "drafter.json").read_text())
+    assert (meta["kind"], meta["config"]) == ("ownpkg.mine.Bigram", {"rank": 8, "depth": 3})
+    losses = [json.loads(line) for line in (trained / "train.jsonl").read_text().splitlines()]
+    falling = [record["train"]["loss"] for record in losses if "train" in record]
+    assert sum(falling[-5:]) < 0.9 * sum(falling[:5])
+
+    with pytest.raises(Untrusted, match=r"'ownpkg\.mine\.Bigram' is code of the package 'ownpkg'; .*trust_code=True"):
+        selfspec.load(str(trained))
+    spec = selfspec.load(str(trained), dtype="float32", trust_code=True)
+    for temperature in (0.0, 1.0):
+        fast = spec.generate(["def f():", "import os"], 24, temperature, seed=1)
+        assert fast.token_ids == spec.autoregressive(["def f():", "import os"], 24, temperature, seed=1).token_ids
+    both = selfspec.load(f"{trained}+prompt_lookup", trust_code=True)
+    assert len(both.generate([[5, 9, 2]], 8).token_ids[0]) == 8
+
+    measured = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=8 dtype=float32 tree.nodes=6 logger=none"
+    own = [
+        f"drafter={trained}",
+        "trust_code=true",
+        "decode.columns=[ownpkg.columns.slowest]",
+        f"data.root={source_root}",
+    ]
+    point = run_decode(compose_config("eval", *own, *measured.split()), tmp_path / "point")
+    assert point["identical"]["autoregressive"] == {"rows": 2, "of": 2}
+    head, _, row = table([point]).splitlines()
+    assert head.split("|")[-2].strip() == "slowest"
+    assert row.split("|")[-2].strip().endswith(" s of 6")
+
+
+def test_code_is_never_taken_from_the_checkpoint(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = tmp_path / "drafter"
+    shutil.copytree(trained / "drafter", copied)
+    (copied / "evil.py").write_text("raise SystemExit('this ran')")
+    meta = json.loads((copied / "drafter.json").read_text())
+    (copied / "drafter.json").write_text(json.dumps({**meta, "kind": "evil.Evil"}))
+    with pytest.raises(ValueError, match="there is no package 'evil'"):
+        selfspec.load(str(copied), trust_code=True)
+    monkeypatch.syspath_prepend(str(copied))
+    with pytest.raises(ValueError, match="never taken from the checkpoint's own folder"):
+        selfspec.load(str(copied), trust_code=True)
+
+
+def test_an_installed_entry_point_is_trusted(trained: Path, package: Path, tiny_folder: str, source_root: Path) -> None:
+    info = package.parent / "ownpkg-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ownpkg\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[selfspec.drafters]\nbigram = ownpkg.mine:Bigram\n")
+    importlib.invalidate_caches()
+    assert selfspec.load(str(trained)).drafter.kind == "ownpkg.mine.Bigram"
+    config = compose_config("train", "name=y", "drafter=bigram", "drafter.rank=4", f"target.name={tiny_folder}")
+    kind, found = drafter_of(dict(config.drafter))
+    assert (kind.__qualname__, found.rank) == ("Bigram", 4)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"is a kind that has to be trained first"):
+        find_drafter("bigram", load_target(tiny_folder)[0])
+    shutil.rmtree(info)
+
+
+def test_a_loss_of_another_package(package: Path, tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+    names = [f"target.name={tiny_folder}", f"data.root={source_root}", "drafter.heads=2", "drafter.rank=4"]
+    config = compose_config("train", "name=x", "drafter.loss=ownpkg.losses.squared", *names, *SMALL.split())
+    run_training(config, tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    assert len(records[0]["train"]["squared"]) == 2
+    spec = selfspec.load(str(tmp_path / "run"))  # decoding needs no loss
+    assert spec.drafter.config.loss == "ownpkg.losses.squared"  # type: ignore[attr-defined]
+    for loss, message in (
+        ("ownpkg.losses.cubed", "ownpkg.losses' has no function cubed"),
+        ("nopkg.f", "nopkg can not be imported"),
+        ("squared", "must be one of kl, ce, tv, lk, accept, or package.module.function"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_training(
+                compose_config("train", "name=x", f"drafter.loss={loss}", *names, *SMALL.split()), tmp_path / "other"
+            )
+
+
+FLAT = "DraftTree(torch.zeros(len(context.roots), 2).long() + context.roots[:, None], torch.tensor([[-1, 0]]))"
+BROKEN = {  # message: what of README's drafter is replaced by what
+    "lacks session": ("    def session(self, target, rows): return BigramSession(self)", "    pass #"),
+    "lacks loss": ("    def loss(self, batch):", "    def losses(self, batch):"),
+    "has no config; its __init__ has to call": (
+        "        super().__init__(config, depth=config.depth)",
+        "        nn.Module.__init__(self)",
+    ),
+    "reads=(99,) must be a tuple of layers, 0 to 2": (
+        "    config: BigramConfig\n",
+        "    config: BigramConfig\n    reads = (99,)\n",
+    ),
+    "lacks observe": ("    def observe(self, accepted): pass", "    def observed(self, accepted): pass"),
+    "returned a list; it has to return a DraftTree": (
+        "        return grown(",
+        "        return [1]\n        return grown(",
+    ),
+    "returned a tree without scores": (
+        "        return grown(",
+        f"        from selfspec.core.tree import DraftTree\n        return {FLAT}\n        return grown(",
+    ),
+    "must be annotated with a dataclass": ("    config: BigramConfig\n", "    config: int\n"),
+    "depth=0 must be at least 1": ("depth=config.depth)", "depth=0)"),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_the_contract_lacks_is_told_when_it_is_built(package: Path, message: str, tiny_folder: str) -> None:
+    old, new = BROKEN[message]
+    assert old in BIGRAM
+    name = f"broken{list(BROKEN).index(message)}"
+    (package / f"{name}.py").write_text(BIGRAM.replace(old, new, 1))
+    importlib.invalidate_caches()
+    kind, target = drafter_class(f"ownpkg.{name}.Bigram", trust=True), load_target(tiny_folder)[0]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        try_out(build(kind, target, config_class(kind)()), target)
+
+
+def test_settings_of_an_own_drafter_are_checked(package: Path) -> None:
+    config = compose_config("train", "name=x", "drafter._target_=ownpkg.mine.Bigram")
+    for given, message in (({"rank": "many"}, "could not be converted"), ({"rang": 3}, "rang.*Bigram has rank, depth")):
+        with pytest.raises(ValueError, match=message):
+            drafter_of({**config.drafter, **given})
