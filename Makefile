@@ -7,7 +7,7 @@ TORCH = 2.13.0
 
 VLLM = .venv-vllm
 
-.PHONY: demo test slow serving gpu lint clean
+.PHONY: demo test slow serving gpu docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -46,6 +46,11 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 # Everything that needs a GPU, in ten minutes, with its results in notebooks/RESULTS.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
+
+# The documentation site, in build/docs; a link that leads nowhere ends it.
+docs: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

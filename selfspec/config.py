@@ -227,7 +227,7 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
 
 def constant(arguments: list[str]) -> list[str]:
     """The keys of overrides that are the same in all points of a sweep, which its folders then do not name."""
-    parsed = OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")])
+    parsed = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and a[0] != "-"])
     return [str(o.key_or_group) for o in parsed if not o.is_sweep_override()]
 
 

@@ -94,7 +94,7 @@ class DraftTree:
 
     @cached_property
     def children(self) -> list[list[list[int]]]:
-        """children[row][node]: that node's children, in order."""
+        """`children[row][node]`: that node's children, in order."""
         result = []
         for parents in self.parents.tolist():
             below: list[list[int]] = [[] for _ in parents]

@@ -52,7 +52,7 @@ def cut_prompts(
 ) -> list[list[int]]:
     """`count` prompts of exactly `tokens` tokens, each starting at the start of a line.
 
-    Raises ValueError where the documents are too short for that many; with `fewer`, for one.
+    Raises ValueError where the documents are too short for that many; with `fewer`, gives those that fit.
     """
     if not documents:
         raise ValueError("no usable example: the data holds no held-out text of this group")
@@ -72,7 +72,7 @@ def cut_prompts(
         ids = tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"][:tokens]
         if len(ids) == tokens:
             prompts[document, line] = ids
-    if len(prompts) < (min(1, count) if fewer else count):
+    if len(prompts) < count and not fewer:
         raise ValueError(
             f"no usable example: {len(prompts)} of {count} prompts of {tokens} tokens fit into the documents; ask for "
             "fewer or shorter prompts"
@@ -116,4 +116,9 @@ def sample_prompts(
     some = texts[:: max(1, len(texts) // _MANY)].tolist()
     texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
     documents = [Document("", ((text, True),)) for text in texts_of]
-    return asked + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
+    found = asked + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
+    if not found:
+        raise ValueError(
+            f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; ask for shorter ones"
+        )
+    return found

@@ -27,9 +27,9 @@ def itself(value: Tensor) -> Tensor:
 class Calibration:
     """What was measured in advance, for one decoding mode, so that scores become probabilities.
 
-    acceptance: [depth][rank], how often the drafter's choice of that rank is the target's token, given that its parent
-    was (n-gram drafters: by class of match instead of depth); inverse_temperature: [depth], the factor on scores that
-    makes their softmax the best forecast of the target's token.
+    acceptance: `[depth][rank]`, how often the drafter's choice of that rank is the target's token, given that its
+    parent was (n-gram drafters: by class of match instead of depth); inverse_temperature: [depth], the factor on scores
+    that makes their softmax the best forecast of the target's token.
     """
 
     acceptance: list[list[float]]

@@ -1,0 +1,159 @@
+"""The pages of docs/: every command of own_model.md runs as it stands, and links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import save_tiny, write_lines
+from transformers import PreTrainedTokenizerFast
+
+from selfspec import cli
+
+ROOT = Path(__file__).parents[1]
+OWN_MODEL = (ROOT / "docs" / "own_model.md").read_text()
+SMALLER = {
+    "length: 1024": "length: 64",
+    "steps: 2000": "steps: 6",
+    "_every: 200": "_every: 3",
+    "_every: 100": "_every: 3",
+}
+SMALLEST = ["logger=none", "train.prompts=4", "train.new_tokens=8", "train.validation_rows=2", "loop.batch_size=2"]
+
+
+def talks(count: int) -> list[object]:
+    """ShareGPT, OpenAI and plain records, mixed."""
+    forms = []
+    for i in range(count):
+        asked, said = f"Say {i} times {i}.", f"The number is {i * i}. " * 3
+        forms.append({"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]})
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said + "!"}]
+        forms.append({"messages": turns})
+        forms.append({"text": f"Number {i}: {said}"})
+    return forms
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", OWN_MODEL, re.DOTALL)
+
+
+def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of the terminal, in this process."""
+    monkeypatch.setattr(sys, "argv", shlex.split(line))
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as left:
+        code = int(left.code or 0)
+    assert code == 0, line
+
+
+def test_every_command_of_own_model(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_tiny(tmp_path / "my-qwen3", tokenizer, "qwen3")
+    write_lines(tmp_path / "chat.jsonl", talks(30))
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (experiment,) = blocks("yaml")
+    for large, small in SMALLER.items():
+        assert large in experiment
+        experiment = experiment.replace(large, small)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(experiment)
+    monkeypatch.chdir(tmp_path)
+    said = {}
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    for line in lines:
+        command = line.split()[1]
+        if command == "train":
+            line = " ".join([line, *SMALLEST, *(["train.length=64"] if "--check" in line else [])])
+        if command == "decode":
+            line += " logger=none"
+        typed(line.replace("loop.steps=3000", "loop.steps=9"), monkeypatch)
+        said[command] = capsys.readouterr().out
+    assert {line.split()[1] for line in lines} == {"complete", "train", "decode", "audit", "push", "export"}
+    assert "drafter.heads=2" in said["train"]
+    (table,) = Path("runs/decode").glob("*/table.md")
+    labels = [row.split("|")[1].strip() for row in table.read_text().splitlines()[2:6]]
+    assert labels == [f"{drafter} nodes={n}" for drafter in ("mine", "mine+prompt_lookup") for n in ("4", "auto")]
+    assert "**identical**" in said["audit"]
+    assert sorted(path.name for path in Path("runs/sizes").iterdir() if path.is_dir()) == [
+        "drafter.heads=2",
+        "drafter.heads=3",
+    ]
+    assert json.loads(Path("runs/mine/drafter/drafter.json").read_text())["target"]["name"] == str(
+        tmp_path / "my-qwen3"
+    )
+    assert not Path("multirun").exists()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # the checkpoint knows its target by its place
+    exec(compile(blocks("python")[0].replace("runs/mine", "../runs/mine"), "own_model.md", "exec"), {})
+    assert "per pass" in capsys.readouterr().out
+
+
+def test_a_target_that_is_gone_is_asked_for(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, heads_folder: Path, tiny_folder: str
+) -> None:
+    import shutil
+
+    import selfspec
+    from selfspec.checkpoint import save_drafter
+    from selfspec.loading import load_target
+
+    target, found = load_target(tiny_folder)
+    drafter = selfspec.load(str(heads_folder)).drafter
+    place = tmp_path / "run" / "target"
+    shutil.copytree(tiny_folder, place)
+    save_drafter(drafter, tmp_path / "run" / "drafter", target, str(place), found, "")
+    meta = json.loads((tmp_path / "run" / "drafter" / "drafter.json").read_text())
+    assert meta["target"]["name"] == "../target"
+    (tmp_path / "run").rename(tmp_path / "moved")  # with the target inside
+    assert selfspec.load(str(tmp_path / "moved")).generate([[5, 9]], 3).token_ids
+    shutil.rmtree(tmp_path / "moved" / "target")
+    with pytest.raises(FileNotFoundError, match=r"was trained for the target in .*, which is not there; .* target="):
+        selfspec.load(str(tmp_path / "moved"))
+    assert selfspec.load(str(tmp_path / "moved"), target=tiny_folder).generate([[5, 9]], 3).token_ids
+
+
+def test_help_says_what_every_option_is() -> None:
+    from selfspec import helptext
+    from selfspec.plugins import config_class, drafter_class, kinds
+
+    schemas = [*helptext._SCHEMAS.values(), *(config_class(drafter_class(kind)) for kind in kinds())]
+    assert [head for schema in schemas for head, told in helptext.options(schema) if not told] == []
+    for name, text in helptext.pages().items():
+        assert (ROOT / "selfspec" / "help" / f"{name}.txt").read_text() == text, "run python -m selfspec.helptext"
+        assert text.startswith(f"selfspec {name}: ")
+    train = (ROOT / "selfspec" / "help" / "train.txt").read_text()
+    assert "+experiment=tiny_medusa" in train
+    assert "+experiment=tiny_target" not in train  # of another script
+
+
+def test_the_light_commands_import_nothing_heavy() -> None:
+    code = """
+import sys, runpy
+for command in (["--help"], ["--version"], ["train", "--help"], ["complete", "--help"], ["decod"]):
+    sys.argv = ["selfspec", *command]
+    try:
+        runpy.run_module("selfspec", run_name="__main__")
+    except SystemExit:
+        pass
+heavy = {"torch", "transformers", "hydra", "wandb", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "there is no command 'decod'; did you mean: selfspec decode" in done.stderr
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page}: {link}"
