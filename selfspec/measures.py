@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.api import Spec, load
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoint import shaped_as
-from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, ShowRun, VerifiersRun
+from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, ShowRun, VerifiersRun, clear_errors
 from selfspec.core.target import Target
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
@@ -290,27 +290,6 @@ def run_report(config: DictConfig) -> None:
     print(f"\n{text}\n{folder}")
 
 
-class SweepTable(Callback):
-    """Ends a sweep of eval/decode.py in one table and one set of plots of all its points."""
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        run_report(OmegaConf.create({"sweep": config.hydra.sweep.dir, "against": None}))
-        check_points(Path(config.hydra.sweep.dir))
-
-
-class TrainingTable(Callback):
-    """Ends a sweep of trainings in one table of their last validations."""
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        done = {home: figures for home in points_of(folder) if (figures := finished(home, 0)) is not None}
-        if done:
-            text = training_table({home.name: figures for home, figures in done.items()})
-            write_text(folder / "table.md", text + "\n")
-            print(f"\n{text}\n{folder}")
-        check_points(folder)
-
-
 ERROR = "error.txt"  # of a point of a sweep that failed
 
 
@@ -319,8 +298,36 @@ def points_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
 
 
-def check_points(folder: Path) -> None:
-    """Raises ValueError where points of a sweep failed; the others went on."""
-    if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
-        told = "; ".join(f"{home.name}: {(home / ERROR).read_text().strip()}" for home in failed)
-        raise ValueError(f"{len(failed)} of {len(points_of(folder))} points of {folder} failed: {told}")
+class SweepEnd(Callback):
+    """Ends a sweep: points that failed, while the others went on, are named, with exit code 2."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        with clear_errors():
+            self.table(folder)
+            if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
+                names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
+                of = f"{len(failed)} of {len(points_of(folder))} points of {folder} failed ({names})"
+                raise ValueError(f"{of}, the first with: {first}")
+
+    def table(self, folder: Path) -> None:
+        """What a kind of sweep prints of all its points."""
+
+
+class DecodeTable(SweepEnd):
+    """One table and one set of plots of all points of eval/decode.py."""
+
+    def table(self, folder: Path) -> None:
+        if read_points(folder)[0]:
+            run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
+
+
+class TrainingTable(SweepEnd):
+    """One table of the last validations of all trainings."""
+
+    def table(self, folder: Path) -> None:
+        done = {home: figures for home in points_of(folder) if (figures := finished(home, 0)) is not None}
+        if done:
+            text = training_table({home.name: figures for home, figures in done.items()})
+            write_text(folder / "table.md", text + "\n")
+            print(f"\n{text}\n{folder}")

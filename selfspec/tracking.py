@@ -85,7 +85,10 @@ class RunLog:
         off = logger == "wandb" and "disabled" in (mode, wandb.mode)
         if logger == "none" or off or not is_main_process():
             return None
+        from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+        PartialState()  # which trackers ask
 
         if logger == "tensorboard":
             try:
@@ -143,7 +146,8 @@ class RunLog:
 
         opened = {key: Image.open(path).convert("RGB") for key, path in paths.items()}
         if self.run.logger == "tensorboard":
-            self.tracker.log_images({key: numpy.asarray(image)[None] for key, image in opened.items()})
+            arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
+            self.tracker.log_images(arrays, dataformats="NHWC")
         else:
             self.tracker.log_images({key: [image] for key, image in opened.items()})
 

@@ -18,7 +18,7 @@ os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()  # costs of passes are measure
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -194,6 +194,11 @@ class Watch:
 
     def observe(self, accepted: Accepted) -> None:
         self.inner.observe(accepted)
+
+
+@pytest.fixture
+def make_config() -> Any:
+    return OmegaConf.create
 
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:

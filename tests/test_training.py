@@ -217,7 +217,7 @@ def test_a_failed_start_does_not_block_the_name(tiny_folder: str, source_root: P
 
 def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     run_training(small("a", tiny_folder, source_root, "loop.steps=1"), tmp_path)
-    with pytest.raises(ValueError, match="another configuration"):
+    with pytest.raises(ValueError, match=r"another configuration: train\.lr was 0\.001, now 0\.5; .* another name="):
         run_training(small("a", tiny_folder, source_root, "loop.steps=1", "train.lr=0.5"), tmp_path)
 
 
@@ -228,7 +228,6 @@ def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path,
         ("loop.precision=fp8", "loop.precision='fp8'"),
         ("train.lr=0", "train.lr=0"),
         ("train.length=512", "train.length=512 exceeds the target's 256"),
-        ("train.prompts=4000", "4000 prompts"),
         ("data.max_files=0", "data.max_files=0"),
         ("drafter.rank=-1", "drafter.rank=-1"),
     ],
@@ -239,15 +238,6 @@ def test_bad_settings_fail_before_any_step(
     with pytest.raises(Exception, match=message):
         run_training(small("bad", tiny_folder, source_root, override), tmp_path)
     assert not (tmp_path / "train.jsonl").exists() or not logged(tmp_path, "train")
-
-
-def test_offline_wandb_needs_no_account(
-    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for name in ("one", "two"):  # two runs in one process
-        run_training(small(name, tiny_folder, source_root, "loop.steps=1", "train.prompts=2"), tmp_path / name)
-        assert list((tmp_path / name / "wandb").glob("offline-run-*"))
 
 
 OWN = ("train.distill.rows=80", "train.distill.prompt_tokens=8", "train.distill.new_tokens=16")

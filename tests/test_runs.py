@@ -1,0 +1,318 @@
+"""A run's folder and its logger, labels and plots of its points, and what is said of doubtful settings."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from selfspec import cli, log, progress
+from selfspec.data.store import Corpus, joined
+from selfspec.evaluation.plots import plot_points
+from selfspec.evaluation.points import labelled
+from selfspec.runs import run_folder
+from selfspec.tracking import Logged, RunLog, WandbConfig, whole_lines
+from selfspec.training import pace as pace_module
+from selfspec.training.doubts import doubts
+from selfspec.training.loop import LoopConfig
+from selfspec.training.pace import Pace
+from selfspec.training.rows import DrafterTraining
+
+ROOT = Path(__file__).parents[1]
+
+
+def typed(patch: pytest.MonkeyPatch, *arguments: str) -> int:
+    patch.setattr(sys, "argv", ["selfspec", *arguments])
+    try:
+        cli.main()
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
+
+
+# -- the folder
+
+
+def test_one_process_at_a_time(tmp_path: Path, make_config: Any) -> None:
+    config, folder = make_config({"name": "x", "loop": {"steps": 3}}), tmp_path / "run"
+    with run_folder(config, folder, folder / "begun"):
+        (folder / "begun").touch()
+        with pytest.raises(ValueError, match=r"another process is writing to .*run; .* name="):  # noqa: SIM117
+            with run_folder(config, folder, folder / "begun"):
+                pass
+    with run_folder(config, folder, folder / "begun") as plain:
+        assert plain["loop"]["steps"] == 3
+
+
+def test_keys_that_differ_are_named(tmp_path: Path, make_config: Any) -> None:
+    first = {"name": "x", "loop": {"steps": 3, "seed": 1}, "wandb": {"tags": []}, "drafter": {"heads": 4}}
+    with run_folder(make_config(first), tmp_path, tmp_path / "begun"):
+        (tmp_path / "begun").touch()
+    other = {"name": "x", "loop": {"steps": 9, "seed": 2}, "wandb": {"tags": ["a"]}, "drafter": {"rank": 4}}
+    message = "drafter.heads was 4, now not there; drafter.rank was not there, now 4; loop.seed was 1, now 2; give"
+    with pytest.raises(ValueError, match=message):  # noqa: SIM117
+        with run_folder(make_config(other), tmp_path, tmp_path / "begun"):
+            pass
+
+
+def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path: Path, make_config: Any) -> None:
+    with pytest.raises(OSError, match="boom"), run_folder(make_config({"name": "x"}), tmp_path / "run", tmp_path / "x"):
+        raise OSError("boom")
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_written_beside_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for refused in (("train", "drafter=medusa"), ("decode", "drafter=runs/none"), ("compare", "compare.drafters=[]")):
+        assert typed(monkeypatch, *refused) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert typed(monkeypatch, "audit", "-m", "drafter=a,b") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_failing_point_does_not_end_a_sweep(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heads_folder: Path,
+    source_root: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=6 decode.questions=source logger=none"
+    swept = ("-m", f"drafter={heads_folder},runs/none", f"data.root={source_root}", *small.split())
+    assert typed(monkeypatch, "decode", *swept) == 2
+    told = capsys.readouterr()
+    assert "1 of 2 points of runs/decode/" in told.err.splitlines()[-1]
+    assert "no drafter at 'runs/none'" in told.err.splitlines()[-1]
+    (table,) = tmp_path.glob("runs/decode/*/table.md")
+    assert table.read_text().splitlines()[2].split("|")[1].strip() == "drafter"  # the name of its folder
+
+
+# -- the logger
+
+
+def logged(folder: Path, name: str = "x", **settings: Any) -> Logged:
+    return Logged(name, settings.pop("logger", "wandb"), WandbConfig(**settings))
+
+
+def test_a_run_begins_in_its_logger_with_its_first_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(ValueError, match="refused"), RunLog(tmp_path, logged(tmp_path), {}, "a.jsonl"):
+        raise ValueError("refused")
+    assert list(tmp_path.iterdir()) == []
+    ids = set()
+    for _ in range(2):  # a run, and the same one resumed
+        run = logged(tmp_path, tags=["chat"], notes="first try")
+        with RunLog(tmp_path, run, {"loop": {"steps": 1}}, "a.jsonl") as log:
+            log.write({"train": {"loss": 1.0, "kl": [0.5, 0.25]}}, 1)
+            assert log.tracker.run.tags == ("chat",)
+            assert log.tracker.run.notes == "first try"
+            ids.add(log.tracker.run.id)
+    assert ids == {(tmp_path / "wandb_id").read_text()}
+    assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids.pop()}"))
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Image.new("RGB", (4, 4)).save(tmp_path / "plot.png")
+    with RunLog(tmp_path, logged(tmp_path, logger="tensorboard"), {"a": [1, None]}, "a.jsonl") as log:
+        for step in (1, 2):
+            log.write({"train": {"loss": 3.0 - step}}, step)
+        log.images({"plot": tmp_path / "plot.png"})
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert found.Tags()["images"] == ["plot"]
+
+
+def test_no_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with RunLog(tmp_path, logged(tmp_path, logger="none"), {}, "a.jsonl") as log:
+        log.write({"loss": 1.0}, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    with pytest.raises(ValueError, match="logger='mlflow' must be one of wandb, tensorboard, none"):
+        Logged("x", "mlflow")
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [record["step"] for _, record in whole_lines(path)] == [1, 2]
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        list(whole_lines(path))
+
+
+# -- labels and plots
+
+
+def points(drafters: list[str], sizes: list[object], temperatures: list[float]) -> list[dict[str, Any]]:
+    made = []
+    for drafter, nodes, temperature in itertools.product(drafters, sizes, temperatures):
+        full = [0.8**depth for depth in range(1, 7)]
+        part = {"acceptance_length": 2.5, "full_acceptance": full, "conditional_acceptance": full}
+        part |= {"milliseconds_per_pass": 6.0, "share_of_step": {"target": 0.6, "draft": 0.3, "other": 0.1}}
+        if nodes == "auto":
+            part["forecast"] = {"nodes": 700, "passes": 60}
+        ratio = {"ratio": 1.3, "low": 1.2, "high": 1.4}
+        config = {"name": "x", "drafter": drafter, "tree": {"nodes": nodes}, "decode": {"temperature": temperature}}
+        made.append({"config": config, "speculative": part, "speedup": {"autoregressive": ratio}})
+    labelled(made)
+    return made
+
+
+def test_labels_hold_what_varies() -> None:
+    assert [p["label"] for p in points(["runs/a"], [8], [0.0])] == ["a"]
+    assert [p["label"] for p in points(["runs/a"], [8, "auto"], [0.0])] == ["nodes=8", "nodes=auto"]
+    found = points(["runs/sizes/drafter.heads=2/", "runs/b+prompt_lookup"], [8], [0.0, 0.7])
+    assert found[0]["label"] == "drafter.heads=2 temperature=0"
+    assert found[-1]["label"] == "b+prompt_lookup temperature=0.7"
+    same = points(["x"], [8], [0.0, 0.7])
+    same[0]["config"]["other"] = {"temperature": 1}  # two keys of one name are told apart
+    labelled(same)
+    assert same[1]["label"] == "decode.temperature=0.7 other.temperature=null"
+
+
+@pytest.mark.parametrize("count", [1, 6, 40])
+def test_plots_of_many_points(count: int, tmp_path: Path) -> None:
+    """No warning of the layout, and room for every label."""
+    names = [f"runs/experiments/a_rather_long_name_of_an_experiment_{i}+prompt_lookup" for i in range(5)]
+    grids = {1: (["runs/a"], [8], [0.0]), 6: (["a", "b"], [8, 16, "auto"], [0.0])}
+    made = points(*grids.get(count, (names, [4, 8, 16, "auto"], [0.0, 0.7])))
+    assert len(made) == count
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        drawn = plot_points(made, tmp_path)
+    assert ("tau_by_nodes" in drawn) == (count > 1)
+    height = {name: Image.open(path).height for name, path in drawn.items()}
+    assert height["speedup"] >= 24 * count
+    for path in drawn.values():
+        grey = Image.open(path).convert("L")
+        inked = grey.point(lambda v: 255 if v < 250 else 0).getbbox()
+        assert inked is not None
+        assert inked[2] - inked[0] > 0.8 * grey.width  # not in a corner
+
+
+# -- what is said
+
+
+def test_a_bar_in_a_log_is_a_line_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(progress, "_SECONDS", 0.05)
+    monkeypatch.setattr(sys, "stderr", out)
+    for _ in (bar := progress.progress(range(20), desc="work", file=out)):
+        time.sleep(0.01)
+        bar.set_postfix(loss="1.0")
+    lines = out.getvalue().splitlines()
+    assert 2 <= len(lines) <= 8
+    assert all(line.startswith("work: ") and "\r" not in line and "\x1b" not in line for line in lines)
+    assert "20/20" in lines[-1]
+    assert "loss=1.0" in lines[-1]
+
+
+def test_short_work_says_nothing_in_a_log() -> None:
+    out = io.StringIO()
+    for _ in progress.progress(range(3), desc="work", leave=False, file=out):
+        pass
+    assert out.getvalue() == ""
+
+
+def test_a_machine_that_slows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace_module, "crowd", lambda: None)
+    pace = Pace(100, 0)
+    told = [pace.step(0.1, 1000) for _ in range(30)]
+    assert [i for i, line in enumerate(told) if line] == [9]
+    assert "10000 tokens/s" in str(told[9])
+    slow = [pace.step(2.0, 1000) for _ in range(10)]
+    assert [i for i, line in enumerate(slow) if line] == [4]  # once
+    assert "a step takes 2.00 s instead of 0.10 s" in str(slow[4])
+    monkeypatch.setattr(pace_module, "crowd", lambda: "8 threads want 2 processors")
+    for _ in range(3):
+        assert pace.step(0.1, 1000) is None
+    assert "8 threads want 2 processors" in str([pace.step(2.0, 1) for _ in range(5)][-1])
+
+
+def test_programs_that_share_the_processors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    processors = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2 * processors, 0.0, 0.0))
+    assert pace_module.crowd() is None
+    monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * processors, 0.0, 0.0))
+    assert f"{4 * processors} threads want {processors} processors" in str(pace_module.crowd())
+
+
+def test_a_loss_that_does_not_fall_is_told() -> None:
+    flat, falling = Pace(1000, 0), Pace(1000, 0)
+    said = [flat.loss(step, 4.0 + step / 1000) for step in range(10, 210, 10)]
+    assert [i for i, line in enumerate(said) if line] == [9]
+    assert "has not fallen in the first tenth" in str(said[9])
+    assert not any(falling.loss(step, 4.0 - step / 1000) for step in range(10, 210, 10))
+
+
+def corpus(counted: int) -> Corpus:
+    mask = torch.arange(1000) < counted
+    return joined(torch.zeros(1000, dtype=torch.int64), mask, torch.tensor([0, 1000]), torch.zeros(1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("loop", "prompts", "counted", "message"),
+    [
+        ({}, 64, 1000, None),
+        ({"steps": 50, "warmup": 200}, 64, 1000, "loop.warmup=200 reaches beyond loop.steps=50: .* set loop.warmup=2"),
+        ({"steps": 50, "warmup": 45, "decay": 1.0}, 64, 1000, "gets to .*% of train.lr=0.001: it falls before it has"),
+        ({}, 5, 1000, "train.prompts=64, but the validation text has 5, which are used"),
+        ({}, 64, 10, "only 1.0% of the training tokens count in the loss"),
+        ({"steps": 1000, "batch_size": 64}, 64, 1000, "loop.steps=1000 reads each text 64 times"),
+    ],
+)
+def test_doubtful_settings_are_told(loop: dict[str, Any], prompts: int, counted: int, message: str | None) -> None:
+    said = list(doubts(DrafterTraining(), LoopConfig(**{"steps": 100, **loop}), corpus(counted), 1000, prompts))
+    assert len(said) == (message is not None)
+    if message is not None:
+        import re
+
+        assert re.search(message, said[0])
+
+
+def test_a_corpus_without_a_counted_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the training tokens counts"):
+        list(doubts(DrafterTraining(), LoopConfig(), corpus(0), 1000, 64))
+
+
+def test_what_was_typed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, told in (
+        (["python", "train/heads.py", "name=a b"], "python train/heads.py 'name=a b'"),
+        (["/x/python", "-u", "/x/bin/selfspec", "train", "name=a"], "selfspec train name=a"),
+        (["python", "-m", "selfspec", "train"], "selfspec train"),
+        (["python", "-m", "joblib.externals.loky"], "the same command"),
+    ):
+        monkeypatch.setattr(sys, "orig_argv", given)
+        assert log.command_line() == told
+
+
+def test_ctrl_c_saves_and_prints_what_resumes(tmp_path: Path, tiny_folder: str, source_root: Path) -> None:
+    small = "train.length=32 train.prompts=2 train.new_tokens=8 train.validation_rows=2 train.prompt_tokens=8"
+    call = [sys.executable, str(ROOT / "train" / "heads.py"), "name=a", f"target.name={tiny_folder}"]
+    call += [f"data.root={source_root}", "loop.steps=100000", "loop.batch_size=1", "logger=none", *small.split()]
+    started = subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    path, deadline = tmp_path / "runs" / "a" / "train.jsonl", time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(2)
+    told = started.communicate(timeout=60)[1].splitlines()
+    assert started.returncode == 130
+    at = next(i for i, line in enumerate(told) if "stopped by SIGINT at step" in line)
+    assert told[at + 1].strip().startswith(f"python {call[1]} name=a")
+    assert (tmp_path / "runs" / "a" / "state.pt").is_file()
+    assert json.loads(path.read_text().splitlines()[0])["step"] == 10
