@@ -1,4 +1,4 @@
-"""python -m selfspec export: a trained drafter in the form that another engine serves, checked before it is done."""
+"""selfspec export: a trained drafter in the form that another engine serves, checked before it is done."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _opened(model: PreTrainedModel) -> _Kept:
     path = folder / EXPORTED
     if not path.is_file():
         raise ValueError(
-            f"the model was loaded from {name!r}, which is no folder that python -m selfspec export --to transformers "
+            f"the model was loaded from {name!r}, which is no folder that selfspec export --to transformers "
             f"wrote ({EXPORTED} is missing); load the model from the folder that custom_generate names"
         )
     try:

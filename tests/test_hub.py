@@ -108,7 +108,7 @@ def test_an_exported_folder_on_the_hub_is_its_own_target(hub: Hub, heads_folder:
 @pytest.mark.parametrize("offline", ["", "1"])
 def test_a_name_that_does_not_exist(offline: str, hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HUB_OFFLINE": offline} if offline else {}
-    done = run("-m", "selfspec", "x", "--drafter", "user/none", at=hub.url, home=tmp_path, **env)
+    done = run("-m", "selfspec", "complete", "x", "--drafter", "user/none", at=hub.url, home=tmp_path, **env)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
     assert "'user/none' is no folder here, and the hub gives none" in done.stderr

@@ -217,7 +217,7 @@ def test_a_failed_start_does_not_block_the_name(tiny_folder: str, source_root: P
 
 def test_a_folder_of_another_run_is_refused(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     run_training(small("a", tiny_folder, source_root, "loop.steps=1"), tmp_path)
-    with pytest.raises(ValueError, match=r"another configuration: train\.lr was 0\.001, now 0\.5; .* another name="):
+    with pytest.raises(ValueError, match=r"another configuration: train\.lr was 0\.01, now 0\.5; .* another name="):
         run_training(small("a", tiny_folder, source_root, "loop.steps=1", "train.lr=0.5"), tmp_path)
 
 

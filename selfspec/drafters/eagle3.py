@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): a draft layer that serving engines load, beside the frozen target.
 
 Embeddings and, by default, lm_head are the target's own as views; the rest are plain modules, so that
-`python -m selfspec export` can write them as vLLM, SGLang and TensorRT-LLM read them. See `parts.eagle3_layer` for what
+`selfspec export` can write them as vLLM, SGLang and TensorRT-LLM read them. See `parts.eagle3_layer` for what
 the layer computes, `parts.unrolled` for how it is trained and drafts.
 """
 
