@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,56 +99,3 @@ def test_unknown_keys_and_types_fail(config: str, override: str) -> None:
 def test_tree_sizes_that_do_not_exist_fail(nodes: str) -> None:
     with pytest.raises(ValueError, match=rf"tree\.nodes=.*{nodes}.* must be auto"):
         OmegaConf.to_object(compose_config("eval", f"tree.nodes={nodes}"))
-
-
-def run_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=os.environ, timeout=280
-    )
-
-
-def test_scripts_from_training_to_a_sweep_table(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
-    """What users type, as they type it: train heads, then sweep over trees and temperatures into one table."""
-    trained = run_script(
-        str(ROOT / "train" / "heads.py"),
-        "+experiment=demo",
-        "name=mine",
-        f"target.name={tiny_folder}",
-        f"data.root={source_root}",
-        *QUICK,
-        *QUICK_TRAIN,
-        cwd=tmp_path,
-    )
-    assert trained.returncode == 0, trained.stderr
-    assert "promised acceptance length" in trained.stdout
-    swept = run_script(
-        str(ROOT / "eval" / "decode.py"),
-        "-m",
-        "drafter=runs/mine",
-        f"data.root={source_root}",
-        "decode.questions=source",
-        "decode.prompts=2",
-        "decode.prompt_tokens=8",
-        "decode.max_new_tokens=8",
-        "tree.nodes=4,auto",
-        "decode.temperature=0,1",
-        "dtype=float32",
-        cwd=tmp_path,
-    )
-    assert swept.returncode == 0, swept.stderr
-    (table,) = tmp_path.glob("runs/decode/*/table.md")
-    rows = table.read_text().splitlines()
-    assert len(rows) == (2 + 4) + 1 + (2 + 4)  # by point, and by point and group
-    assert all(" 2/2 " in row for row in rows[2:6])
-    plots = {"acceptance_by_depth", "time_split", "speedup", "tau_by_nodes"}
-    assert {p.stem for p in table.parent.glob("*.png")} == plots
-    assert len(list(table.parent.glob("*/records.jsonl"))) == 4
-    points = [json.loads(path.read_text()) for path in table.parent.glob("*/summary.json")]
-    assert {p["config"]["wandb"]["group"] for p in points} == {f"decode-{table.parent.name}"}
-    before = table.read_text()
-    table.unlink()
-    (table.parent / "decode.temperature=0,tree.nodes=4" / "summary.json").write_text("{")
-    report = run_script(str(ROOT / "eval" / "report.py"), f"sweep={table.parent}", cwd=tmp_path)
-    assert report.returncode == 0, report.stderr
-    assert "1 of 4 runs skipped" in report.stdout
-    assert table.read_text().splitlines()[2:5] == before.splitlines()[3:6]

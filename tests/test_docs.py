@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import save_tiny, write_lines
 from transformers import PreTrainedTokenizerFast
 
@@ -81,6 +82,8 @@ def test_every_command_of_own_model(
     assert {line.split()[1] for line in lines} == {"complete", "train", "decode", "audit", "push", "export"}
     assert "drafter.heads=2" in said["train"]
     (table,) = Path("runs/decode").glob("*/table.md")
+    groups = {yaml.safe_load(path.read_text())["wandb"]["group"] for path in table.parent.glob("*/config.yaml")}
+    assert groups == {f"decode-{table.parent.name}"}  # all points of a sweep
     labels = [row.split("|")[1].strip() for row in table.read_text().splitlines()[2:6]]
     assert labels == [f"{drafter} nodes={n}" for drafter in ("mine", "mine+prompt_lookup") for n in ("4", "auto")]
     assert "**identical**" in said["audit"]

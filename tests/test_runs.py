@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -28,8 +26,6 @@ from selfspec.training.doubts import doubts
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
-
-ROOT = Path(__file__).parents[1]
 
 
 def typed(patch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -299,20 +295,3 @@ def test_what_was_typed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(sys, "orig_argv", given)
         assert log.command_line() == told
-
-
-def test_ctrl_c_saves_and_prints_what_resumes(tmp_path: Path, tiny_folder: str, source_root: Path) -> None:
-    small = "train.length=32 train.prompts=2 train.new_tokens=8 train.validation_rows=2 train.prompt_tokens=8"
-    call = [sys.executable, str(ROOT / "train" / "heads.py"), "name=a", f"target.name={tiny_folder}"]
-    call += [f"data.root={source_root}", "loop.steps=100000", "loop.batch_size=1", "logger=none", *small.split()]
-    started = subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    path, deadline = tmp_path / "runs" / "a" / "train.jsonl", time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    started.send_signal(2)
-    told = started.communicate(timeout=60)[1].splitlines()
-    assert started.returncode == 130
-    at = next(i for i, line in enumerate(told) if "stopped by SIGINT at step" in line)
-    assert told[at + 1].strip().startswith(f"python {call[1]} name=a")
-    assert (tmp_path / "runs" / "a" / "state.pt").is_file()
-    assert json.loads(path.read_text().splitlines()[0])["step"] == 10
