@@ -79,8 +79,7 @@ def train(config: DictConfig, folder: Path) -> None:
             if is_main_process():
                 print(line)
         return
-    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    figures = runs.run_training(config, folder, again=not sweep, title=_title(config))
+    figures = runs.run_training(config, folder, _title(config))
     if is_main_process():
         _report(figures, folder)
 

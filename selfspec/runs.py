@@ -156,13 +156,14 @@ def finished(folder: Path, steps: int) -> Figures | None:
     return found if whole else None
 
 
-def run_training(config: DictConfig, folder: Path, again: bool = True, title: str = "") -> Figures:
-    """Train a drafter; see `selfspec.training.drafter`. again: False leaves a finished run as it is, whose figures are
-    returned; title: of the run in its logger."""
+def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
+    """Train a drafter; see `selfspec.training.drafter`. A run that is finished is left as it is, and its figures are
+    returned. title: of the run in its logger."""
     run = typed(TrainRun, config)
     with run_folder(config, folder, checkpoint_path(folder)) as plain:
-        if not again and (done := finished(folder, run.loop.steps)) is not None:
-            print(f"{folder} is finished")
+        if (done := finished(folder, run.loop.steps)) is not None:
+            if is_main_process():
+                print(f"{folder} is finished; more loop.steps= train it further")
             return done
         target, tokenizer, data = _opened(run, config)
         drafter = _made(run, target, tokenizer)

@@ -33,7 +33,7 @@ from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.loading import load_target
 from selfspec.runs import run_training
-from selfspec.training import loop as loop_module
+from selfspec.training import state as state_module
 from selfspec.training.calibrate import measure_along
 
 PROMPT = [5, 9, 2, 7, 7, 1, 4, 4]
@@ -408,14 +408,14 @@ def test_training_by_hydra_and_an_interruption_changes_nothing(
     if settings == ["drafter.rank=0"]:
         assert "step_over_forward" not in whole
         return
-    real = loop_module._save
+    real = state_module._save
 
     def crash(path: Path, state: dict[str, Any]) -> None:
         real(path, state)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "_save", crash)
+        patch.setattr(state_module, "_save", crash)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "parts")
     run(tmp_path / "parts")
