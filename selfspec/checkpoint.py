@@ -299,12 +299,15 @@ def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None
 
 def _card(meta: Figures, note: str) -> str:
     config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
+    target = meta["target"]["name"]
+    if Path(target).is_absolute() or target.startswith("../"):
+        target = Path(target).name  # a path means nothing to others
     return f"""---
 library_name: selfspec
-base_model: {meta["target"]["name"]}
+base_model: {target}
 tags: [speculative-decoding, {meta["kind"]}]
 ---
-# {meta["kind"]} drafter for {meta["target"]["name"]}
+# {meta["kind"]} drafter for {target}
 
 Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
 many passes the target takes, never which tokens it emits.

@@ -95,6 +95,14 @@ def main() -> None:
 
 def start(name: str) -> None:
     """A command with the arguments in sys.argv, as its script does it."""
+    try:
+        _start(name)
+    except KeyboardInterrupt:
+        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _start(name: str) -> None:
     command, given = COMMANDS[name], sys.argv[1:]
     if not command.config:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

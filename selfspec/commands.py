@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import hydra
+import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec import measures, runs
-from selfspec.config import BAD_INPUT, clear_errors, config_folder, constant, register, told, with_classes
+from selfspec.checkpoint import read_meta
+from selfspec.config import BAD_INPUT, clear_errors, config_folder, constant, flags_first, register, told, with_classes
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
 from selfspec.log import Figures, is_main_process, write_text
@@ -25,10 +28,12 @@ Task = Callable[[DictConfig, Path], None]
 
 def launch(name: str, config_name: str, trains: bool) -> None:
     """Run a command with the arguments in sys.argv: once, or as a sweep."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # of loading weights
     register(drafters=trains)
     with clear_errors():
         given = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
-        given = with_classes(given) if trains else given
+        given = flags_first(with_classes(given) if trains else given)
         if {"-m", "--multirun"} & set(given):
             kept = ",".join(f'"{key}"' for key in constant(given))
             given.append(f"hydra.job.config.override_dirname.exclude_keys=[{kept}]")
@@ -50,17 +55,20 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
         try:
             with nullcontext() if sweep else clear_errors():
                 run(config, folder)
-        except BAD_INPUT as error:
+        except Exception as error:
             if not sweep:
                 raise
+            if not isinstance(error, BAD_INPUT):
+                traceback.print_exc()
             print(f"{folder.name}: {told(error)}", file=sys.stderr)
             folder.mkdir(parents=True, exist_ok=True)
             write_text(failed, told(error) + "\n")
         finally:
             for place in (folder, *folder.parents):
-                if not place.is_dir() or place.resolve() == Path.cwd() or any(place.iterdir()):
+                if place.resolve() == Path.cwd() or (place.is_dir() and any(place.iterdir())):
                     break
-                place.rmdir()
+                if place.is_dir():
+                    place.rmdir()
 
     return task
 
@@ -95,7 +103,10 @@ def _report(figures: Figures, folder: Path) -> None:
     if "step_over_forward" in figures:
         print(f"one step costs {figures['step_over_forward']:.2f} bare target forwards")
     print(f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_hash'][:12]})")
-    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {folder} --color")
+    if "kept_step" in figures:
+        print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
+    trust = " --trust-code" if "." in read_meta(folder / "drafter")["kind"] else ""
+    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {folder} --color{trust}")
 
 
 @_task

@@ -30,7 +30,7 @@ from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.log import one_line
 from selfspec.plugins import config_class, drafter_class, installed, kinds
-from selfspec.tracking import Logged
+from selfspec.tracking import Logged, flat
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
@@ -154,9 +154,11 @@ class VerifiersRun(Measurement):
 
 
 def _folder_name(text: str) -> str:
-    """A text as the name of one folder."""
+    """A text as the name of one folder, of at most 200 bytes."""
     flat = text.replace("/", "_") or "default"
-    return flat if len(flat) < 200 else f"{flat[:180]}-{hashlib.sha256(flat.encode()).hexdigest()[:12]}"
+    if len(flat.encode()) <= 200:
+        return flat
+    return f"{flat.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(flat.encode()).hexdigest()[:12]}"
 
 
 # When this module is imported: workers of a sweep import it, and never call `register`.
@@ -178,6 +180,9 @@ def register(drafters: bool = False) -> None:
         for kind in kinds():
             store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
         for name, entry in installed().items():
+            if name in kinds():
+                print(f"the drafter {name} of {entry.value} has the name of one of selfspec's own", file=sys.stderr)
+                continue
             try:
                 register_class(name, drafter_class(name))
             except Exception as error:  # of another package, which this run may not need
@@ -202,9 +207,10 @@ def with_classes(arguments: list[str]) -> list[str]:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key.lstrip("+") == "drafter._target_":
-            for path in value.split(","):
+            paths = value.strip("'\"[]").split(",")
+            for path in paths:
                 register_class(path, drafter_class(path, trust=True))
-            argument = f"drafter={value}"
+            argument = f"drafter={','.join(paths)}"
         found.append(argument)
     return found
 
@@ -220,7 +226,9 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
     try:
         found = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except OmegaConfBaseException as error:
-        raise ValueError(f"drafter: {one_line(error)}; {kind.__qualname__} has {', '.join(schema)}") from error
+        why = told(error).replace("there is no ", "there is no drafter.")
+        why = f"drafter.{why}" if "must be of type" in why else why
+        raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
     assert isinstance(found, DrafterConfig)
     return kind, found
 
@@ -228,7 +236,23 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
 def constant(arguments: list[str]) -> list[str]:
     """The keys of overrides that are the same in all points of a sweep, which its folders then do not name."""
     parsed = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and a[0] != "-"])
-    return [str(o.key_or_group) for o in parsed if not o.is_sweep_override()]
+    swept = {str(o.key_or_group) for o in parsed if o.is_sweep_override()}
+    if "name" in swept:
+        raise ValueError("name can not be swept: a sweep has one name, and its folder holds all points")
+    return [str(o.key_or_group) for o in parsed if str(o.key_or_group) not in swept]
+
+
+_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's own options before the overrides, wherever they were typed: its parser takes no others behind them."""
+    flags, overrides, takes = list[str](), list[str](), False
+    for argument in arguments:
+        own = takes or (argument.startswith("-") and len(argument) > 1)
+        takes = not takes and argument in _WITH_VALUE
+        (flags if own else overrides).append(argument)
+    return flags + overrides
 
 
 @contextmanager
@@ -255,7 +279,7 @@ def clear_errors() -> Iterator[None]:
                 os.environ[name] = value
 
 
-BAD_INPUT = (ValueError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
+BAD_INPUT = (ValueError, FloatingPointError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
 
 
 def told(error: BaseException) -> str:
@@ -285,6 +309,11 @@ def _meant(error: BaseException, key: str) -> str:
         cause = cause.__cause__
     known = [str(k) for k in getattr(cause, "parent_node", None) or ()]
     near = difflib.get_close_matches(key.rsplit(".", 1)[-1], known, 1)
+    if cause is not None and not near and "." not in key:  # a key that lies deeper
+        plain = OmegaConf.to_container(cause.parent_node, resolve=False)  # type: ignore[attr-defined]
+        deeper = [name for name, _ in flat(plain) if name.rsplit("/", 1)[-1] == key]  # type: ignore[arg-type]
+        if deeper:
+            return f"; did you mean {deeper[0].replace('/', '.')}"
     if near:
         return f"; did you mean {key.rpartition('.')[0]}.{near[0]}".replace(" .", " ")
     if key in _SOURCES:

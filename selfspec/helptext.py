@@ -10,6 +10,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+import yaml
+
 from selfspec import config as schemas
 from selfspec.cli import COMMANDS, Command
 from selfspec.config import config_folder
@@ -42,6 +44,7 @@ def described(kind: type) -> dict[str, str]:
     names, found = {f.name for f in fields(kind)}, dict[str, str]()
     for one in (k for k in kind.__mro__[::-1] if is_dataclass(k)):
         text = " ".join((one.__dict__.get("__doc__") or "").split())
+        text = "" if text.startswith(f"{one.__name__}(") else text  # what dataclasses write where nothing is said
         marks = list(re.finditer(r"(?<![\w.])(\w+(?:, \w+)*(?: and \w+)?): ", text))
         marks = [mark for mark in marks if set(re.split(", | and ", mark[1])) <= names]
         for i, mark in enumerate(marks):
@@ -87,11 +90,22 @@ def _data() -> list[Row]:
     return found
 
 
+def _defaults(config: str) -> dict[str, str]:
+    """What the script's own config sets, at its top level."""
+    text = yaml.safe_load((config_folder() / f"{config}.yaml").read_text())
+    groups = {key: value for entry in text["defaults"] if isinstance(entry, dict) for key, value in entry.items()}
+    given = {key: value for key, value in text.items() if not isinstance(value, (dict, list))}
+    return {key: _NAMED.get(str(value), str(value)) for key, value in {**groups, **given}.items()}
+
+
 def page(name: str, command: Command) -> str:
     """The text of one command."""
     lines = [f"selfspec {name}: {command.told}", "", f"  selfspec {name} {command.example}"]
     lines += [f"  python {command.script} {command.example}   (the same, in a clone)", "", _HYDRA]
+    own = _defaults(command.config)
     rows = [row for row in options(_SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
+    pairs = [(*row[0].split("=", 1), row[1]) for row in rows]
+    rows = [(f"{key}={own.get(key, value)}", said) for key, value, said in pairs]
     lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]
     if any(row[0].startswith("data=") for row in rows):
         lines += ["", "data=NAME, and the options of each", *_lines(_data())]

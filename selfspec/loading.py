@@ -23,7 +23,7 @@ from selfspec.formats.imported import named_target, published
 from selfspec.formats.imported import read as read_published
 from selfspec.hub import fetch
 from selfspec.log import Figures
-from selfspec.plugins import Untrusted, build, config_class, drafter_class, installed
+from selfspec.plugins import Unknown, Untrusted, build, config_class, drafter_class
 
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
@@ -192,9 +192,7 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
         if Path(name).exists():
             return None
         raise
-    except ValueError:
-        if name in installed():
-            raise
+    except Unknown:
         return None
     if kind is Hybrid:
         raise ValueError(f"drafter {name!r} is nothing by itself; join the names of its members by +: a+b")

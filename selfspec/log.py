@@ -87,7 +87,7 @@ def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
     try:
         yield
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, ImportError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print(f"selfspec: {one_line(error)}", file=sys.stderr)

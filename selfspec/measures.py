@@ -35,9 +35,18 @@ from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
+from selfspec.evaluation.records import Record
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
-from selfspec.evaluation.tables import audit_report, group_table, own_columns, rules_table, table, training_table
+from selfspec.evaluation.tables import (
+    Column,
+    audit_report,
+    group_table,
+    own_columns,
+    rules_table,
+    table,
+    training_table,
+)
 from selfspec.evaluation.verifiers import compare
 from selfspec.loading import drafter_folder, find_drafter, load_target
 from selfspec.log import Figures, section, write_section, write_text
@@ -84,7 +93,11 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
         own = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
-            print(f"tree.nodes=auto: {point['speculative']['forecast']}")
+            told = point["speculative"]["forecast"]
+            nodes = told["nodes"] / max(1, told["passes"])
+            print(
+                f"tree.nodes=auto: {nodes:.1f} nodes a pass, of which a speedup of {told['speedup']:.2f} was expected"
+            )
         if own and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
         if own and run.decode.metrics:
@@ -93,15 +106,24 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             accuracy = accuracy if isinstance(spec.drafter, Trained) else []
             point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
-        if columns:
-            point["columns"] = {name: str(column(point, records)) for name, column in columns.items()}
         write_point(folder, point, records)
+        if columns:
+            point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
+            write_point(folder, point, records)
         if files:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         labelled([point])
         log.images(plot_points([point], folder))
     return point
+
+
+def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> str:
+    """What a function of another package says of a point. Raises ValueError where it fails; the point is kept."""
+    try:
+        return str(column(json.loads(json.dumps(point)), list(records)))
+    except Exception as error:  # whatever it does
+        raise ValueError(f"decode.columns: {name} failed ({error!r}); what was measured is kept") from error
 
 
 def run_show(config: DictConfig) -> None:

@@ -16,15 +16,20 @@ import torch
 
 import selfspec.drafters
 from selfspec.core.contract import Accepted, Context, Session
-from selfspec.core.generate import speculative
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
 
 GROUP = "selfspec.drafters"  # of entry points, each `name = "package.module:Class"`
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_MODES = ("greedy", "sampled")
+_DEPTH = 256  # of a tree at most
+
+
+class Unknown(ValueError):
+    """A kind that is neither of this package, nor installed, nor a path that leads into a package."""
 
 
 class Untrusted(ValueError):
@@ -65,11 +70,12 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
     package = path.partition(".")[0]
     spec = importlib.util.find_spec(package) if _PATH.fullmatch(path) else None
     if spec is None:
-        raise ValueError(
+        raise Unknown(
             f"unknown drafter kind {kind!r}"
             + (f": there is no package {package!r}; install it, or put its folder on PYTHONPATH" if "." in path else "")
         )
-    if not trust and package not in {entry.value.partition(".")[0].partition(":")[0] for entry in offered.values()}:
+    known = {"selfspec", *(re.split("[.:]", entry.value)[0] for entry in offered.values())}
+    if not trust and package not in known:
         raise Untrusted(
             f"drafter {kind!r} is code of the package {package!r}; if you trust it, load it with trust_code=True "
             f"(trust_code=true, --trust-code), or install it with an entry point of the group {GROUP}"
@@ -84,8 +90,8 @@ def _imported(path: str) -> type[Drafter]:
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ValueError(f"drafter {path!r}: {module} can not be imported ({error})") from error
+    except (Exception, SystemExit) as error:  # whatever a module of another package does
+        raise ValueError(f"drafter {path!r}: {module} can not be imported ({error!r})") from error
     if not isinstance(found, type) or not issubclass(found, Drafter):
         raise ValueError(
             f"drafter {path!r}: {module} has no class {name} derived from selfspec.drafters.base.Drafter"
@@ -110,15 +116,22 @@ def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter
     name = kind.__qualname__
     if lacking := sorted(kind.__abstractmethods__):
         raise ValueError(f"drafter {name} lacks {' and '.join(lacking)}; selfspec.drafters.base says what they return")
-    drafter = kind(target, config)  # type: ignore[arg-type]
-    base = "super().__init__(config, depth=...)" if isinstance(drafter, Trained) else "super().__init__(config, {})"
+    base = "super().__init__(config, depth=...)" if issubclass(kind, Trained) else "super().__init__(config, {})"
+    try:
+        drafter = kind(target, config)  # type: ignore[arg-type]
+    except (TypeError, AttributeError) as error:
+        if kind.__module__.startswith("selfspec."):
+            raise
+        raise ValueError(
+            f"drafter {name} can not be built ({error}); its __init__ takes (target, config) and begins with {base}"
+        ) from error
     for attribute in ("config", "calibration", *(("depth",) if isinstance(drafter, Trained) else ())):
         if not hasattr(drafter, attribute):
             raise ValueError(f"drafter {name} has no {attribute}; its __init__ has to call {base}")
     if not isinstance(drafter.config, config_class(kind)):
         raise ValueError(f"drafter {name}: self.config is a {type(drafter.config).__name__}; call {base}")
-    if isinstance(drafter, Trained) and not (isinstance(drafter.depth, int) and drafter.depth >= 1):
-        raise ValueError(f"drafter {name}: depth={drafter.depth!r} must be at least 1")
+    if isinstance(drafter, Trained) and not (type(drafter.depth) is int and 1 <= drafter.depth <= _DEPTH):
+        raise ValueError(f"drafter {name}: depth={drafter.depth!r} must be a whole number from 1 to {_DEPTH}")
     if not isinstance(drafter.reads, tuple) or any(layer not in range(target.n_layers) for layer in drafter.reads):
         raise ValueError(
             f"drafter {name}: reads={drafter.reads!r} must be a tuple of layers, 0 to {target.n_layers - 1}"
@@ -147,8 +160,18 @@ class _Seen:
         shape, rows = list(tree.tokens.shape), len(context.roots)
         if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= context.nodes:
             raise ValueError(f"{where} returned tokens {shape}; expected [{rows}, 1 to {context.nodes}]")
+        for part, values in (("tokens", tree.tokens), ("parents", tree.parents)):
+            if values.dtype != torch.int64:
+                raise ValueError(f"{where} returned {part} of {values.dtype}; they have to be int64")
         if not bool((tree.tokens[:, 0] == context.roots).all()):
             raise ValueError(f"{where}: node 0 is not context.roots, the last emitted tokens")
+        if not bool(((tree.tokens >= 0) & (tree.tokens < context.target.vocab_size)).all()):
+            raise ValueError(f"{where} returned token ids outside of 0 to {context.target.vocab_size - 1}")
+        before = torch.arange(shape[1], device=tree.parents.device)
+        if tree.parents.shape[1] != shape[1] or not bool(((tree.parents >= -1) & (tree.parents < before)).all()):
+            raise ValueError(f"{where}: a node's parent has to stand before it (-1 for the root and spare nodes)")
+        if tree.scores is not None and not (tree.scores.is_floating_point() and bool(tree.scores.isfinite().all())):
+            raise ValueError(f"{where} returned scores that are not finite numbers; they are path probabilities [B, N]")
         if tree.scores is None and tree.prunable and shape[1] > 1:
             raise ValueError(
                 f"{where} returned a tree without scores, by which trees are cut and mixed; give it the nodes' path "
@@ -162,9 +185,18 @@ class _Seen:
 
 @torch.no_grad()
 def try_out(drafter: Drafter, target: Target) -> None:
-    """Draft a few tokens behind a short prompt. Raises ValueError naming what of the contract a proposal breaks, before
-    long work starts."""
-    was = drafter.training
+    """Draft a few tokens behind two short prompts. Raises ValueError naming what of the contract a proposal breaks,
+    before long work starts."""
+    was, name = drafter.training, type(drafter).__qualname__
     drafter.eval()
-    speculative(target, [[0, 1, 0, 1, 0, 1]], Options(4), _Seen(drafter), 8)
+    prompts = [[0, 1, 0, 1, 0, 1], [1, 0, 1, 1]]
+    for temperature in (0.0, 1.0):
+        options = Options(5, Sampling(temperature), 1)
+        try:
+            found = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
+        except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
+            raise ValueError(f"drafter {name} fails when it drafts: {error!r}") from error
+        exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
+        if exact and found != autoregressive(target, prompts, options).token_ids:
+            raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
     drafter.train(was)

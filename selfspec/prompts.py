@@ -21,15 +21,18 @@ def encode(prompts: Prompts, tokenizer: Tokenizer | None, target: str) -> list[l
 
     Raises ValueError for what is none of these, for an empty prompt, and for text without a tokenizer.
     """
-    if isinstance(prompts, (bytes, Mapping, Set)) or not isinstance(prompts, Iterable):
+    given: Any = prompts
+    if hasattr(given, "tolist"):  # of NumPy or torch
+        if given.ndim > 2:
+            raise ValueError(f"prompts has {given.ndim} dimensions; give one row of token ids per prompt: [[...]]")
+        given = given.tolist()
+    if isinstance(given, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(given, Iterable):
         raise ValueError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids or a conversation, or a list of "
+            f"prompts is a {type(given).__name__}; give a text, a list of token ids or a conversation, or a list of "
             "these"
         )
-    if (dimensions := getattr(prompts, "ndim", 2)) > 2:
-        raise ValueError(f"prompts has {dimensions} dimensions; give one row of token ids per prompt: [[...]]")
-    rows: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    one = not isinstance(prompts, str) and rows and (_is_number(rows[0]) or isinstance(rows[0], Mapping))
+    rows: list[Any] = [given] if isinstance(given, str) else list(given)
+    one = not isinstance(given, str) and rows and (_is_number(rows[0]) or isinstance(rows[0], Mapping))
     return [_encoded(i, prompt, tokenizer, target) for i, prompt in enumerate([rows] if one else rows)]
 
 
@@ -38,7 +41,8 @@ def _is_number(value: object) -> bool:
 
 
 def _encoded(i: int, prompt: Any, tokenizer: Tokenizer | None, target: str) -> list[int]:
-    if prompt is None or isinstance(prompt, (bytes, Mapping, Set, float, int)):
+    prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if prompt is None or isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set, float, int)):
         raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
     talk = isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
     if (talk or isinstance(prompt, str)) and tokenizer is None:

@@ -26,7 +26,7 @@ from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter
 from selfspec.embedded import resolve
 from selfspec.loading import find_drafter, load_target, load_tokenizer
-from selfspec.log import Figures, is_main_process, write_text
+from selfspec.log import Figures, is_main_process, one_line, write_text
 from selfspec.plugins import build, try_out
 from selfspec.tracking import RunLog, flat, whole_lines
 from selfspec.training import shard
@@ -84,7 +84,15 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
 
 def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
     """Raises ValueError naming the keys in which the saved config and this one differ."""
-    before, now = dict(flat(OmegaConf.to_container(OmegaConf.load(path)))), dict(flat(plain))  # type: ignore[arg-type]
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # of YAML, of Unicode
+        raise ValueError(
+            f"{path} is damaged ({one_line(error)}); delete the folder, or choose another name="
+        ) from error
+    if not isinstance(saved, dict) or not saved:
+        raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
+    before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
     changed = [
         key
         for key in sorted(before.keys() | now.keys())
@@ -107,7 +115,7 @@ def typed(kind: type[R], config: DictConfig) -> R:
     found = OmegaConf.to_object(config)
     assert isinstance(found, kind)
     name = getattr(found, "name", "run")
-    if not name.strip("/") or name.startswith("/") or ".." in Path(name).parts:
+    if name != name.strip() or not Path(name).parts or name.startswith("/") or ".." in Path(name).parts:
         raise ValueError(f"name={name!r} must name a folder below runs/")
     return found
 
@@ -160,11 +168,12 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """Train a drafter; see `selfspec.training.drafter`. A run that is finished is left as it is, and its figures are
     returned. title: of the run in its logger."""
     run = typed(TrainRun, config)
+    if (done := finished(folder, run.loop.steps)) is not None:
+        _same(folder / "config.yaml", as_plain(config), _FREE)
+        if is_main_process():
+            print(f"{folder} is finished, with {done['finished']} steps; a higher loop.steps= trains it further")
+        return done
     with run_folder(config, folder, checkpoint_path(folder)) as plain:
-        if (done := finished(folder, run.loop.steps)) is not None:
-            if is_main_process():
-                print(f"{folder} is finished; more loop.steps= train it further")
-            return done
         target, tokenizer, data = _opened(run, config)
         drafter = _made(run, target, tokenizer)
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long

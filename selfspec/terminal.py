@@ -12,6 +12,8 @@ GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 
 
 def _number_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
     return text if text == "auto" else int(text)
 
 
@@ -115,15 +117,17 @@ def complete(arguments: list[str]) -> None:
         options = {key: getattr(args, key) for key in names}
         prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
         dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
-        if not args.chat:
-            print(f"{dim}{args.prompt}{reset}", end="", flush=True)
+        shown = "" if args.chat else f"{dim}{args.prompt}{reset}"
         if not args.color:
-            for piece in spec.stream(prompt, **options):
+            pieces = spec.stream(prompt, **options)
+            print(shown, end="", flush=True)
+            for piece in pieces:
                 print(piece, end="", flush=True)
             print()
             return
         result = spec.generate(prompt, **options)
-        print("".join(f"{GREEN}{text}{RESET}" if drafted else text for text, drafted in result.pieces()))
+        told = "".join(f"{GREEN}{text}{RESET}" if drafted else text for text, drafted in result.pieces())
+        print(f"{shown}{told}")
         print(f"{DIM}{result.stats}; {GREEN}green{RESET}{DIM} came from the tree{RESET}", file=sys.stderr)
         if result.forecast is not None:
             print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)

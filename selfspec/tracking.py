@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -63,6 +65,11 @@ class RunLog:
         self.tracker: Any = None
 
     def __enter__(self) -> RunLog:
+        if self.run.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("logger=tensorboard needs pip install tensorboard, or take another logger=")
+        mode = os.environ.get("WANDB_MODE") or self.run.wandb.mode
+        if self.run.logger == "wandb" and mode not in (*MODES, "dryrun", "run", "shared"):
+            raise ValueError(f"WANDB_MODE={mode!r} must be one of {', '.join(MODES[1:])}")
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
@@ -91,11 +98,8 @@ class RunLog:
         PartialState()  # which trackers ask
 
         if logger == "tensorboard":
-            try:
-                self.tracker = TensorBoardTracker("tensorboard", self.folder)
-                self.tracker.start()
-            except ImportError as error:
-                raise ValueError("logger=tensorboard needs pip install tensorboard, or take another logger=") from error
+            self.tracker = TensorBoardTracker("tensorboard", self.folder)
+            self.tracker.start()
             self.tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
             return self.tracker
         import wandb as library  # slow to import
@@ -103,9 +107,9 @@ class RunLog:
         if mode == "auto":
             mode = "online" if library.login(prompt=False) else "offline"
         kept = self.folder / "wandb_id"
-        if not kept.exists():
+        if not kept.exists() or not re.fullmatch(rb"[0-9a-z]{8}\s*", kept.read_bytes()):
             write_text(kept, secrets.token_hex(4))
-        self.tracker = WandBTracker(
+        tracker = WandBTracker(
             wandb.project,
             id=kept.read_text().strip(),
             resume="allow" if mode == "online" else None,
@@ -120,7 +124,11 @@ class RunLog:
             reinit="finish_previous",
             settings=library.Settings(silent=True),
         )
-        self.tracker.start()
+        try:
+            tracker.start()
+            self.tracker = tracker
+        except Exception as error:  # of W&B's server, or of an account: a run goes on without it
+            print(f"W&B did not start ({error}); the figures are in {self.path}")
         return self.tracker
 
     def write(self, record: Figures, step: int | None = None) -> None:
@@ -159,10 +167,14 @@ def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
+            if not isinstance(found, dict):
+                raise ValueError(f"it is {found!r:.40}")
         except ValueError as error:
             if number == len(lines):
                 return
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); mend it, or choose another name=") from error
+            raise ValueError(
+                f"{path}, line {number}: no record in JSON ({error}); mend it, or choose another name="
+            ) from error
         if line.endswith("\n"):
             yield line, found
 

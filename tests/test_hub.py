@@ -74,7 +74,9 @@ def test_a_drafter_goes_up_and_comes_down(hub: Hub, heads_folder: Path, tmp_path
     assert [r.metric_value for r in card.data.eval_results] == [2.344, 1.42]
     assert "| 0.7 | 8 | 2.34 | 1.42x [1.30, 1.50] | 4 |" in card.text
     assert card.data.base_model is None, "the hub takes no path"
-    assert json.loads(files["drafter.json"])["target"]["name"] in card.text
+    target = json.loads(files["drafter.json"])["target"]["name"]
+    assert f"drafter for {Path(target).name}" in card.text
+    assert target not in card.text  # a path of this machine
 
     wanted = str(selfspec.load(str(heads_folder)).generate(PROMPT, 12).token_ids[0])
     down = run("-c", LOADED, "user/heads", "", at=hub.url, home=tmp_path / "down")

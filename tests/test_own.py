@@ -15,6 +15,7 @@ from conftest import compose_config
 
 import selfspec
 from selfspec.config import drafter_of
+from selfspec.evaluation.points import read_points
 from selfspec.evaluation.tables import table
 from selfspec.loading import find_drafter, load_target
 from selfspec.measures import run_decode
@@ -30,10 +31,27 @@ LOSS = '''
 def squared(log_q, log_p):
     """Log probabilities [N, V] of the draft and the target; nats [N]."""
     return 4 * (log_q.exp() - log_p.exp()).square().sum(-1)
+
+
+def mean(log_q, log_p):
+    return squared(log_q, log_p).mean()
+
+
+def detached(log_q, log_p):
+    return squared(log_q, log_p).detach()
+
+
+def few(log_q):
+    return log_q
 '''
 COLUMN = """
 def slowest(point, records):
-    return f"{max(r.seconds for r in records):.3f} s of {len(records)}"
+    return f"{max(r.seconds for r in records):.3f} s | of {len(records)}"
+
+
+def failing(point, records):
+    point.clear()
+    raise KeyError("boom")
 """
 
 
@@ -89,7 +107,16 @@ def test_a_drafter_of_another_package(trained: Path, source_root: Path, tmp_path
     assert point["identical"]["autoregressive"] == {"rows": 2, "of": 2}
     head, _, row = table([point]).splitlines()
     assert head.split("|")[-2].strip() == "slowest"
-    assert row.split("|")[-2].strip().endswith(" s of 6")
+    assert row.split("|")[-2].strip() == "of 6"  # its own | is escaped
+    assert row.split("|")[-3].endswith(" s \\")
+    own = [*own[:2], "decode.columns=[ownpkg.columns.failing]", own[3]]
+    with pytest.raises(
+        ValueError, match=r"decode.columns: failing failed \(KeyError\('boom'\)\); what was measured is"
+    ):
+        run_decode(compose_config("eval", *own, *measured.split()), tmp_path / "kept")
+    (kept,), broken = read_points(tmp_path / "kept")
+    assert not broken
+    assert kept["identical"] == point["identical"]
 
 
 def test_code_is_never_taken_from_the_checkpoint(
@@ -133,6 +160,9 @@ def test_a_loss_of_another_package(package: Path, tiny_folder: str, source_root:
     for loss, message in (
         ("ownpkg.losses.cubed", "ownpkg.losses' has no function cubed"),
         ("nopkg.f", "nopkg can not be imported"),
+        ("ownpkg.losses.mean", r"gave \[\] of torch.float32 for .*; expected finite nats \[3\]"),
+        ("ownpkg.losses.detached", "does not require grad"),
+        ("ownpkg.losses.few", r"fails on log probabilities \[3, 7\]: TypeError"),
         ("squared", "must be one of kl, ce, tv, lk, accept, or package.module.function"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -141,7 +171,10 @@ def test_a_loss_of_another_package(package: Path, tiny_folder: str, source_root:
             )
 
 
-FLAT = "DraftTree(torch.zeros(len(context.roots), 2).long() + context.roots[:, None], torch.tensor([[-1, 0]]))"
+FLAT = (
+    "DraftTree(torch.zeros(len(context.roots), 2).long() + context.roots[:, None], "
+    "torch.tensor([[-1, 0]]).repeat(len(context.roots), 1))"
+)
 BROKEN = {  # message: what of README's drafter is replaced by what
     "lacks session": ("    def session(self, target, rows): return BigramSession(self)", "    pass #"),
     "lacks loss": ("    def loss(self, batch):", "    def losses(self, batch):"),
@@ -162,8 +195,16 @@ BROKEN = {  # message: what of README's drafter is replaced by what
         "        return grown(",
         f"        from selfspec.core.tree import DraftTree\n        return {FLAT}\n        return grown(",
     ),
+    "tokens of torch.float32; they have to be int64": (
+        "        return grown(",
+        f"        from selfspec.core.tree import DraftTree\n        t = {FLAT}\n"
+        "        return DraftTree(t.tokens.float(), t.parents, torch.ones(t.tokens.shape))\n        return grown(",
+    ),
+    "fails when it drafts: TypeError": ("    def propose(self, context):", "    def propose(self):"),
+    "can not be built": ("    def __init__(self, target, config):", "    def __init__(self, target):"),
+    "can not be imported": ("import torch\n", "import torch\nraise KeyError('boom')\n"),
     "must be annotated with a dataclass": ("    config: BigramConfig\n", "    config: int\n"),
-    "depth=0 must be at least 1": ("depth=config.depth)", "depth=0)"),
+    "depth=0 must be a whole number from 1 to 256": ("depth=config.depth)", "depth=0)"),
 }
 
 
@@ -174,13 +215,17 @@ def test_what_the_contract_lacks_is_told_when_it_is_built(package: Path, message
     name = f"broken{list(BROKEN).index(message)}"
     (package / f"{name}.py").write_text(BIGRAM.replace(old, new, 1))
     importlib.invalidate_caches()
-    kind, target = drafter_class(f"ownpkg.{name}.Bigram", trust=True), load_target(tiny_folder)[0]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    target = load_target(tiny_folder)[0]
+    with pytest.raises(ValueError, match=re.escape(message)):  # noqa: PT012
+        kind = drafter_class(f"ownpkg.{name}.Bigram", trust=True)
         try_out(build(kind, target, config_class(kind)()), target)
 
 
 def test_settings_of_an_own_drafter_are_checked(package: Path) -> None:
     config = compose_config("train", "name=x", "drafter._target_=ownpkg.mine.Bigram")
-    for given, message in (({"rank": "many"}, "could not be converted"), ({"rang": 3}, "rang.*Bigram has rank, depth")):
+    for given, message in (
+        ({"rank": "many"}, r"drafter\.rank=many must be of type integer"),
+        ({"rang": 3}, "there is no drafter.rang"),
+    ):
         with pytest.raises(ValueError, match=message):
             drafter_of({**config.drafter, **given})

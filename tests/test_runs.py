@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
 from selfspec import cli, log, progress
+from selfspec.config import _folder_name, constant, flags_first
 from selfspec.data.store import Corpus, joined
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
 from selfspec.runs import run_folder
+from selfspec.runs import typed as typed_config
 from selfspec.tracking import Logged, RunLog, WandbConfig, whole_lines
 from selfspec.training import pace as pace_module
 from selfspec.training.doubts import doubts
@@ -68,6 +71,35 @@ def test_a_run_that_fails_at_once_leaves_no_folder(tmp_path: Path, make_config: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("text", ["", "- 3", "{a: [b", "\udcff"])
+def test_a_damaged_config_is_named(text: str, tmp_path: Path, make_config: Any) -> None:
+    (tmp_path / "begun").touch()
+    (tmp_path / "config.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"config.yaml is damaged.*delete the folder"):  # noqa: SIM117
+        with run_folder(make_config({"name": "x"}), tmp_path, tmp_path / "begun"):
+            pass
+
+
+@pytest.mark.parametrize("name", [".", " ", "a/../b", "/a", "", "a "])
+def test_names_are_folders_below_runs(name: str) -> None:
+    with pytest.raises(ValueError, match="must name a folder below runs/"):
+        typed_config(Logged, OmegaConf.structured(Logged(name=name)))
+
+
+def test_overrides_stand_where_hydra_reads_them() -> None:
+    typed = ["a=1", "-m", "--config-dir", "conf", "+experiment=x", "b=2,3", "--cfg", "job", "~c"]
+    assert flags_first(typed) == ["-m", "--config-dir", "conf", "--cfg", "job", "a=1", "+experiment=x", "b=2,3", "~c"]
+    assert constant(["-m", "a=1", "b=2,3", "b=4"]) == ["a"]
+    with pytest.raises(ValueError, match="name can not be swept"):
+        constant(["name=a,b"])
+
+
+def test_a_point_of_a_sweep_has_a_folder_name() -> None:
+    assert _folder_name("drafter=runs/a,tree.nodes=8") == "drafter=runs_a,tree.nodes=8"
+    assert len(_folder_name("ü" * 300).encode()) <= 200
+    assert _folder_name("ü" * 300) != _folder_name("ü" * 301)
+
+
 def test_nothing_is_written_beside_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for refused in (("train", "drafter=medusa"), ("decode", "drafter=runs/none"), ("compare", "compare.drafters=[]")):
@@ -107,6 +139,7 @@ def test_a_run_begins_in_its_logger_with_its_first_record(tmp_path: Path, monkey
     with pytest.raises(ValueError, match="refused"), RunLog(tmp_path, logged(tmp_path), {}, "a.jsonl"):
         raise ValueError("refused")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "wandb_id").write_bytes(b"a/b \xff")  # damaged: a new one is made
     ids = set()
     for _ in range(2):  # a run, and the same one resumed
         run = logged(tmp_path, tags=["chat"], notes="first try")
@@ -133,6 +166,18 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert found.Tags()["images"] == ["plot"]
 
 
+def test_a_logger_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="logger=tensorboard needs pip install tensorboard"):  # noqa: SIM117
+        with RunLog(tmp_path / "run", logged(tmp_path, logger="tensorboard"), {}, "a.jsonl"):
+            pass
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(ValueError, match="WANDB_MODE='nonsense' must be one of"):  # noqa: SIM117
+        with RunLog(tmp_path / "run", logged(tmp_path), {}, "a.jsonl"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     with RunLog(tmp_path, logged(tmp_path, logger="none"), {}, "a.jsonl") as log:
@@ -147,7 +192,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [record["step"] for _, record in whole_lines(path)] == [1, 2]
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match="line 2: no record in JSON"):
         list(whole_lines(path))
 
 
@@ -175,6 +220,7 @@ def test_labels_hold_what_varies() -> None:
     found = points(["runs/sizes/drafter.heads=2/", "runs/b+prompt_lookup"], [8], [0.0, 0.7])
     assert found[0]["label"] == "drafter.heads=2 temperature=0"
     assert found[-1]["label"] == "b+prompt_lookup temperature=0.7"
+    assert [p["label"] for p in points(["runs/a", "old/a"], [8], [0.0])] == ["runs/a", "old/a"]
     same = points(["x"], [8], [0.0, 0.7])
     same[0]["config"]["other"] = {"temperature": 1}  # two keys of one name are told apart
     labelled(same)

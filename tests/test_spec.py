@@ -110,6 +110,11 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"prompts": [1, "a"]}, "prompt 0: token id='a' must be an integer"),
         ({"prompts": [{"role": "user"}]}, "prompt 0: a turn needs"),
         ({"stop": ""}, "stop holds an empty string"),
+        ({"prompts": torch.tensor([True, False])}, "token id=True must be an integer"),
+        ({"prompts": bytearray(b"ab")}, "prompts is a bytearray"),
+        ({"prompts": np.array(3)}, "prompts is a int"),
+        ({"prompts": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ({"generation_config": {"max_new_tokens": 3}}, "generation_config is a dict"),
         ({"stop": 5}, "stop=5 must be a string or a list of strings"),
         ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=3, which generate does not take"),
         ({"top_p": 2.0}, "top_p=2.0"),
@@ -238,6 +243,20 @@ def test_a_generation_config_is_taken(spec: Spec) -> None:
     end = spec.generate(TEXTS[0], 9).token_ids[0][3]
     ended = spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=9, eos_token_id=end))
     assert ended.token_ids[0].index(end) == len(ended.token_ids[0]) - 1
+
+
+def test_what_is_given_is_not_changed(spec: Spec) -> None:
+    count = torch.tensor(8)
+    rows = spec.generate(TEXTS, max_new_tokens=count).token_ids  # type: ignore[arg-type]
+    assert [len(row) for row in rows] == [8, 8]
+    assert int(count) == 8
+    end = spec.generate(TEXTS[0], 9).token_ids[0][3]
+    for eos in (end, [end], torch.tensor([end]), np.array([end])):
+        config = GenerationConfig(max_new_tokens=9)
+        config.eos_token_id = eos
+        assert spec.generate(TEXTS[0], config).token_ids[0][-1] == end  # also as the first argument
+    own = spec.target.model.generation_config
+    assert spec.generate(TEXTS, 5, generation_config=own).token_ids == spec.generate(TEXTS, 5).token_ids
 
 
 def test_results_are_shown_in_one_line(spec: Spec) -> None:

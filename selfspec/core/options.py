@@ -36,7 +36,8 @@ class Options:
     record: bool = False
 
     def __post_init__(self) -> None:
-        if integer("max_new_tokens", self.max_new_tokens) < 1:
+        object.__setattr__(self, "max_new_tokens", integer("max_new_tokens", self.max_new_tokens))  # never a tensor
+        if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
 
 

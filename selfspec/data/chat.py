@@ -33,6 +33,8 @@ def message(turn: Any, place: str) -> dict[str, str]:
         if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
             content = "".join(str(part["text"]) for part in content)  # OpenAI's content parts
         if isinstance(role, str) and isinstance(content, str):
+            if any(0xD800 <= ord(character) < 0xE000 for character in content):
+                raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
             return {"role": _NAMES.get(role.lower(), role.lower()), "content": content}
     raise ValueError(
         f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"

@@ -90,8 +90,8 @@ def _training_tau(axes: Axes, validated: list[Figures]) -> None:
         for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
             values = [r["validation"][mode]["tau"][nodes] for r in validated]
             axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
-    axes.set(xlabel="step", ylabel="promised acceptance length (tokens per pass)")
-    axes.legend(fontsize="small")
+    axes.set(xlabel="step", ylabel="promised tokens per pass")
+    _legend(axes)
 
 
 def _limits(axes: Axes, figures: Figures) -> None:
@@ -289,7 +289,8 @@ def _tau(axes: Axes, points: list[Figures]) -> None:
     axes.set(xlabel="nodes of the tree (star: auto, at what it chose)", ylabel="tokens per pass", xscale="log")
     axes.set_ylim(1, None)
     sizes = sorted({p["config"]["tree"]["nodes"] for p in points if p["config"]["tree"]["nodes"] != "auto"})
-    axes.set_xticks(sizes)
+    stars = {round(at) for line in lines.values() for at, _, auto in line if auto}
+    axes.set_xticks(sorted({*sizes, *(at for at in stars if all(abs(at - size) > 1 for size in sizes))}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     _legend(axes)

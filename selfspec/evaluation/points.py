@@ -66,12 +66,11 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
     named = {
         key: name if last.count(name) == 1 else key.replace("/", ".") for key, name in zip(keys, last, strict=True)
     }
-    for point in points:
-        config = _leaves(point)
-        parts = [
-            _short(key, config.get(key)) if key in ("drafter", "target") else f"{name}={_short(key, config.get(key))}"
-            for key, name in named.items()
-        ]
+    configs = [_leaves(point) for point in points]
+    shown = {key: _shown(key, [config.get(key) for config in configs]) for key in named}
+    for i, (point, config) in enumerate(zip(points, configs, strict=True)):
+        values = {key: found[i] for key, found in shown.items()}
+        parts = [values[key] if key in ("drafter", "target") else f"{named[key]}={values[key]}" for key in named]
         point["label"] = " ".join(parts) or _short("drafter", config.get("drafter"))
 
 
@@ -85,6 +84,13 @@ def _leaves(point: Figures) -> Figures:
         else:
             found[key] = value
     return {key: value for key, value in found.items() if not any(f"{key}/".startswith(f"{u}/") for u in _UNTOLD)}
+
+
+def _shown(key: str, values: Sequence[Any]) -> list[str]:
+    """Values in few characters; as they are, where that would make different ones alike."""
+    short = [_short(key, value) for value in values]
+    clear = len(set(short)) == len({str(value) for value in values})
+    return short if clear else [str(value) for value in values]
 
 
 def _short(key: str, value: Any) -> str:
@@ -101,8 +107,13 @@ def _whole(point: Any) -> bool:
     try:
         ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
         known = point["identical"], point["config"]["tree"]["nodes"]
+        own = point.get("speculative", {"full_acceptance": [], "conditional_acceptance": []})
+        told = [point["arms"], point.get("groups", {}), *point.get("columns", {}).values()]
         return (
-            None not in known and isinstance(point["arms"], dict) and all(isinstance(r, (int, float)) for r in ratios)
+            None not in known
+            and [type(value) for value in told] == [dict, dict, *[str] * (len(told) - 2)]
+            and {"full_acceptance", "conditional_acceptance"} <= own.keys()
+            and all(isinstance(r, (int, float)) for r in ratios)
         )
     except (TypeError, KeyError, AttributeError):
         return False

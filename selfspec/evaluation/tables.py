@@ -12,6 +12,7 @@ from selfspec.log import Figures
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
     """The one Markdown table, columns aligned so that it reads in a terminal too."""
+    rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"
@@ -35,15 +36,20 @@ def table(points: list[Figures]) -> str:
     return markdown([*(name for name, _ in COLUMNS), *own], rows)
 
 
-def own_columns(paths: list[str]) -> dict[str, Callable[[Figures, list[Record]], object]]:
+_DEPTHS = 8  # that a table shows
+
+Column = Callable[[Figures, list[Record]], object]
+
+
+def own_columns(paths: list[str]) -> dict[str, Column]:
     """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
     found = {}
     for path in paths:
         module, _, name = path.rpartition(".")
         try:
             column = getattr(importlib.import_module(module), name, None) if module else None
-        except ImportError as error:
-            raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error})") from error
+        except Exception as error:  # whatever a module of another package does
+            raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error!r})") from error
         if not callable(column):
             raise ValueError(f"decode.columns: {path!r} is no function; give package.module.function")
         found[name] = column
@@ -117,7 +123,7 @@ COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
     ("tau", lambda p: _speculative(p, lambda s: f"{s['acceptance_length']:.2f}")),
     (
         "full acceptance by depth",
-        lambda p: _speculative(p, lambda s: " ".join(f"{a:.2f}" for a in s["full_acceptance"])),
+        lambda p: _speculative(p, lambda s: " ".join(f"{a:.2f}" for a in s["full_acceptance"][:_DEPTHS])),
     ),
     ("tok/s plain", lambda p: _rate(p, "autoregressive")),
     ("tok/s spec", lambda p: _rate(p, "speculative")),

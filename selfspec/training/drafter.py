@@ -18,7 +18,7 @@ from selfspec.data.prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
-from selfspec.drafters.parts.losses import LOSSES, rule_of
+from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.views import Block
 from selfspec.log import Figures
@@ -275,8 +275,8 @@ def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
 
 def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
     """Raises ValueError for settings that would fail only once training has begun."""
-    if isinstance(loss := getattr(drafter.config, "loss", None), str) and loss not in LOSSES:
-        rule_of(loss)
+    if isinstance(loss := getattr(drafter.config, "loss", None), str):
+        try_rule(loss)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
     if target.max_positions is not None and config.length > target.max_positions:

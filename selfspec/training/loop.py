@@ -112,6 +112,10 @@ def fit(
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
     checkpoint = Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
     state, notes = checkpoint.read()
+    if state.step > config.steps:
+        raise ValueError(f"loop.steps={config.steps}, but this run is at step {state.step}; give as many or more")
+    if state.step:
+        notes.append(f"goes on from step {state.step}")
     if accelerator.is_main_process:
         log.rewind(state.step)
         for line in notes:

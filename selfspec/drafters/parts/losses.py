@@ -129,6 +129,27 @@ def rule_of(name: str) -> Rule:
     return rule
 
 
+def try_rule(name: str) -> None:
+    """Raises ValueError for a function at a path that is no loss: log probabilities [N, V] of the draft and the target
+    to finite nats [N], with a gradient."""
+    if name in LOSSES:
+        return
+    generator = torch.Generator().manual_seed(0)
+    log_q, log_p = torch.log_softmax(torch.randn(2, 3, 7, generator=generator), -1)
+    log_q.requires_grad_()
+    try:
+        found = rule_of(name)(log_q, log_p)
+        fits = isinstance(found, Tensor) and found.shape == (3,) and bool(found.isfinite().all())
+        fits = fits and bool(torch.autograd.grad(found.sum(), log_q)[0].isfinite().all())
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a function of another package does
+        raise ValueError(f"drafter.loss={name!r} fails on log probabilities [3, 7]: {error!r}") from error
+    if not fits:
+        told = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"drafter.loss={name!r} gave {told} for log probabilities [3, 7]; expected finite nats [3]")
+
+
 def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:
     """How far draft logits [..., V] are from what they should predict, in nats [...]; gradients reach `draft` alone.
 
