@@ -43,8 +43,13 @@ class _Lines(_terminal):
         print(s, file=file or sys.stdout, end=end, flush=True)
 
 
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")  # a terminal's shell has none
+
+
 def progress(*args: Any, **settings: Any) -> Any:
     """tqdm's bar, over an iterable or with `total`. Where stderr is no terminal it writes one line each half minute."""
-    if "ipykernel" in sys.modules or sys.stderr.isatty():
+    if _in_notebook() or sys.stderr.isatty():
         return _auto(*args, **{"mininterval": 1.0, **settings})
     return _Lines(*args, **settings)

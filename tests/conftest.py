@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny; two processes share the tests instead
 os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()  # costs of passes are measured for these tests alone
 
 import pytest
@@ -40,7 +41,7 @@ from selfspec.loading import load_target
 from selfspec.plugins import config_class
 from selfspec.training.pretrain import train_tokenizer
 
-torch.set_num_threads(1)  # the models are tiny; two processes share the tests instead
+torch.set_num_threads(1)
 
 VOCAB, HIDDEN = 61, 32
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"

@@ -198,9 +198,11 @@ def test_target_weights_are_views(row: Row, target: Target) -> None:
     assert all(p.data_ptr() in storages for p in drafter.parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> None:
+# temperature, rows, nodes: every pair of values of any two of them but for a root alone, which is one case
+CASES = [(0.0, 1, 13), (0.0, 4, 4), (0.7, 4, 13), (0.7, 1, 4), (1.0, 1, 13), (1.0, 4, 4), (1.0, 4, 1)]
+
+
+def test_lossless(row: Row, target: Target) -> None:
     drafter = built(row, target)
     if not isinstance(drafter, Hybrid):
         for mode in TEMPERATURES:
@@ -210,11 +212,11 @@ def test_lossless(row: Row, target: Target, temperature: float, rows: int) -> No
                 mode,
                 write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], range(9), drafter.reads),
             )
-    options = Options(30, Sampling(temperature), 5)
-    plain = autoregressive(target, PROMPTS[:rows], options)
-    for nodes in (1, 4, 13):
+    for temperature, rows, nodes in CASES:
+        options = Options(30, Sampling(temperature), 5)
+        plain = autoregressive(target, PROMPTS[:rows], options)
         fast = speculative(target, PROMPTS[:rows], options, drafter, nodes)
-        assert fast.token_ids == plain.token_ids
+        assert fast.token_ids == plain.token_ids, (temperature, rows, nodes)
         assert [len(d) for d in fast.from_draft] == [len(t) for t in fast.token_ids]
 
 

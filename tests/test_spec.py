@@ -167,7 +167,13 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path, tokenizer: object) -
         next(spec.stream("text"))
 
 
-@pytest.mark.parametrize("name", ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tiny-medusa", "tiny-mask"),
+        *(pytest.param(f"tiny-{n}", marks=pytest.mark.slow) for n in ("early-exit", "sequential", "feature", "eagle3")),
+    ],
+)
 def test_embedded_heads_in_float32_are_exact(name: str) -> None:
     """The committed target and heads: identity with the oracle and with transformers, at work rather than at random."""
     spec = selfspec.load(name, dtype="float32")

@@ -220,7 +220,10 @@ class AutoSession:
         place.scatter_(1, kept, torch.arange(best, device=kept.device).expand_as(kept))
         above = tree.parents.gather(1, kept)
         parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
-        return DraftTree(tree.tokens.gather(1, kept), parents), promise
+        cut = DraftTree(tree.tokens.gather(1, kept), parents, tree.scores.expand_as(tree.tokens).gather(1, kept))
+        if tree.sources is not None:
+            cut = cut.with_sources([[s[n] for n in at] for s, at in zip(tree.sources, kept.tolist(), strict=True)])
+        return cut, promise
 
     def observe(self, accepted: Accepted) -> None:
         if self.inner is None:

@@ -22,7 +22,8 @@ class DraftTree:
     lookahead: some nodes work for later passes). start, hidden: where the drafter has run the target's layers below
     `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through, plain: where nodes
     behind the first `plain` are mask rows, which no walk reaches, the view of the target that the pass runs on; all
-    others compute there what the target computes.
+    others compute there what the target computes. sources: where several drafters share the tree, who proposed each
+    node: bit i for the i-th of `Drafter.sources`.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
@@ -35,6 +36,7 @@ class DraftTree:
     hidden: Tensor | None = None
     through: Any = None
     plain: int | None = None
+    sources: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
@@ -53,8 +55,15 @@ class DraftTree:
     def with_tokens(self, tokens: Tensor) -> DraftTree:
         """The same structure over other tokens int64 [B, N]; mask, depth and children are computed once for all."""
         _ = self.mask, self.depth, self.children, self.levels
+        return self._with(tokens=tokens)
+
+    def with_sources(self, sources: list[list[int]]) -> DraftTree:
+        """The same tree, with who proposed each node."""
+        return self._with(sources=sources)
+
+    def _with(self, **changed: Any) -> DraftTree:
         tree = object.__new__(DraftTree)
-        tree.__dict__.update(self.__dict__, tokens=tokens)
+        tree.__dict__.update(self.__dict__, **changed)
         return tree
 
     @cached_property

@@ -110,6 +110,11 @@ class Drafter(nn.Module, ABC):
         own = module.startswith("selfspec.drafters.")
         return module.rsplit(".", 1)[-1] if own else f"{module}.{type(self).__qualname__}"
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who proposes nodes: the drafter itself, or the members of a hybrid."""
+        return (self.kind,)
+
     @abstractmethod
     def session(self, target: Target, rows: int) -> Session:
         """The state of one call of generate over so many rows."""

@@ -57,11 +57,20 @@ class Hybrid(Drafter):
         self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
         self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))
 
+        riding = [n for n, m in members.items() if isinstance(m.session(target, 1), Riding)]
+        free = [name for name, member in members.items() if not isinstance(member, Trained)]
+        self._order = (*free, *riding, *(name for name in members if name not in (*free, *riding)))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self._order
+
     def session(self, target: Target, rows: int) -> HybridSession:
-        free = [m.session(target, rows) for m in self.members.values() if not isinstance(m, Trained)]
-        trained = [m.session(target, rows) for m in self.members.values() if isinstance(m, Trained)]
-        riding = next((session for session in trained if isinstance(session, Riding)), None)
-        return HybridSession(free, [session for session in trained if session is not riding], rows, riding)
+        made = {name: self.members[name].session(target, rows) for name in self.sources}
+        free = [session for name, session in made.items() if not isinstance(self.members[name], Trained)]
+        riding = next((session for session in made.values() if isinstance(session, Riding)), None)
+        trained = [session for session in made.values() if session is not riding and session not in free]
+        return HybridSession(free, trained, rows, riding)
 
     def train(self, mode: bool = True) -> Hybrid:
         super().train(mode)
@@ -100,6 +109,7 @@ class _Row:
 
     def __init__(self) -> None:
         self.seen = 0
+        self.sources: list[int] = []  # of each node of the last tree, who proposed it
         self.below: list[dict[int, int]] = []  # children of each node of the last tree, by token
         self.classes: list[tuple[int, int]] = []  # of each node: who proposed it, who proposed anything beside it
         self.believed: list[float] = []
@@ -166,6 +176,7 @@ class _Row:
         # Parents come before their children and have no smaller probability: with a stable sort none is missing.
         best = sorted(sorted(range(len(ids)), key=lambda node: -total[node])[:nodes])
         at = {node: i for i, node in enumerate(best)}
+        self.sources = [whose[n] for n in best]
         return [ids[n] for n in best], [at.get(parents[n], -1) for n in best], [total[n] for n in best]
 
 
@@ -200,7 +211,8 @@ class HybridSession:
             trees += asked
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
         merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts], least=least)
-        return self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
+        tree = self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
+        return tree.with_sources([row.sources for row in self.rows])
 
     def _rests(self, promised: float, rate: float) -> bool:
         """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.
