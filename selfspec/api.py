@@ -28,7 +28,9 @@ from selfspec.generated import Generated
 from selfspec.hf import SpeculativeOutput, decode, stopping
 from selfspec.hub import measured, push
 from selfspec.loading import drafter_folder, load_pair
+from selfspec.log import Figures
 from selfspec.prompts import Ids, Messages, Prompts, encode
+from selfspec.trace import Tracer
 
 NODES = 16  # nodes per tree unless asked for otherwise
 
@@ -41,7 +43,8 @@ class Arguments:
     one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names
     it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
     `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
-    stop: a text or several that end a row once it holds one of them, which stays in it.
+    stop: a text or several that end a row once it holds one of them, which stays in it. trace: keep what every pass did
+    (`Generated.trace`, see `selfspec.trace`).
     """
 
     max_new_tokens: int = 128
@@ -53,6 +56,7 @@ class Arguments:
     nodes: int | str | None = None
     lossy: str | None = None
     stop: str | Sequence[str] | None = None
+    trace: bool = False
 
     def options(self, target: Target, tokenizer: Tokenizer | None, eos: frozenset[int] | None) -> Options:
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
@@ -122,21 +126,36 @@ class Spec:
         asked, encoded, options = self._asked(prompts, args, kwargs)
         rule = None if asked.lossy is None else Lossy(asked.lossy)
         drafter, most, forecast = self._budget(asked, len(encoded))
-        result = speculative(self.target, encoded, replace(options, relaxed=rule), drafter, most)
-        return self._generated(result, options, rule, forecast)
+        tracer = self._tracer(asked, encoded, options, self.drafter.sources) if asked.trace else None
+        result = speculative(self.target, encoded, replace(options, relaxed=rule, watch=tracer), drafter, most)
+        return self._generated(result, options, rule, forecast, tracer)
 
     def autoregressive(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
         effect: this is always the exact output."""
-        _, encoded, options = self._asked(prompts, args, kwargs)
-        return self._generated(autoregressive(self.target, encoded, options), options)
+        asked, encoded, options = self._asked(prompts, args, kwargs)
+        tracer = self._tracer(asked, encoded, options, ()) if asked.trace else None
+        result = autoregressive(self.target, encoded, replace(options, watch=tracer))
+        return self._generated(result, options, tracer=tracer)
 
     def _generated(
-        self, result: Result, options: Options, rule: Lossy | None = None, forecast: Forecast | None = None
+        self,
+        result: Result,
+        options: Options,
+        rule: Lossy | None = None,
+        forecast: Forecast | None = None,
+        tracer: Tracer | None = None,
     ) -> Generated:
         texts = self._decode(result.token_ids)
         made = result.token_ids, texts, result.from_draft, result.stats, options.seed
-        return Generated(*made, rule, forecast, self.tokenizer)
+        trace = None if tracer is None else tracer.trace(result.stats)
+        return Generated(*made, rule, forecast, trace, self.tokenizer)
+
+    def _tracer(self, asked: Arguments, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
+        nodes = (asked.nodes or NODES) if sources else 1
+        told: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
+        told |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p}
+        return Tracer(self.target, self.tokenizer, prompts, options, told | {"lossy": asked.lossy})
 
     def __repr__(self) -> str:
         dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device
@@ -153,6 +172,8 @@ class Spec:
             raise ValueError(f"stream takes one prompt, not {len(encoded)}; use generate")
         if asked.lossy is not None:
             raise ValueError(f"lossy={asked.lossy!r} can not be streamed: nobody would see that it is; use generate")
+        if asked.trace:
+            raise ValueError("stream yields text alone; use generate(..., trace=True)")
         drafter, most, _ = self._budget(asked, 1)
         return self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
 

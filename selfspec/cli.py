@@ -68,6 +68,12 @@ COMMANDS = {
     "verifiers": Command(
         "shared noise against the published lossless verifiers", "verifiers.nodes=16", "eval/verifiers.py", "verifiers"
     ),
+    "page": Command(
+        "one HTML file that explains, predicts and replays, from runs of decode, limits and compare",
+        '"page.runs=[runs/traces,runs/limits,runs/compare]"',
+        "eval/page.py",
+        "page",
+    ),
     "report": Command(
         "one table and the plots of all runs of a sweep", "sweep=runs/decode/<date>", "eval/report.py", "report"
     ),

@@ -163,8 +163,13 @@ def verifiers(config: DictConfig, folder: Path) -> None:
 
 
 @_task
+def page(config: DictConfig, folder: Path) -> None:
+    measures.run_page(config)
+
+
+@_task
 def report(config: DictConfig, folder: Path) -> None:
     measures.run_report(config)
 
 
-TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, verifiers, report)}
+TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, verifiers, page, report)}

@@ -26,6 +26,7 @@ from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.limits import LimitsConfig
+from selfspec.evaluation.page import PageConfig
 from selfspec.evaluation.show import ShowConfig
 from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.log import one_line
@@ -132,6 +133,11 @@ class ReportRun:
 
 
 @dataclass
+class PageRun:
+    page: PageConfig = field(default_factory=PageConfig)
+
+
+@dataclass
 class LimitsRun(Logged):
     """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
     like; results: a Markdown file whose section `limits NAME` is written anew."""
@@ -188,7 +194,7 @@ def register(drafters: bool = False) -> None:
             except Exception as error:  # of another package, which this run may not need
                 print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
     nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
-    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "verifiers": VerifiersRun}
+    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "verifiers": VerifiersRun, "page": PageRun}
     for name, node in nodes.items():
         store.store(name=f"{name}_schema", node=node)
 

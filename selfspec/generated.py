@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.budget.policy import Forecast
 from selfspec.core.lossy import Lossy
 from selfspec.core.stats import Stats
+from selfspec.trace import Trace
 
 _DRAFTED = "background:#cfe8d5;color:#10331c"  # dark green on pale green: told apart by lightness, too
 
@@ -20,7 +21,8 @@ class Generated:
     """token_ids: the new tokens of each row; texts: the same, decoded (empty strings without a tokenizer);
     from_draft: for each token whether the draft tree held it; stats: see `selfspec.core.stats.Stats`; seed: what the
     noise was made from; lossy: the rule that changed the output, where one was asked for by name, and how many tokens
-    it altered; forecast: with nodes="auto", how many nodes were chosen and what was expected of them."""
+    it altered; forecast: with nodes="auto", how many nodes were chosen and what was expected of them; trace: what every
+    pass did, where it was asked for."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -29,6 +31,7 @@ class Generated:
     seed: int | Sequence[int] = 0
     lossy: Lossy | None = None
     forecast: Forecast | None = None
+    trace: Trace | None = None
     tokenizer: Tokenizer | None = field(default=None, compare=False)
 
     @property

@@ -27,6 +27,7 @@ _SCHEMAS = {
     "audit": schemas.AuditRun,
     "limits": schemas.LimitsRun,
     "verifiers": schemas.VerifiersRun,
+    "page": schemas.PageRun,
     "report": schemas.ReportRun,
 }
 _AT, _WIDTH = 38, 118  # columns where descriptions begin and end

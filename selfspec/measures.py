@@ -14,9 +14,19 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.api import Spec, load
-from selfspec.budget.cost import pass_costs
+from selfspec.budget.cost import device_name, pass_costs
 from selfspec.checkpoint import shaped_as
-from selfspec.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, ShowRun, VerifiersRun, clear_errors
+from selfspec.config import (
+    AuditRun,
+    CompareRun,
+    EvalRun,
+    LimitsRun,
+    Measurement,
+    PageRun,
+    ShowRun,
+    VerifiersRun,
+    clear_errors,
+)
 from selfspec.core.target import Target
 from selfspec.data.prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
@@ -24,7 +34,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.answers import answer_files, check_ids, write_answers
 from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
-from selfspec.evaluation.benchmark import bookkeeping, run_arms
+from selfspec.evaluation.benchmark import bookkeeping, run_arms, write_traces
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_tables import agreement_table, comparison_tables
@@ -32,6 +42,7 @@ from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.price import price, price_of_model
@@ -49,7 +60,7 @@ from selfspec.evaluation.tables import (
 )
 from selfspec.evaluation.verifiers import compare
 from selfspec.loading import drafter_folder, find_drafter, load_target
-from selfspec.log import Figures, section, write_section, write_text
+from selfspec.log import Figures, command_line, section, write_section, write_text
 from selfspec.runs import build_data, finished, run_folder, tokenizer_of, typed
 from selfspec.tracking import RunLog
 
@@ -110,6 +121,8 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         if columns:
             point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
             write_point(folder, point, records)
+        if run.decode.traces:
+            write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes)
         if files:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
@@ -240,7 +253,7 @@ def _comparison(
         prices = {name: price(name, spec) for name, spec in specs.items()}
         if draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, "config": plain}
+        figures = {"rows": rows, "prices": prices, **_origin(target), "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
         text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")
@@ -269,7 +282,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     done = folder / "limits.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
-        figures |= measure_limits(model, makers, run.limits) | {"config": plain}
+        figures |= measure_limits(model, makers, run.limits) | _origin(Target(model)) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         text = limits_tables(figures)
@@ -282,6 +295,23 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         write_section(Path(run.results), f"limits {run.name}", text)
     print(f"\n{text}\n{folder}")
     return figures
+
+
+def _origin(target: Target) -> Figures:
+    """Where and by which command something is measured."""
+    return {"machine": device_name(target.device), "command": command_line()}
+
+
+def run_page(config: DictConfig) -> None:
+    """The page of `selfspec.evaluation.page`."""
+    run = typed(PageRun, config).page
+    data = page_data(run)
+    if run.data is not None:
+        write_text(Path(run.data), json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n")
+    size = write_page(data, Path(run.out))
+    print(f"{run.out}: {size / 1e6:.1f} MB, {len(data['traces'])} traces, {len(data['comparisons'])} comparisons")
+    for name, command in data["missing"].items():
+        print(f"no {name} in {', '.join(run.runs or ())}: {command}")
 
 
 def _found(name: str, tokenizer: Any, target: Target) -> Drafter:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
 from selfspec import __version__
 
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+DIM, RESET = "\033[2m", "\033[0m"
+COLORS = ("\033[32m", "\033[36m", "\033[35m", "\033[33m")  # green, cyan, magenta, yellow
 
 
 def _number_or_auto(text: str) -> int | str:
@@ -100,7 +102,8 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
     parser.add_argument("--nodes", type=_number_or_auto, help="largest draft tree, root included, or auto (unset: 16)")
     parser.add_argument("--engine", default="eager", help="eager or compiled")
-    parser.add_argument("--color", action="store_true", help="drafted tokens green, the target's own plain")
+    parser.add_argument("--color", action="store_true", help="drafted tokens in colour, one for each drafter")
+    parser.add_argument("--trace", metavar="FILE", help="write what every pass did to this file, as lines of JSON")
     parser.add_argument(
         "--trust-code", action="store_true", help="let the checkpoint name a drafter of another package"
     )
@@ -118,16 +121,26 @@ def complete(arguments: list[str]) -> None:
         prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
         dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
         shown = "" if args.chat else f"{dim}{args.prompt}{reset}"
-        if not args.color:
+        if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
+            raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
+        if not args.color and args.trace is None:
             pieces = spec.stream(prompt, **options)
             print(shown, end="", flush=True)
             for piece in pieces:
                 print(piece, end="", flush=True)
             print()
             return
-        result = spec.generate(prompt, **options)
-        told = "".join(f"{GREEN}{text}{RESET}" if drafted else text for text, drafted in result.pieces())
-        print(f"{shown}{told}")
-        print(f"{DIM}{result.stats}; {GREEN}green{RESET}{DIM} came from the tree{RESET}", file=sys.stderr)
+        result = spec.generate(prompt, **options, trace=True)
+        assert result.trace is not None
+        if args.trace is not None:
+            result.trace.write(args.trace)
+        if not args.color:
+            print(f"{shown}{result.text}")
+            return
+        colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
+        parts = [(token.text, colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()]
+        print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
+        legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
+        print(f"{DIM}{result.stats}; drafted by {legend}{RESET}", file=sys.stderr)
         if result.forecast is not None:
             print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)

@@ -18,7 +18,7 @@ ROOMS = (
     ("tracking.py",),
     ("core/", "data/"),
     ("drafters/", "budget/"),
-    ("plugins.py",),
+    ("plugins.py", "trace.py"),
     ("checkpoint.py", "formats/"),
     ("hub.py",),
     ("loading.py", "hf.py", "prompts.py", "generated.py"),

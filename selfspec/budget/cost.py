@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from selfspec.budget.predict import monotone
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.engine import bucket, cache_folder, code_hash
 from selfspec.core.generate import autoregressive, clock, speculative
@@ -110,15 +111,8 @@ def _by_nodes(seconds: list[float], target: Target) -> list[float]:
 
 
 def _interpolated(seconds: list[float]) -> list[float]:
-    """Costs of 0 to LARGEST nodes. A larger tree is not cheaper; where it seems so, that is noise, and both are given
-    their mean."""
-    blocks: list[tuple[float, int]] = []  # (mean, sizes it stands for)
-    for value in seconds[1:]:
-        blocks.append((value, 1))
-        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
-            (a, m), (b, n) = blocks[-2:]
-            blocks[-2:] = [((a * m + b * n) / (m + n), m + n)]
-    smooth = [mean for mean, count in blocks for _ in range(count)]
+    """Costs of 0 to LARGEST nodes."""
+    smooth = monotone(seconds[1:])
     line = [min(seconds[0], smooth[0])]  # a plain step is a pass without a tree
     points = list(zip(SIZES, smooth, strict=True))
     for (n, low), (m, high) in itertools.pairwise(points):

@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.engine import bucket
-from selfspec.core.options import Options, check, integer
+from selfspec.core.options import Options, Seen, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
 from selfspec.core.slots import Picking
@@ -60,7 +60,8 @@ class _Rows:
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
         # Passes of a compiled engine walk their trees if nothing warps but a temperature and no logits are recorded.
-        unseen = not (options.relaxed or options.record or self.rules.processors)
+        self.recording = options.record or options.watch is not None
+        unseen = not (options.relaxed or self.recording or self.rules.processors)
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
         self.walks = target.engine is not None and unseen and plain
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
@@ -74,7 +75,7 @@ class _Rows:
     def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
         scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
-        if self.options.record:
+        if self.recording:
             for row, raw, processed in zip(rows, logits, scores, strict=True):
                 self.records[self.alive[row]].append((raw.clone(), processed.clone()))
         if self.noise is None:
@@ -137,7 +138,7 @@ class _Rows:
                 made = range(1, len(cut) + 1)
                 if stop := next((n for n in made if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
                     cut, end = cut[:stop], stop
-            if self.options.record and len(row) > len(cut):
+            if self.recording and len(row) > len(cut):
                 del self.records[self.alive[i]][len(cut) - len(row) :]
             self.tokens[i] += cut
             self.left[i] -= len(cut)
@@ -145,6 +146,22 @@ class _Rows:
             if end is None and self.left[i] > 0:
                 going.append(i)
         return emitted, going
+
+    def watched(
+        self,
+        before: tuple[list[int], list[int]],
+        tree: DraftTree,
+        paths: list[list[int]],
+        emitted: list[list[int]],
+        seconds: tuple[float, float, float],
+    ) -> None:
+        """Show a pass to who watches. before: the rows that were in it, and what each had cached."""
+        assert self.options.watch is not None
+        records = [self.records[row][-len(cut) :] for row, cut in zip(before[0], emitted, strict=True)]
+        self.options.watch(Seen(*before, tree, paths, emitted, records, seconds))
+        if not self.options.record:
+            for row in before[0]:
+                self.records[row].clear()
 
     def select(self, going: list[int]) -> None:
         if len(going) == len(self.alive):
@@ -198,11 +215,13 @@ def autoregressive(
             assert out.logits is not None
             picked, _ = rows.picker(out.logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
             emitted = [[token] for token in picked.tolist()]
+        before = rows.alive, rows.cache.lengths
         rows.cache.keep([[0]] * len(rows.alive))
         tokens, going = rows.advance(emitted)
         for row, cut in zip(rows.alive, tokens, strict=True):
             stats.count(0, len(cut))
             result[row] += cut
+        tree = root
         if len(going) < len(rows.alive):
             rows.select(going)
             root = chain(rows.roots()[:, None])
@@ -213,6 +232,9 @@ def autoregressive(
         stats.nodes += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
+        if options.watch is not None:
+            rows.watched(before, tree, [[0]] * len(tokens), tokens, (0.0, t2 - t0, t1 - t2))
+            t1 = clock(target.device)
     stats.compiled = target.compiled - compiled
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
 
@@ -279,6 +301,7 @@ def speculative_steps(
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, picking=picking)
             t3 = clock(target.device)
             paths, emitted = rows.accepted(tree, out)
+            before = rows.alive, cache.lengths
             cache.keep(paths)
             tokens, going = rows.advance(emitted)
             added: Added = []
@@ -296,6 +319,8 @@ def speculative_steps(
             stats.seconds_draft += t2 - t0
             stats.seconds_target += t3 - t2
             stats.seconds_other += t1 - t3
+            if options.watch is not None:
+                rows.watched(before, tree, paths, tokens, (t2 - t0, t3 - t2, t1 - t3))
             yield added
             t1 = clock(target.device)
     finally:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
 from selfspec.core.verify import Relaxed
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pass did. rows: of which prompts the tree's rows are; positions: of their roots; paths: the kept nodes,
+    root first; emitted: each row's new tokens, picked at the nodes of its path in order, and cut where the row ends;
+    records: each of these tokens' logits and processed scores, both [V]; seconds: of drafting, of the pass, and of the
+    rest."""
+
+    rows: list[int]
+    positions: list[int]
+    tree: DraftTree
+    paths: list[list[int]]
+    emitted: list[list[int]]
+    records: list[list[tuple[Tensor, Tensor]]]
+    seconds: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -20,7 +38,7 @@ class Options:
     that a row is reproduced alone by its own seed). eos: token ids that end a row; the ending token is emitted.
     processors: transformers' own, instead of those that `sampling` stands for; stops: further criteria that end a row;
     pads: padding that processors and stops see before each prompt; relaxed: a lossy rule, for `speculative` alone;
-    record: keep the logits.
+    record: keep the logits; watch: shown every pass when it is over, out of the measured time.
 
     Raises ValueError for max_new_tokens < 1.
     """
@@ -34,6 +52,7 @@ class Options:
     pads: Sequence[Sequence[int]] | None = None
     relaxed: Relaxed | None = None
     record: bool = False
+    watch: Callable[[Seen], None] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_new_tokens", integer("max_new_tokens", self.max_new_tokens))  # never a tensor

@@ -212,7 +212,8 @@ class HybridSession:
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
         merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts], least=least)
         tree = self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
-        return tree.with_sources([row.sources for row in self.rows])
+        width = merged.tokens.shape[1]
+        return tree.with_sources([row.sources + [0] * (width - len(row.sources)) for row in self.rows])
 
     def _rests(self, promised: float, rate: float) -> bool:
         """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -26,7 +27,7 @@ from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.metrics import speedup
 from selfspec.evaluation.records import Record, Regime
 from selfspec.generated import Generated
-from selfspec.log import Figures
+from selfspec.log import Figures, write_text
 from selfspec.progress import progress
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
@@ -36,13 +37,14 @@ _FEWEST = 8  # prompts before an interval over prompts is believed
 @dataclass
 class DecodeConfig(Asking):
     """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
-    prompt gets its own; repeats: timed runs per prompt, of which the median
-    counts; batch_size: prompts per call; arms: a subset of ARMS; until_width: stop once the 95% interval of the speedup
-    is narrower than this share of it (such an interval is a little too narrow, since its width chose when to stop);
-    metrics: definitions of others that are told beside ours, a subset of DEFINITIONS; answers: a file, in the run's
-    folder unless it is absolute, that gets the answers in Spec-Bench's form; columns: functions of yours,
-    package.module.function, each of which makes a column of the table from (point, records); lossy: a rule that changes
-    the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
+    prompt gets its own; repeats: timed runs per prompt, of which the median counts; batch_size: prompts per call; arms:
+    a subset of ARMS; until_width: stop once the 95% interval of the speedup is narrower than this share of it (such an
+    interval is a little too narrow, since its width chose when to stop); metrics: definitions of others that are told
+    beside ours, a subset of DEFINITIONS; answers: a file, in the run's folder unless it is absolute, that gets the
+    answers in Spec-Bench's form; columns: functions of yours, package.module.function, each of which makes a column of
+    the table from (point, records); traces: so many prompts of each group are decoded once more, plainly and
+    speculatively, for traces.jsonl (see `selfspec.trace`); lossy: a rule that changes the output (see
+    `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0
@@ -57,6 +59,7 @@ class DecodeConfig(Asking):
     metrics: list[str] = field(default_factory=list)
     answers: str | None = None
     columns: list[str] = field(default_factory=list)
+    traces: int = 0
     lossy: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +67,8 @@ class DecodeConfig(Asking):
         for name in ("batch_size", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
+        if self.traces < 0:
+            raise ValueError(f"decode.traces={self.traces} must be at least 0")
         if not self.arms:
             raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
         for name, known in (("arms", ARMS), ("metrics", DEFINITIONS)):
@@ -127,6 +132,22 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
                 bar.close()
                 break
     return records
+
+
+def write_traces(path: Path, spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> None:
+    """Traces of the first prompts of each group: of each prompt plain decoding, then speculative decoding."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.group, []).append(prompt)
+    lines = []
+    for prompt in progress([p for own in groups.values() for p in own[: config.traces]], desc="traces"):
+        arguments = {**config.arguments(), "seed": [prompt.seed], "trace": True}
+        plain = spec.autoregressive([prompt.ids], **arguments)
+        for result in (plain, spec.generate([prompt.ids], **arguments, nodes=nodes, lossy=config.lossy)):
+            assert result.trace is not None
+            result.trace.header.update(group=prompt.group, question=prompt.question)
+            lines.append(result.trace.lines())
+    write_text(path, "".join(lines))
 
 
 def timed(spec: Spec, call: Callable[[], Generated]) -> tuple[Generated, float]:

@@ -6,6 +6,7 @@ import zlib
 
 from torch import Tensor
 
+from selfspec.budget.predict import speedup
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.metrics import bootstrap, clustered, regime_figures
 from selfspec.evaluation.records import Regime
@@ -95,15 +96,25 @@ def _order(runs: list[Run]) -> dict[str, int]:
 def _row(temperature: float, arm: str, nodes: str, own: list[Run], costs: list[float] | None) -> Figures:
     passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
     row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
-    row |= {"tau": tokens / max(1, passes), "tokens_per_second": tokens / sum(r.seconds for r in own)}
+    row |= {
+        "tau": tokens / max(1, passes),
+        "tau_interval": _tau(own),
+        "tokens_per_second": tokens / sum(r.seconds for r in own),
+    }
     row |= {"speedup": ratio_to_plain(own), **_right(own), "groups": {}}
     for group in dict.fromkeys(r.group for r in own):
         part = [r for r in own if r.group == group]
         tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
-        row["groups"][group] = {"tau": tau, "speedup": ratio_to_plain(part), **_right(part)}
+        row["groups"][group] = {"tau": tau, "tau_interval": _tau(part), "speedup": ratio_to_plain(part), **_right(part)}
     if own[0].decode is not None:
         row |= _ours_alone(own, nodes, costs, row["tau"])
     return row
+
+
+def _tau(runs: list[Run]) -> list[float]:
+    """The 95% interval over questions of the acceptance length."""
+    figures = clustered((f"{r.group} {r.question}", (r.tokens, r.passes)) for r in runs)
+    return list(bootstrap(figures, lambda s: s[:, 0] / s[:, 1].clamp(min=1))[1:])
 
 
 def _right(runs: list[Run]) -> dict[str, int]:
@@ -137,7 +148,7 @@ def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: floa
         mean = total("nodes_run") / passes
         row["mean_nodes"], below = mean, min(int(mean), len(costs) - 2)
         cost = costs[below] + (mean - below) * (costs[below + 1] - costs[below])
-        row["limit"] = tau / (cost / costs[0] + row["draft_steps"])
+        row["limit"] = speedup(tau, 1.0, cost / costs[0], row["draft_steps"])
     forecasts = [r.forecast for r in own if r.forecast is not None]
     if forecasts:
         tokens, steps, count, n = (sum(f[key] for f in forecasts) for key in ("tokens", "steps", "passes", "nodes"))

@@ -8,12 +8,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import Accepted, Context, Riding, Session
 from selfspec.core.engine import engine_for
 from selfspec.core.generate import MAX_NODES, clock, speculative
@@ -215,13 +217,19 @@ class _Timed:
         self.inner.observe(accepted)
 
 
+def promises(acceptance: list[list[float]], nodes: int) -> list[float]:
+    """The acceptance lengths that the best static trees of 1 to `nodes` nodes promise; fewer, where no larger tree
+    promises more."""
+    return list(accumulate(static_tree(acceptance, nodes)[2]))
+
+
 def promised(target: Target, drafter: Trained, mode: str, nodes: int) -> float:
     """The acceptance length that the best static tree promises by a drafter's table of acceptance. Rows that ride
     behind its nodes count among `nodes`."""
     session = drafter.session(target, 1)
     if isinstance(session, Riding):
         return 1 + session.promised(mode, nodes)
-    return sum(static_tree(drafter.calibration[mode].acceptance, nodes)[2])
+    return promises(drafter.calibration[mode].acceptance, nodes)[-1]
 
 
 def measure_limits(
@@ -237,7 +245,7 @@ def measure_limits(
     costs = pass_seconds(targets, config.sizes, config.rounds)
     rows = []
     for n in config.sizes:
-        limit = max(size / machine["bandwidth"], n * products / machine["peak"])
+        limit = fastest(n, size, products, **machine)
         measured = {engine: costs[engine][n] for engine in targets}
         rows.append({"nodes": n, "limit": limit, **measured})
     forecasts = []
@@ -254,7 +262,7 @@ def measure_limits(
                         break
                     draft, one, step, other = step_seconds(target, drafter, temperature, n, config.rounds)
                     tau = promised(target, drafter, mode, n)
-                    ratio = tau * costs[engine][1] / (one + draft)
+                    ratio = speedup(tau, costs[engine][1], one, draft)
                     best, behind = max(best, ratio), 0 if ratio > best else behind + 1
                     forecasts.append(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}

@@ -1,0 +1,231 @@
+"""The page: comparisons, costs of passes and traces of runs in one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from selfspec import __version__
+from selfspec.log import Figures, write_text
+from selfspec.trace import Trace, read_traces
+
+VERSION = 1  # of the page's data
+LARGEST_PAGE = 3_000_000  # bytes
+_FOLDER = Path(__file__).parents[1] / "page"
+_STYLE, _DATA = ("page.css",), "embedded.json"
+_CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
+_SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")
+_DEPTHS, _RANKS = 16, 8  # of a table of acceptance
+_FEWEST = 8  # visits of a node's children before their share is told
+COMMANDS = {
+    "traces": "selfspec decode -m name=traces drafter=runs/mine decode.temperature=0,1 decode.traces=4",
+    "curves": "selfspec limits name=limits target=TARGET limits.drafters=[runs/mine]",
+    "comparisons": "selfspec compare name=compare target=TARGET compare.drafters=[runs/mine,prompt_lookup]",
+}
+
+
+@dataclass
+class PageConfig:
+    """runs: folders with runs of decode (with decode.traces), limits and compare, however deep (null: the results that
+    come with selfspec); out: the file to write; shown: traces that can be replayed, at most; data: a file for what the
+    page shows, as JSON."""
+
+    runs: list[str] | None = None
+    out: str = "page.html"
+    shown: int = 16
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.runs is not None and not self.runs:
+            raise ValueError("page.runs is empty; give run folders, or null for the results that come with selfspec")
+        if self.shown < 1:
+            raise ValueError(f"page.shown={self.shown} must be at least 1")
+        for name in ("out", "data"):
+            if (path := getattr(self, name)) is not None and (not path or not Path(path).resolve().parent.is_dir()):
+                raise ValueError(f"page.{name}={path}: there is no folder for it; make it")
+
+
+def page_data(config: PageConfig) -> Figures:
+    """What the page shows. Raises FileNotFoundError for a folder that is missing and ValueError for one with nothing
+    to show, or with a damaged file."""
+    if config.runs is None:
+        found: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
+        return found
+    data: Figures = {"version": VERSION, "made_by": f"selfspec {__version__}", "missing": {}}
+    data |= {"comparisons": [], "curves": [], "drafts": [], "traces": [], "acceptance": []}
+    traces: list[Trace] = []
+    for run in config.runs:
+        if not Path(run).is_dir():
+            raise FileNotFoundError(f"page.runs holds {run!r}: there is no such folder")
+        paths = [path for name in ("compare.json", "limits.json", "traces.jsonl") for path in _below(Path(run), name)]
+        if not paths:
+            raise ValueError(
+                f"page.runs holds {run!r}, in which no run left compare.json, limits.json or traces.jsonl; "
+                f"{COMMANDS['traces']} makes traces"
+            )
+        for path in paths:
+            if path.name == "traces.jsonl":
+                traces += read_traces(path)
+                continue
+            try:
+                figures = json.loads(path.read_text(encoding="utf-8"))
+                if path.name == "compare.json":
+                    data["comparisons"].append(_comparison(figures))
+                else:
+                    _costs(figures, data)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path} is no whole measurement ({error!r}); make it anew") from error
+    pairs = _pairs(traces)
+    data["traces"] = [_shown(plain, fast) for plain, fast in _spread(pairs, config.shown)]
+    data["acceptance"] = acceptance_tables([fast for _, fast in pairs])
+    data["missing"] = {name: command for name, command in COMMANDS.items() if not data[name]}
+    return data
+
+
+def write_page(data: Figures, path: Path) -> int:
+    """Write the page; returns its bytes. Raises ValueError for one that is too large."""
+    text = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    style = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLE)
+    # No text of a trace may end the element that holds it.
+    told = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    for mark, content in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ('"DATA"', told)):
+        before, _, after = text.partition(mark)
+        text = before + content + after
+    size = len(text.encode())
+    if size > LARGEST_PAGE:
+        raise ValueError(f"the page would have {size} bytes, more than {LARGEST_PAGE}; give page.shown fewer traces")
+    write_text(path, text)
+    return size
+
+
+def _below(folder: Path, name: str) -> list[Path]:
+    return sorted(path for path in folder.rglob(name) if path.is_file())
+
+
+def _last(name: str) -> str:
+    """A target or drafter without the folders around it."""
+    return "+".join(part.rstrip("/").rsplit("/", 1)[-1] for part in name.split("+"))
+
+
+def _comparison(figures: Figures) -> Figures:
+    config = figures["config"]
+    kept = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "tokens_per_second", "speedup", "limit", "same"]
+    kept += ["milliseconds_per_pass", "draft_steps", "mean_nodes", "predicted", "decode"]
+    rows = []
+    for row in figures["rows"]:
+        groups = {
+            group: {key: part[key] for key in ("tau", "tau_interval", "speedup") if key in part}
+            for group, part in row["groups"].items()
+        }
+        rows.append({key: row[key] for key in kept if key in row} | {"arm": _last(row["arm"]), "groups": groups})
+    told = {"name": config["name"], "engine": config["engine"], "target": _last(config["target"])}
+    return told | {"machine": figures.get("machine", ""), "command": figures.get("command", ""), "rows": rows}
+
+
+def _costs(figures: Figures, data: Figures) -> None:
+    config = figures["config"]
+    told = {"target": _last(figures["target"]), "machine": figures.get("machine", "")}
+    told |= {"command": figures.get("command", ""), "name": config["name"]}
+    machine = {"size": figures["bytes"]} | {key: figures[key] for key in ("products", "bandwidth", "peak")}
+    for engine in ("eager", "compiled"):
+        passes = sorted(figures["passes"], key=lambda row: row["nodes"])
+        curve = {"sizes": [row["nodes"] for row in passes], "seconds": [row[engine] for row in passes]}
+        at = len(data["curves"])
+        data["curves"].append({**told, "engine": engine, **curve, **machine})
+        step = curve["seconds"][0]
+        data["drafts"] += [
+            {"curve": at, "drafter": _last(f["drafter"]), "T": f["T"], "nodes": f["nodes"], "steps": f["draft"] / step}
+            for f in figures["forecasts"]
+            if f["engine"] == engine
+        ]
+
+
+def _pairs(traces: Iterable[Trace]) -> list[tuple[Trace | None, Trace]]:
+    """Speculative calls, each with the plain decoding of the same prompt where there is one."""
+    plain: dict[str, Trace] = {}
+    pairs = []
+    for trace in traces:
+        key = json.dumps([trace.header[name] for name in ("target", "engine", "prompts", "temperature", "seed")])
+        if trace.header["drafter"] == "plain":
+            plain[key] = trace
+        elif trace.passes:
+            pairs.append((plain.get(key), trace))
+    return pairs
+
+
+def _spread(pairs: Sequence[tuple[Trace | None, Trace]], count: int) -> list[tuple[Trace | None, Trace]]:
+    """So many of them, of every drafter, temperature and group before a second one of any."""
+    kinds: dict[tuple[object, ...], list[tuple[Trace | None, Trace]]] = {}
+    for pair in pairs:
+        header = pair[1].header
+        kinds.setdefault((header["drafter"], header["temperature"], header.get("group")), []).append(pair)
+    # Groups in turn, so that few traces are not all of one.
+    order: list[tuple[Trace | None, Trace]] = []
+    turn = 0
+    while len(order) < len(pairs):
+        drafters = dict.fromkeys((kind[0], kind[1]) for kind in kinds)
+        for at, drafter in enumerate(drafters):
+            own = [kind for kind in kinds if kind[:2] == drafter and kinds[kind]]
+            if own:
+                order.append(kinds[own[(turn + at) % len(own)]].pop(0))
+        turn += 1
+    return order[:count]
+
+
+def _shown(plain: Trace | None, fast: Trace) -> Figures:
+    """A trace with every text of a token once."""
+    header = {key: value for key, value in fast.header.items() if key not in ("trace", "prompts")}
+    header |= {"target": _last(header["target"]), "drafter": _last(header["drafter"])}
+    header["sources"] = [_last(name) for name in header["sources"]]
+    passes = [line for line in fast.passes if line["row"] == 0]
+    texts: dict[int, str] = {}
+    lines = []
+    for line in passes:
+        texts |= dict(zip(line["tokens"], line["texts"], strict=True))
+        texts |= {choice[0]: choice[1] for choices in line["choices"] for choice in choices}
+        kept = {key: value for key, value in line.items() if key not in ("texts", "row", "pass")}
+        lines.append(kept | {"choices": [[[c[0], c[2], c[3]] for c in choices] for choices in line["choices"]]})
+    beside = None
+    if plain is not None:
+        own = [line for line in plain.passes if line["row"] == 0]
+        pieces = [piece for line in own for piece in line["pieces"]]
+        seconds = [round(sum(line["seconds"].values()), 6) for line in own]
+        beside = {"pieces": pieces, "seconds": seconds, "seconds_prefill": plain.header["seconds_prefill"]}
+    return {"header": header, "texts": texts, "passes": lines, "plain": beside}
+
+
+def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
+    """Acceptance by depth and rank of each drafter, temperature and group of text, and of all groups together, counted
+    in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk that
+    comes to a node without children counts only at the root: further down the budget may have ended there."""
+    kinds: dict[tuple[str, float, str], list[Trace]] = {}
+    for trace in traces:
+        header = trace.header
+        for group in dict.fromkeys(("all", str(header.get("group", "all")))):
+            kinds.setdefault((_last(header["drafter"]), header["temperature"], group), []).append(trace)
+    tables = []
+    for (drafter, temperature, group), own in kinds.items():
+        visits = [0] * _DEPTHS
+        right = [[0] * _RANKS for _ in range(_DEPTHS)]
+        passes = tokens = 0
+        for line in (line for trace in own for line in trace.passes):
+            passes, tokens = passes + 1, tokens + len(line["emitted"])
+            for depth, (node, token) in enumerate(zip(line["path"], line["emitted"], strict=False)):
+                children = [n for n, parent in enumerate(line["parents"]) if parent == node and n]
+                if depth >= _DEPTHS or not (children or depth == 0):
+                    break
+                visits[depth] += 1
+                drafted = [line["tokens"][n] for n in children]
+                if token in drafted[:_RANKS]:
+                    right[depth][drafted.index(token)] += 1
+        table = [
+            [count / seen for count in counts] for counts, seen in zip(right, visits, strict=True) if seen >= _FEWEST
+        ]
+        if table:
+            kind = {"drafter": drafter, "T": temperature, "group": group, "table": table}
+            nodes = max(len(line["tokens"]) for trace in own for line in trace.passes)
+            tables.append(kind | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
+    return tables

@@ -1,0 +1,145 @@
+// Will it pay: acceptance and costs in, speedup out.
+
+const TYPED = "typed";
+const FIRST = [0.7, 0.6, 0.5, 0.45, 0.4, 0.35];
+const KNOTS = [2, 4, 8, 16, 32, 64];
+
+const wish = { /** @type {number[]} */ first: [...FIRST], /** @type {number[]} */ costs: [1.05, 1.1, 1.2, 1.4, 1.9, 3.1] };
+
+/** The table of acceptance that is chosen. */
+function acceptance() {
+  const chosen = at("table").value;
+  return chosen === TYPED ? assumed(wish.first, Number(at("rest").value)) : DATA.acceptance[Number(chosen)].table;
+}
+
+/** @returns {Curve} */
+function curve() {
+  const chosen = at("curve").value;
+  if (chosen !== TYPED) return DATA.curves[Number(chosen)];
+  // What is typed in has no machine: the limit is that of passes which cost a plain step, whatever they hold.
+  return { sizes: [1, ...KNOTS], seconds: [1, ...wish.costs], size: 1, products: 0, bandwidth: 1, peak: 1 };
+}
+
+function showDepths() {
+  const typed = at("table").value === TYPED;
+  const first = typed ? wish.first : acceptance().slice(0, 8).map((/** @type {number[]} */ level) => level[0] ?? 0);
+  at("depths").replaceChildren(...first.map((/** @type {number} */ p, /** @type {number} */ i) => {
+    const out = make("output", {}, percent(p));
+    const slider = make("input", { type: "range", min: 0, max: 1, step: 0.01, value: p, disabled: typed ? null : "", "aria-label": `First choice right at depth ${i + 1}` });
+    slider.addEventListener("input", () => { wish.first[i] = Number(slider.value); out.textContent = percent(wish.first[i]); showPrediction(); });
+    return make("label", { class: "block" }, `Depth ${i + 1} `, slider, " ", out);
+  }));
+  at("rest-label").hidden = !typed;
+  const table = typed ? null : DATA.acceptance[Number(at("table").value)];
+  at("table-note").textContent = table
+    ? `Counted in ${table.passes} traced passes, where the drafter offered a guess; they kept ${fixed(table.tau)} tokens each, with at most ${table.nodes} nodes. Choose "typed in" to move the sliders.`
+    : "How often the first guess at each depth is right, if all above it were.";
+}
+
+function showCosts() {
+  const typed = at("curve").value === TYPED;
+  at("costs").replaceChildren(...(typed ? KNOTS : []).map((n, i) => {
+    const input = make("input", { type: "number", min: 0.01, step: "any", value: wish.costs[i], "aria-label": `c(${n}), in plain steps` });
+    input.addEventListener("input", () => { if (input.valueAsNumber > 0) { wish.costs[i] = input.valueAsNumber; showPrediction(); } });
+    return make("label", {}, `c(${n}) `, input);
+  }));
+  const found = typed ? null : DATA.curves[Number(at("curve").value)];
+  const largest = found ? found.sizes[found.sizes.length - 1] : 64;
+  at("curve-note").textContent = found
+    ? `${found.machine || "a machine that was not named"}. A plain step takes ${(1000 * found.seconds[0]).toFixed(2)} ms. Measured to ${largest} nodes; beyond, as between the last two sizes. A batch is taken to cost what a pass over all its nodes costs.`
+    : "Costs in plain steps; linear in between.";
+}
+
+/** The measured draft of the chosen drafter at about the chosen size, where there is one. */
+function measuredDraft() {
+  const [table, at_curve] = [at("table").value, at("curve").value];
+  if (table === TYPED || at_curve === TYPED) return null;
+  const own = DATA.acceptance[Number(table)];
+  const near = DATA.drafts.filter((/** @type {any} */ d) => d.drafter === own.drafter && d.curve === Number(at_curve) && (d.T > 0) === (own.T > 0));
+  const nodes = Number(at("nodes").value);
+  return near.sort((/** @type {any} */ a, /** @type {any} */ b) => Math.abs(a.nodes - nodes) - Math.abs(b.nodes - nodes))[0] ?? null;
+}
+
+function takeDraft() {
+  const found = measuredDraft();
+  if (found) setDraft(found.steps);
+}
+
+/** @param {number} value */
+function setDraft(value) {
+  at("draft").value = String(value);
+  at("draft-number").value = String(Number(value.toFixed(4)));
+}
+
+function showPrediction() {
+  const [nodes, rows] = [Number(at("nodes").value), Number(at("rows").value)];
+  const draft = at("draft-number").valueAsNumber;
+  document.querySelectorAll('output[for="nodes"]').forEach((out) => { out.textContent = String(nodes); });
+  document.querySelectorAll('output[for="rows"]').forEach((out) => { out.textContent = String(rows); });
+  document.querySelectorAll('output[for="rest"]').forEach((out) => { out.textContent = percent(Number(at("rest").value)); });
+  if (!(draft >= 0)) {
+    at("answer").textContent = "A draft costs 0 plain steps or more; type a number.";
+    return;
+  }
+  const found = predict(acceptance(), curve(), draft, nodes, rows);
+  const worth = found.speedup > 1.005 ? `It pays: ${fixed(found.speedup)}x as fast as plain decoding` : found.speedup < 0.995 ? `It does not pay: ${fixed(found.speedup)}x` : "It changes nothing: 1.00x";
+  const best = found.best > 1 ? `The best size is ${found.best} nodes (${fixed(found.most)}x).` : "No size pays; plain decoding is best.";
+  at("answer").textContent = `${worth}, with ${fixed(found.tau)} tokens a pass. ${best}`;
+  const entries = [
+    ["τ, tokens a pass", fixed(found.tau)],
+    ["speedup", `${fixed(found.speedup)}x`],
+    ["best size", found.best > 1 ? `${found.best} nodes` : "none"],
+    ["pays up to", found.pays > 1 ? `${found.pays} nodes` : "never"],
+    ["a draft may cost", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
+    ["with drafts for nothing", `${fixed(found.free)}x`],
+    [at("curve").value === TYPED ? "limit, if passes cost a step" : "limit of this machine", `${fixed(found.limit)}x`],
+  ];
+  at("figures").replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+  const points = found.ratios.map((ratio, i) => ({ nodes: i + 1, speedup: ratio, tau: found.taus[i] }));
+  const chosen = [{ nodes, speedup: found.speedup }];
+  const place = at("predict-chart");
+  place.replaceChildren(Plot.plot({
+    width: widthOf(place), height: 300, marginLeft: 48, marginTop: 44, style: { background: "transparent", color: "currentColor", fontSize: "12px" },
+    ariaLabel: "Speedup by nodes",
+    ariaDescription: `Speedup over plain decoding for trees of 1 to 64 nodes; ${fixed(found.speedup)} at ${nodes}, at most ${fixed(found.most)} at ${found.best}`,
+    x: { label: "nodes of the tree", domain: [1, 64] },
+    y: { label: "speedup over plain decoding", grid: true, zero: true },
+    marks: [
+      Plot.ruleY([1], { stroke: "currentColor", strokeDasharray: "5 4" }),
+      Plot.line(points, { x: "nodes", y: "speedup", stroke: COLORS[0], strokeWidth: 2.5 }),
+      Plot.dot(chosen, { x: "nodes", y: "speedup", r: 7, fill: COLORS[1], stroke: "var(--ground)" }),
+      Plot.text(chosen, { x: "nodes", y: "speedup", text: (/** @type {any} */ d) => `${fixed(d.speedup)}x at ${d.nodes}`, dy: -15, fill: "currentColor", stroke: "var(--ground)", strokeWidth: 4 }),
+      Plot.tip(points, Plot.pointerX({ x: "nodes", y: "speedup", fill: "var(--panel)", title: (/** @type {any} */ d) => `${d.nodes} nodes: ${fixed(d.speedup)}x, τ ${fixed(d.tau)}` })),
+    ],
+  }));
+}
+
+function showKnown() {
+  const [tau, draft, cost] = ["know-tau", "know-draft", "know-cost"].map((id) => at(id).valueAsNumber);
+  if (!(tau >= 1 && draft >= 0 && cost > 0)) {
+    at("know").textContent = "τ is at least 1, a draft costs 0 or more, a pass more than 0.";
+    return;
+  }
+  const found = speedup(tau, 1, cost, draft);
+  at("know").textContent = `${fixed(found)}x: ${found > 1 ? "it pays" : "it does not pay"}; a draft may cost up to ${fixed(Math.max(0, tau - cost))} steps`;
+}
+
+function startPredict() {
+  const tables = DATA.acceptance.map((/** @type {any} */ t, /** @type {number} */ i) => [String(i), `${t.drafter}, T=${t.T}, ${t.group === "all" ? "all texts" : t.group}`]);
+  choose(at("table"), [[TYPED, "typed in"], ...tables]);
+  const curves = DATA.curves.map((/** @type {any} */ c, /** @type {number} */ i) => [String(i), `${c.target}, ${c.engine}`]);
+  choose(at("curve"), [[TYPED, "typed in"], ...curves]);
+  if (tables.length) at("table").value = "0";
+  if (curves.length) at("curve").value = "0";
+  const redraw = () => { showDepths(); showCosts(); takeDraft(); showPrediction(); };
+  for (const id of ["table", "curve"]) at(id).addEventListener("change", redraw);
+  at("draft").addEventListener("input", () => { setDraft(Number(at("draft").value)); showPrediction(); });
+  at("draft-number").addEventListener("input", () => { at("draft").value = at("draft-number").value; showPrediction(); });
+  for (const id of ["nodes", "rows", "rest"]) at(id).addEventListener("input", showPrediction);
+  for (const id of ["know-tau", "know-draft", "know-cost"]) at(id).addEventListener("input", showKnown);
+  setDraft(0.3);
+  redraw();
+  showKnown();
+  if (!DATA.curves.length) at("curve-note").append(" Costs of a machine: ", make("code", {}, DATA.missing.curves));
+  if (!DATA.acceptance.length) at("table-note").append(" Measured acceptance: ", make("code", {}, DATA.missing.traces));
+}

@@ -1,0 +1,241 @@
+"""The trace of a call: what every pass drafted, picked and kept, as lines of JSON.
+
+A file holds one trace or several. Each begins with a header, the line that has `trace`, the version of this form:
+
+- `target`, `drafter` ("plain": plain decoding), `sources` (who proposes nodes), `dtype`, `device`, `engine`;
+- `nodes`, `temperature`, `top_k`, `top_p`, `min_p`, `lossy`, `seed`, as they were asked for;
+- `prompts` (token ids, by row), `prompt_texts`;
+- `seconds_prefill`; whatever whoever wrote the file adds (`selfspec decode` adds `group` and `question`).
+
+A line for each pass and row follows:
+
+- `pass` (from 0), `row`, `position` (of the root in the row);
+- `tokens`, `texts`, `parents` (-1: the root, or a spare node), `scores` (path probabilities; null where the drafter has
+  none), `sources` (indexes into the header's) of the tree's nodes; `masks`: mask rows that rode behind them;
+- `path`: the kept nodes, root first; `emitted`: the new tokens, the i-th picked at `path[i]`; the i-th is also the
+  node `path[i + 1]`, and the last one, where there is no such node, is the bonus token;
+- `pieces`: the text that each of these adds (empty where a character needs further tokens);
+- `choices`: for each of these the tokens it was picked among: `[id, text, probability, noise]`, what was emitted first,
+  then the best of the others and the drafted ones; the pick is the largest log-probability plus noise (noise null:
+  greedy);
+- `seconds`: `draft`, `target` and `other`, of the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from selfspec.core.options import Options, Seen
+from selfspec.core.sampling import Noise
+from selfspec.core.stats import Stats
+from selfspec.core.target import Target
+from selfspec.log import Figures, write_text
+
+VERSION = 1
+_BEST = 4  # tokens that are kept of a choice, beside those that were drafted
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of a traced text. text: what it adds; sources: who drafted it, none for a bonus token; depth: in its
+    tree (0: a bonus token); score: the probability that the drafter gave its path; probability: the target's own."""
+
+    text: str
+    sources: tuple[str, ...]
+    depth: int
+    score: float | None
+    probability: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """header, passes: as in the file."""
+
+    header: Figures
+    passes: list[Figures]
+
+    def __repr__(self) -> str:
+        return f"Trace({self.header['drafter']}, {len(self.passes)} passes)"
+
+    def lines(self) -> str:
+        """As lines of JSON."""
+        return "".join(json.dumps(line) + "\n" for line in (self.header, *self.passes))
+
+    def write(self, path: str | Path) -> None:
+        """Write a file of this trace alone."""
+        write_text(Path(path), self.lines())
+
+    def tokens(self, row: int = 0) -> list[Token]:
+        """A row's text, token by token."""
+        names, found = self.header["sources"], []
+        for line in self.passes:
+            if line["row"] != row:
+                continue
+            for i, (text, choices) in enumerate(zip(line["pieces"], line["choices"], strict=True)):
+                node = line["path"][i + 1] if i + 1 < len(line["path"]) else None
+                whose = () if node is None else tuple(names[source] for source in line["sources"][node])
+                score = None if node is None or line["scores"] is None else line["scores"][node]
+                found.append(Token(text, whose, 0 if node is None else i + 1, score, choices[0][2]))
+        return found
+
+
+def read_traces(path: str | Path) -> list[Trace]:
+    """The traces of a file. Raises ValueError naming a line that is none, or is of another version."""
+    traces: list[Trace] = []
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if "trace" in line:
+                traces.append(Trace(line, []))
+            else:
+                missing = {"row", "tokens", "parents", "path", "emitted", "pieces", "choices", "seconds"} - line.keys()
+                if missing:
+                    raise ValueError(f"it has no {sorted(missing)[0]!r}")
+                traces[-1].passes.append(line)
+        except (ValueError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path}, line {number} is no line of a trace ({error}); make it anew") from error
+        if (version := traces[-1].header["trace"]) != VERSION:
+            raise ValueError(f"{path}, line {number}: a trace of version {version}, not {VERSION}; make it anew")
+    if not traces:
+        raise ValueError(f"{path} holds no trace; make it anew")
+    return traces
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token alone: bytes that are no text as \\xNN; its number where there is no tokenizer."""
+    if tokenizer is None:
+        return str(token)
+    text = str(tokenizer.decode([token]))
+    if "\ufffd" not in text:
+        return text
+    entry = str(tokenizer.convert_ids_to_tokens(token))
+    whole = entry and all(character in _BYTES for character in entry)
+    return "".join(f"\\x{_BYTES[character]:02x}" for character in entry) if whole else entry
+
+
+class Tracer:
+    """Watches one call."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        told: Figures,
+    ) -> None:
+        self.tokenizer, self.passes, self.count = tokenizer, list[Figures](), 0
+        self.ids: list[list[int]] = [[] for _ in prompts]
+        self.shown = [""] * len(prompts)
+        self.last: list[Figures] = [{} for _ in prompts]
+        self.texts: dict[int, str] = {}
+        self.noise: list[Noise] = []
+        seed = options.seed if isinstance(options.seed, int) else list(options.seed)
+        if options.sampling.temperature > 0:
+            rows = range(len(prompts))
+            given = [(seed, row) for row in rows] if isinstance(seed, int) else [(each, 0) for each in seed]
+            self.noise = [Noise([own], [sequence], target.vocab_size, target.device) for own, sequence in given]
+        self.header = {
+            "trace": VERSION,
+            "target": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "engine": "eager" if target.engine is None else "compiled",
+            **told,
+            "seed": seed,
+            "prompts": [list(prompt) for prompt in prompts],
+            "prompt_texts": ["" if tokenizer is None else str(tokenizer.decode(list(prompt))) for prompt in prompts],
+        }
+
+    def __call__(self, seen: Seen) -> None:
+        tree = seen.tree
+        count = tree.tokens.shape[1] if tree.plain is None else tree.plain
+        seconds = dict(zip(("draft", "target", "other"), seen.seconds, strict=True))
+        scores = None if tree.scores is None else tree.scores.expand_as(tree.tokens)[:, :count].tolist()
+        tokens, parents = tree.tokens[:, :count].tolist(), tree.parents[:, :count].tolist()
+        for i, row in enumerate(seen.rows):
+            emitted = seen.emitted[i]
+            whose = [1] * count if tree.sources is None else tree.sources[i]
+            line: Figures = {
+                "pass": self.count,
+                "row": row,
+                "position": seen.positions[i],
+                "tokens": tokens[i],
+                "texts": [self._text(token) for token in tokens[i]],
+                "parents": parents[i],
+                "scores": None if scores is None else [round(score, 4) for score in scores[i]],
+                "sources": [[]] + [[b for b in range(bits.bit_length()) if bits >> b & 1] for bits in whose[1:]],
+                "masks": tree.tokens.shape[1] - count,
+                "path": seen.paths[i][: len(emitted) + 1],  # a row may end above where the walk did
+                "emitted": emitted,
+                "pieces": self._pieces(row, emitted),
+                "choices": self._choices(row, seen.positions[i], seen.paths[i], tokens[i], parents[i], seen.records[i]),
+                "seconds": {name: round(value, 7) for name, value in seconds.items()},
+            }
+            for j, token in enumerate(emitted):  # a lossy rule may emit another token than the best one
+                line["choices"][j].sort(key=lambda choice, token=token: choice[0] != token)
+            self.passes.append(line)
+            self.last[row] = line
+        self.count += 1
+
+    def _text(self, token: int) -> str:
+        if token not in self.texts:
+            self.texts[token] = token_text(self.tokenizer, token)
+        return self.texts[token]
+
+    def _pieces(self, row: int, emitted: Iterable[int]) -> list[str]:
+        pieces = []
+        for token in emitted:
+            self.ids[row].append(token)
+            if self.tokenizer is None:
+                pieces.append(f" {token}")
+                continue
+            text = str(self.tokenizer.decode(self.ids[row], skip_special_tokens=True))
+            whole = not text.endswith("\ufffd")
+            pieces.append(text[len(self.shown[row]) :] if whole else "")
+            self.shown[row] = text if whole else self.shown[row]
+        return pieces
+
+    def _choices(
+        self,
+        row: int,
+        position: int,
+        path: list[int],
+        tokens: list[int],
+        parents: list[int],
+        records: list[tuple[Tensor, Tensor]],
+    ) -> list[list[list[object]]]:
+        found = []
+        for j, (_, scores) in enumerate(records):
+            logs = scores.double().log_softmax(-1)
+            noise = self.noise[row].ahead([position + 1 + j], 1)[0, 0] if self.noise else torch.zeros_like(logs)
+            total = logs + noise
+            best = total.topk(min(_BEST, len(total))).indices.tolist()
+            drafted = [tokens[node] for node, parent in enumerate(parents) if parent == path[j] and node]
+            listed = [
+                [token, self._text(token), _rounded(float(logs[token].exp())), _rounded(float(noise[token]))]
+                for token in dict.fromkeys([*best, *sorted(drafted, key=lambda token: -float(total[token]))])
+            ]
+            found.append([[*choice[:3], choice[3] if self.noise else None] for choice in listed])
+        return found
+
+    def trace(self, stats: Stats) -> Trace:
+        """Everything seen, when the call is over."""
+        for row, ids in enumerate(self.ids):
+            if self.tokenizer is not None and ids:  # bytes at the end that are no whole character
+                text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+                self.last[row]["pieces"][-1] += text[len(self.shown[row]) :]
+        return Trace({**self.header, "seconds_prefill": round(stats.seconds_prefill, 7)}, self.passes)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,151 @@
+"""The trace of a call: the call's own tokens, whole text, who drafted what, files that are read again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from test_drafters import PROMPTS, Row, built
+from test_drafters import row as row  # a fixture: every drafter of the contract
+
+import selfspec
+from selfspec.api import Spec
+from selfspec.budget.policy import Experience
+from selfspec.core.engine import Engine
+from selfspec.core.sampling import Noise
+from selfspec.core.target import Target
+from selfspec.drafters.hybrid import Hybrid
+from selfspec.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from selfspec.trace import VERSION, Trace, read_traces, token_text
+
+
+def traced(row: Row, target: Target, temperature: float, **settings: Any) -> tuple[Spec, Any]:
+    spec = Spec(target, built(row, target))
+    return spec, spec.generate(PROMPTS[:3], 20, temperature, seed=5, nodes=9, trace=True, **settings)
+
+
+@pytest.mark.parametrize(("temperature", "buffers"), [(0.0, True), (0.8, False)])
+def test_a_trace_is_of_the_call_and_changes_nothing(row: Row, temperature: float, buffers: bool) -> None:
+    target = Target(tiny_model(), engine=Engine(None, quiet=True) if buffers else None)
+    spec, found = traced(row, target, temperature)
+    assert found.token_ids == spec.generate(PROMPTS[:3], 20, temperature, seed=5, nodes=9).token_ids
+    trace = found.trace
+    assert len(trace.passes) == found.stats.passes
+    for number, ids in enumerate(found.token_ids):
+        own = [line for line in trace.passes if line["row"] == number]
+        assert [token for line in own for token in line["emitted"]] == ids
+        position = len(PROMPTS[number]) - 1
+        for line in own:
+            assert line["position"] == position
+            assert line["tokens"][0] == (PROMPTS[number] + ids)[position]
+            assert max(line["tokens"]) < VOCAB  # mask rows are counted, not shown
+            assert [line["tokens"][node] for node in line["path"][1:]] == line["emitted"][: len(line["path"]) - 1]
+            assert [line["parents"][node] for node in line["path"]] == [-1, *line["path"][:-1]]
+            position += len(line["emitted"])
+        drafted = [bool(token.sources) for token in trace.tokens(number)]
+        assert drafted == found.from_draft[number]
+
+
+def test_what_was_picked_among_is_told(llama: Target) -> None:
+    """Probabilities are the target's, the noise is the call's, and the pick is their largest sum."""
+    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    trace = spec.generate([PROMPTS[2]], 12, 0.7, seed=5, trace=True).trace
+    assert trace is not None
+    noise, ids = Noise([5], [0], VOCAB, llama.device), list(PROMPTS[2])
+    for line in trace.passes:
+        for token, choices in zip(line["emitted"], line["choices"], strict=True):
+            logits = llama.model(torch.tensor([ids])).logits[0, -1] / 0.7
+            own = noise.ahead([len(ids)], 1)[0, 0]
+            assert choices[0][0] == token == int((logits + own).argmax())
+            for found, _, probability, drawn in choices:
+                assert probability == pytest.approx(float(logits.softmax(-1)[found]), rel=1e-3)
+                assert drawn == pytest.approx(float(own[found]), rel=1e-3)
+            ids.append(token)
+        assert sum(line["seconds"].values()) > 0
+
+
+def test_members_of_a_hybrid_are_told_apart() -> None:
+    spec = selfspec.load("tiny-medusa+prompt_lookup", dtype="float32")
+    prompt = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):\n"
+    found = spec.generate(prompt, 40, trace=True)
+    trace = found.trace
+    assert trace is not None
+    assert trace.header["sources"] == ["prompt_lookup", "tiny-medusa"]
+    assert {tuple(whose) for line in trace.passes for whose in line["sources"][1:]} >= {(0,), (1,)}
+    assert "".join(token.text for token in trace.tokens()) == found.text
+
+
+def test_a_node_of_two_members_is_of_both_and_a_cut_tree_keeps_whose_its_nodes_are(llama: Target) -> None:
+    members = {name: PromptLookup(llama, PromptLookupConfig()) for name in ("one", "other")}
+    spec = Spec(llama, Hybrid(llama, members))
+    spec._past[False, 1] = [0.001 + 0.0001 * n for n in range(65)], Experience()  # costs: nothing is measured
+    for nodes in (8, "auto"):
+        trace = spec.generate([[5, 9, 2, 7] * 6], 24, nodes=nodes, trace=True).trace
+        assert trace is not None
+        drafted = [whose for line in trace.passes for whose in line["sources"][1:]]
+        assert drafted
+        assert {tuple(whose) for whose in drafted} == {(0, 1)}
+
+
+def test_text_is_whole_where_tokens_are_parts_of_characters() -> None:
+    spec = selfspec.load("tiny-medusa", dtype="float32")
+    assert spec.tokenizer is not None
+    part = spec.tokenizer("🧵")["input_ids"][0]
+    assert token_text(spec.tokenizer, part) == "\\xf0"
+    assert token_text(spec.tokenizer, spec.tokenizer("def")["input_ids"][0]) == "def"
+    assert token_text(None, 7) == "7"
+    found = spec.generate("s = '🧵 日本'\nprint('🧵", 24, 1.0, seed=2, trace=True)
+    assert found.trace is not None
+    assert "".join(token.text for token in found.trace.tokens()) == found.text
+
+
+def test_plain_decoding_is_traced_too(llama: Target) -> None:
+    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    found = spec.autoregressive([PROMPTS[0], PROMPTS[2]], 8, trace=True)
+    assert found.trace is not None
+    assert found.trace.header["drafter"] == "plain"
+    assert [line["path"] for line in found.trace.passes] == [[0]] * 16
+    assert spec.autoregressive([PROMPTS[0]], 8).trace is None
+    with pytest.raises(ValueError, match="stream yields text alone"):
+        next(selfspec.load("tiny-medusa").stream("x", trace=True))
+
+
+def test_a_file_is_read_again(llama: Target, tmp_path: Path) -> None:
+    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    trace = spec.generate(PROMPTS[:2], 8, 1.0, seed=1, trace=True).trace
+    assert trace is not None
+    trace.write(tmp_path / "a.jsonl")
+    (again,) = read_traces(tmp_path / "a.jsonl")
+    assert (again.header, again.passes) == (trace.header, trace.passes)
+    (tmp_path / "two.jsonl").write_text(trace.lines() * 2)
+    assert len(read_traces(tmp_path / "two.jsonl")) == 2
+    assert repr(again) == f"Trace(prompt_lookup, {len(trace.passes)} passes)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no trace"),
+        ("{", "line 1 is no line of a trace"),
+        ("[]\n", "line 1 is no line of a trace"),
+        ('{"row": 0}\n', "line 1 is no line of a trace"),
+        (f'{{"trace": {VERSION + 1}}}\n', f"a trace of version {VERSION + 1}, not {VERSION}"),
+        (f'{{"trace": {VERSION}}}\n{{"row": 0}}\n', "it has no 'choices'"),
+    ],
+)
+def test_what_is_no_trace_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_traces(tmp_path / "t.jsonl")
+
+
+def test_lines_are_json_alone(llama: Target) -> None:
+    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    trace = spec.generate([PROMPTS[2]], 8, 1.0, seed=1, top_k=1, trace=True).trace  # all others have no finite score
+    assert isinstance(trace, Trace)
+    for line in trace.lines().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
