@@ -7,7 +7,7 @@ TORCH = 2.13.0
 
 VLLM = .venv-vllm
 
-.PHONY: demo test slow serving gpu docs lint clean
+.PHONY: demo test slow serving gpu page page-data docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -46,6 +46,22 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 # Everything that needs a GPU, in ten minutes, with its results in notebooks/RESULTS.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
+
+# One HTML file that explains, predicts and replays, from the results that come with selfspec.
+page: $(VENV)/.ready
+	$(BIN)/python eval/page.py
+
+# Those results, made anew: 45 minutes.
+page-data: $(VENV)/.ready
+	$(BIN)/python eval/decode.py -m name=page_traces target=tiny-target \
+		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,tiny-early-exit,prompt_lookup \
+		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
+		"decode.arms=[autoregressive,speculative]" decode.repeats=1
+	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[tiny-medusa,tiny-sequential,tiny-feature]"
+	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json limits.drafters=[]
+	$(BIN)/python eval/compare.py name=compare compare.prompts=4 "compare.nodes=[8,16,auto]"
+	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
+		"page.runs=[runs/page_traces,runs/page_limits,runs/page_llama_250m,runs/compare]"
 
 # The documentation site, in build/docs; a link that leads nowhere ends it.
 docs: $(VENV)/.ready

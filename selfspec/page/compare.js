@@ -10,7 +10,8 @@ const MEASURES = {
 const ALL = "all texts";
 const PARTS = ["draft", "target", "other"];
 
-const compared = { /** @type {any[]} */ shown: [], /** @type {Set<string>} */ hidden: new Set(), column: "value", down: true };
+/** @type {{shown: any[], hidden: Set<string>, column: string, down: boolean}} */
+const compared = { shown: [], hidden: new Set(), column: "value", down: true };
 
 /** @returns {any} */
 const comparison = () => DATA.comparisons[Number(at("run").value)];
@@ -95,7 +96,7 @@ function compareTable() {
     const own = compared.column === key && at("sort").value === "the table's column";
     const mark = own ? (compared.down ? " ▼" : " ▲") : "";
     const sort = make("button", { type: "button", onclick: () => {
-      compared.down = compared.column === key ? !compared.down : true;
+      compared.down = !(own && compared.down);
       compared.column = key;
       at("sort").value = "the table's column";
       showCompare();

@@ -2,7 +2,9 @@
 
 const STAGES = ["text so far", "draft tree", "mask", "noise and picks", "walk", "what is kept"];
 
-const explain = { trace: /** @type {any} */ (null), pass: 0, stage: 0, time: 0, playing: 0, last: 0, /** @type {any[]} */ fast: [], /** @type {any[]} */ plain: [] };
+/** What is shown: tokens of both texts in `fast` and `plain`; `playing`: the frame that is asked for.
+ * @type {{trace: any, pass: number, stage: number, time: number, playing: number, last: number, fast: any[], plain: any[]}} */
+const explain = { trace: null, pass: 0, stage: 0, time: 0, playing: 0, last: 0, fast: [], plain: [] };
 
 /** @param {any} header */
 function traceLabel(header) {
@@ -88,7 +90,8 @@ function showRace() {
 
 /** A node's token and where it is drawn. @param {any} line */
 function treeLayout(line) {
-  const below = line.tokens.map(() => /** @type {number[]} */ ([]));
+  /** @type {number[][]} */
+  const below = line.tokens.map(() => []);
   line.parents.forEach((/** @type {number} */ parent, /** @type {number} */ node) => { if (parent >= 0) below[parent].push(node); });
   /** @type {Record<number, {x: number, y: number}>} */
   const places = {};
@@ -319,7 +322,7 @@ function startExplain() {
     }
   });
   // First what shows most: several drafters in one tree, with noise.
-  const worth = (/** @type {any} */ trace) => 2 * (trace.header.sources.length > 1) + (trace.header.temperature > 0) + !!trace.plain;
+  const worth = (/** @type {any} */ trace) => 2 * Number(trace.header.sources.length > 1) + Number(trace.header.temperature > 0) + Number(trace.plain !== null);
   const most = Math.max(...DATA.traces.map(worth));
   at("trace").value = String(DATA.traces.findIndex((/** @type {any} */ trace) => worth(trace) === most));
   chooseTrace(Number(at("trace").value));
