@@ -122,7 +122,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
             write_point(folder, point, records)
         if run.decode.traces:
-            write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes)
+            write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
         if files:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})

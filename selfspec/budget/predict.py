@@ -60,10 +60,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Prediction:
-    """tau: tokens of a pass and row; speedup: over plain decoding; free: the same if drafts cost nothing; limit: if
-    passes, too, took no longer than this machine needs for their weights and products; best: the size with the largest
-    speedup, which is `most`; pays: the largest size that is faster than plain decoding, 1 where none is; affordable:
-    what a draft may cost at this size, in plain steps, before nothing is left."""
+    """tau: tokens of a pass and row; speedup: over plain decoding; free: the same if drafts cost nothing; limit: if,
+    beside that, a pass took no longer than this machine needs for its weights and products; best: the size with the
+    largest speedup, which is `most`; pays: the largest size that is faster than plain decoding, 1 where none is;
+    affordable: what a draft may cost at this size, in plain steps, before nothing is left."""
 
     tau: float
     speedup: float
@@ -90,7 +90,7 @@ def predict(grown: Sequence[float], curve: Curve, draft: float, nodes: int, rows
         tau=tau,
         speedup=ratios[nodes - 1],
         free=speedup(tau, step, cost, 0.0),
-        limit=speedup(tau, fastest(rows, *machine), fastest(rows * nodes, *machine), 0.0),
+        limit=speedup(tau, step, fastest(rows * nodes, *machine), 0.0),
         best=ratios.index(most) + 1,
         most=most,
         pays=max(n for n, ratio in enumerate(ratios, 1) if ratio > 1 or n == 1),

@@ -134,8 +134,11 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
     return records
 
 
-def write_traces(path: Path, spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> None:
-    """Traces of the first prompts of each group: of each prompt plain decoding, then speculative decoding."""
+def write_traces(
+    path: Path, spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str, name: str
+) -> None:
+    """Traces of the first prompts of each group: of each prompt plain decoding, then speculative decoding. name: of the
+    drafter."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
@@ -145,7 +148,11 @@ def write_traces(path: Path, spec: Spec, prompts: Sequence[Prompt], config: Deco
         plain = spec.autoregressive([prompt.ids], **arguments)
         for result in (plain, spec.generate([prompt.ids], **arguments, nodes=nodes, lossy=config.lossy)):
             assert result.trace is not None
-            result.trace.header.update(group=prompt.group, question=prompt.question)
+            header = result.trace.header
+            header.update(group=prompt.group, question=prompt.question)
+            if header["sources"]:
+                header["drafter"] = name
+                header["sources"] = [name] if len(header["sources"]) == 1 else header["sources"]
             lines.append(result.trace.lines())
     write_text(path, "".join(lines))
 

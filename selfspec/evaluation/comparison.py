@@ -105,7 +105,13 @@ def _row(temperature: float, arm: str, nodes: str, own: list[Run], costs: list[f
     for group in dict.fromkeys(r.group for r in own):
         part = [r for r in own if r.group == group]
         tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
-        row["groups"][group] = {"tau": tau, "tau_interval": _tau(part), "speedup": ratio_to_plain(part), **_right(part)}
+        row["groups"][group] = {
+            "prompts": len(part),
+            "tau": tau,
+            "tau_interval": _tau(part),
+            "speedup": ratio_to_plain(part),
+            **_right(part),
+        }
     if own[0].decode is not None:
         row |= _ours_alone(own, nodes, costs, row["tau"])
     return row

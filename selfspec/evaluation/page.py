@@ -117,7 +117,7 @@ def _comparison(figures: Figures) -> Figures:
     rows = []
     for row in figures["rows"]:
         groups = {
-            group: {key: part[key] for key in ("tau", "tau_interval", "speedup") if key in part}
+            group: {key: part[key] for key in ("prompts", "tau", "tau_interval", "speedup") if key in part}
             for group, part in row["groups"].items()
         }
         rows.append({key: row[key] for key in kept if key in row} | {"arm": _last(row["arm"]), "groups": groups})

@@ -4,11 +4,11 @@
 const MEASURES = {
   speedup: { label: "speedup over plain decoding", unit: "x", of: (row) => row.part.speedup && { value: row.part.speedup.ratio, low: row.part.speedup.low, high: row.part.speedup.high } },
   tau: { label: "τ, tokens a pass", unit: "", of: (row) => ({ value: row.part.tau, low: row.part.tau_interval?.[0], high: row.part.tau_interval?.[1] }) },
-  limit: { label: "measured speedup beside the limit", unit: "x", of: (row) => row.part.speedup && { value: row.part.speedup.ratio, low: row.part.speedup.low, high: row.part.speedup.high, limit: row.whole ? row.limit : null } },
+  limit: { label: "speedup, measured and from its costs", unit: "x", of: (row) => row.part.speedup && { value: row.part.speedup.ratio, low: row.part.speedup.low, high: row.part.speedup.high, limit: row.whole ? row.limit : null } },
   time: { label: "where the time of a pass goes", unit: " ms", of: (row) => row.whole && row.milliseconds_per_pass && { value: Object.values(row.milliseconds_per_pass).reduce((a, b) => a + b, 0), parts: row.milliseconds_per_pass } },
 };
 const ALL = "all texts";
-const PARTS = ["draft", "target", "other"];
+const PARTS = { draft: "draft", target: "model", other: "rest" };
 
 /** @type {{shown: any[], hidden: Set<string>, column: string, down: boolean}} */
 const compared = { shown: [], hidden: new Set(), column: "value", down: true };
@@ -24,6 +24,7 @@ function rowsShown() {
     .filter((/** @type {any} */ row) => row.T === T && !compared.hidden.has(row.arm) && (size === "every size" || row.nodes === size || !/^(\d+|auto)$/.test(row.nodes)))
     .map((/** @type {any} */ row) => ({ ...row, whole: group === ALL, part: group === ALL ? row : row.groups[group] ?? {}, name: /^(\d+|auto)$/.test(row.nodes) ? `${row.arm} ${row.nodes}` : row.arm }))
     .map((/** @type {any} */ row) => ({ ...row, found: row.part && measure.of(row) }))
+    .map((/** @type {any} */ row) => (row.found && row.part.prompts === 1 ? { ...row, found: { ...row.found, low: null, high: null } } : row))
     .filter((/** @type {any} */ row) => row.found && Number.isFinite(row.found.value));
   const order = sort === "name" ? (/** @type {any} */ a, /** @type {any} */ b) => a.name.localeCompare(b.name) : (/** @type {any} */ a, /** @type {any} */ b) => b.found.value - a.found.value;
   return sort === "as measured" ? rows : rows.sort(order);
@@ -40,22 +41,25 @@ function compareChart() {
   const low = (/** @type {any} */ d) => d.found.low ?? d.found.value;
   const high = (/** @type {any} */ d) => d.found.high ?? d.found.value;
   const told = (/** @type {any} */ d) => `${d.name}: ${cellOf(d)}`;
-  const parts = rows.flatMap((row) => (row.found.parts ? PARTS.map((part) => ({ name: row.name, part, ms: row.found.parts[part] })) : []));
+  const parts = rows.flatMap((row) => (row.found.parts ? Object.entries(PARTS).map(([key, part]) => ({ name: row.name, part, ms: row.found.parts[key] })) : []));
   const dots = [
     Plot.ruleX(measure.unit === "x" ? [1] : [], { stroke: "currentColor", strokeDasharray: "5 4" }),
     Plot.link(rows, { y1: "name", y2: "name", x1: low, x2: high, stroke: COLORS[0], strokeWidth: 2.5 }),
     Plot.dot(rows, { y: "name", x: (/** @type {any} */ d) => d.found.value, fill: COLORS[0], r: 5, ariaLabel: told }),
-    Plot.tickX(rows.filter((row) => row.found.limit), { y: "name", x: (/** @type {any} */ d) => d.found.limit, stroke: COLORS[1], strokeWidth: 3, ariaLabel: (/** @type {any} */ d) => `${d.name}: limit ${fixed(d.found.limit)}x` }),
+    Plot.tickX(rows.filter((row) => row.found.limit), { y: "name", x: (/** @type {any} */ d) => d.found.limit, stroke: COLORS[1], strokeWidth: 3, ariaLabel: (/** @type {any} */ d) => `${d.name}: from its costs ${fixed(d.found.limit)}x` }),
     Plot.tip(rows, Plot.pointerY({ y: "name", x: (/** @type {any} */ d) => d.found.value, fill: "var(--panel)", title: told })),
   ];
-  const bars = [Plot.barX(parts, { y: "name", x: "ms", fill: "part", order: PARTS, ariaLabel: (/** @type {any} */ d) => `${d.name}: ${d.part} ${fixed(d.ms)} ms` })];
+  const bars = [Plot.barX(parts, { y: "name", x: "ms", fill: "part", order: Object.values(PARTS), ariaLabel: (/** @type {any} */ d) => `${d.name}: ${d.part} ${fixed(d.ms)} ms` })];
   place.replaceChildren(rows.length ? Plot.plot({
-    width, height: 60 + 22 * rows.length, marginLeft: left, marginBottom: 42,
+    width, height: 64 + 22 * rows.length, marginLeft: left, marginBottom: 46, marginRight: 26, insetLeft: 8, insetRight: 8,
     style: { background: "transparent", color: "currentColor", fontSize: "12px" },
     ariaLabel: measure.label, ariaDescription: rows.map(told).join("; "),
     x: { label: `${measure.label}${measure.unit.trim() === "ms" ? ", ms" : ""}`, grid: true, zero: split },
-    y: { label: null, domain: names, tickFormat: (/** @type {string} */ name) => (name.length * 7.2 > left ? `${name.slice(0, Math.floor(left / 7.2) - 1)}…` : name) },
-    color: split ? { legend: true, domain: PARTS, range: COLORS.slice(0, 3) } : {},
+    y: { label: null, domain: names, tickFormat: (/** @type {string} */ name) => {
+      const room = Math.floor((left - 12) / 7.2);
+      return name.length > room ? `${name.slice(0, room - 8)}…${name.slice(-7)}` : name; // the end tells the size
+    } },
+    color: split ? { legend: true, domain: Object.values(PARTS), range: COLORS.slice(0, 3) } : {},
     marks: split ? bars : dots,
   }) : make("p", {}, "Nothing was measured for this choice."));
 }
@@ -64,7 +68,7 @@ function compareChart() {
 function cellOf(row) {
   const unit = MEASURES[at("measure").value].unit;
   const interval = row.found.low === undefined || row.found.low === null ? "" : ` [${fixed(row.found.low)}, ${fixed(row.found.high)}]`;
-  const limit = row.found.limit ? `, limit ${fixed(row.found.limit)}x` : "";
+  const limit = row.found.limit ? `, from its costs ${fixed(row.found.limit)}x` : "";
   return `${fixed(row.found.value)}${unit}${interval}${limit}`;
 }
 
@@ -76,9 +80,9 @@ const COLUMNS = [
   ["value", "value", (row) => row.found.value],
   ["low", "low", (row) => row.found.low],
   ["high", "high", (row) => row.found.high],
-  ["limit", "limit", (row) => (row.whole ? row.limit : null)],
+  ["from its costs", "limit", (row) => (row.whole ? row.limit : null)],
   ["τ", "tau", (row) => row.part.tau],
-  ["tokens/s", "rate", (row) => (row.whole ? row.tokens_per_second : null)],
+  ["texts", "texts", (row) => row.part.prompts],
 ];
 
 function compareTable() {
@@ -106,7 +110,7 @@ function compareTable() {
   });
   const rows = sorted.map((row) => make("tr", {}, COLUMNS.map(([, , of], i) => {
     const value = of(row);
-    return make("td", { class: i > 1 ? "number" : "" }, typeof value === "number" && i > 2 ? fixed(value) : value ?? "–");
+    return make("td", { class: i > 1 ? "number" : "" }, typeof value === "number" && i > 2 && Math.abs(value) < 1e6 && COLUMNS[i][1] !== "texts" ? fixed(value) : value ?? "–");
   })));
   const label = `${MEASURES[at("measure").value].label}, ${at("group").value}, T=${at("temperature").value}`;
   at("rows-table").replaceChildren(make("caption", {}, label), make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));
@@ -135,7 +139,7 @@ function showCompare() {
   compareChart();
   compareTable();
   const best = [...compared.shown].sort((a, b) => b.found.value - a.found.value)[0];
-  at("compare-told").textContent = best ? `${compared.shown.length} rows; the largest: ${best.name}, ${cellOf(best)}` : "Nothing was measured for this choice.";
+  at("compare-told").textContent = best ? `${compared.shown.length} rows; the largest value: ${best.name}, ${cellOf(best)}` : compared.hidden.size ? "Nothing is left: tick a drafter." : "";
 }
 
 function showRun() {

@@ -149,14 +149,17 @@ function drawMask(line) {
   const count = line.tokens.length;
   const texts = line.tokens.map((/** @type {number} */ id) => visible(explain.trace.texts[id] ?? String(id)).slice(0, 10));
   const side = 20;
-  const left = 96;
-  const svg = make("svg", { width: left + side * count + 10, height: side * count + 10, role: "img", "aria-label": `Mask: each of ${count} nodes sees the text, itself and its ancestors` });
+  const [left, top] = [96, 90];
+  const svg = make("svg", { width: left + side * count + 60, height: top + side * count + 10, role: "img", "aria-label": `Mask: each of ${count} nodes sees the text, itself and its ancestors` });
   for (let i = 0; i < count; i++) {
     const seen = new Set();
     for (let n = i; n >= 0; n = line.parents[n]) seen.add(n);
-    svg.append(make("text", { x: left - 8, y: side * i + 15, "text-anchor": "end" }, texts[i]));
+    svg.append(
+      make("text", { x: left - 8, y: top + side * i + 15, "text-anchor": "end" }, texts[i]),
+      make("text", { transform: `translate(${left + side * i + 14},${top - 6}) rotate(-60)` }, texts[i]),
+    );
     for (let j = 0; j < count; j++) {
-      const cell = make("rect", { class: `cell${seen.has(j) ? " on" : ""}`, x: left + side * j + 1, y: side * i + 1, width: side - 2, height: side - 2 });
+      const cell = make("rect", { class: `cell${seen.has(j) ? " on" : ""}`, x: left + side * j + 1, y: top + side * i + 1, width: side - 2, height: side - 2 });
       cell.append(make("title", {}, `${texts[i]} ${seen.has(j) ? "sees" : "does not see"} ${texts[j]}`));
       svg.append(cell);
     }
@@ -194,7 +197,7 @@ function keptTable(line) {
   const ms = (/** @type {number} */ s) => `${(1000 * s).toFixed(1)} ms`;
   return make("div", {},
     make("table", {}, make("thead", {}, make("tr", {}, ["token", "proposed by", "depth", "the model's probability"].map((h) => make("th", { scope: "col" }, h)))), make("tbody", {}, rows)),
-    make("p", { class: "note" }, `This pass took ${ms(line.seconds.draft)} for the draft, ${ms(line.seconds.target)} for the model, ${ms(line.seconds.other)} for the rest.`));
+    make("p", { class: "note" }, `This pass took ${ms(line.seconds.draft)} for the draft, ${ms(line.seconds.target)} for the model, ${ms(line.seconds.other)} for the rest.${explain.pass ? "" : ` Before it, the prompt was read in ${ms(explain.trace.header.seconds_prefill)}.`}`));
 }
 
 function showStep() {
@@ -205,13 +208,14 @@ function showStep() {
   const kept = line.emitted.length;
   const drafted = Math.min(line.path.length - 1, kept);
   const masks = line.masks ? ` ${line.masks} mask rows ride along and write the next draft.` : "";
+  const whose = header.sources.map((/** @type {string} */ name, /** @type {number} */ i) => `${name} proposed ${line.sources.filter((/** @type {number[]} */ s) => s.includes(i)).length} of ${count - 1} guesses`);
   const told = [
-    `Pass ${explain.pass + 1}. ${before} tokens are written. The last one is the root of the next tree.`,
-    count > 1 ? `${header.sources.join(" and ")} drafted ${count - 1} guesses. The number at a node: how likely the walk comes there.` : "Nothing was drafted in this pass.",
+    `Pass ${explain.pass + 1}. ${before || "No"} ${before === 1 ? "token is" : "tokens are"} written so far. The last token of ${before ? "the text" : "the prompt"} is the root of the tree.`,
+    count > 1 ? `${whose.join(", ")}. The number at a node is the drafter's own estimate that the text goes there.` : "Nothing was drafted in this pass.",
     `One pass over ${count} nodes. A filled cell: the node of this row sees the node of this column. Siblings do not see each other.${masks}`,
     `The model picks a token at each node of the walk${header.temperature > 0 ? ": the largest log-probability plus noise" : ": the most likely one, since T=0"}.`,
     drafted ? `The walk goes down as long as a child holds the pick: ${drafted} of ${count - 1} guesses are right.` : "No child of the root holds the pick: the walk ends at once.",
-    `${kept} ${kept === 1 ? "token" : "tokens"} from one pass: ${drafted} drafted${kept > drafted ? ", and the bonus token" : ""}. Plain decoding needs ${kept} ${kept === 1 ? "pass" : "passes"} for them.`,
+    `${kept} ${kept === 1 ? "token" : "tokens"} from one pass: ${drafted} drafted${kept > drafted ? ", and the bonus token" : ""}. Plain decoding needs ${kept === 1 ? "one pass for it" : `${kept} passes for them`}.`,
   ];
   at("told").textContent = told[explain.stage];
   const context = () => {
@@ -297,6 +301,11 @@ function chooseTrace(index) {
   const names = explain.trace.header.sources.map((/** @type {string} */ name, /** @type {number} */ i) => make("li", {}, make("span", { class: `mark s${i % 4}` }, name)));
   at("legend").replaceChildren(...names, make("li", {}, make("span", { class: "mark bonus" }, "bonus token")), make("li", {}, "no mark: plain decoding"));
   const telling = explain.trace.passes.findIndex((/** @type {any} */ line) => line.emitted.length > 2);
+  const [fast, beside] = [explain.fast, explain.plain].map((tokens) => (tokens.length ? tokens[tokens.length - 1].clock : 0));
+  const count = explain.trace.passes.length;
+  at("result").textContent = explain.trace.plain
+    ? `Measured: speculative decoding was done after ${(1000 * fast).toFixed(0)} ms and ${count} passes, plain decoding after ${(1000 * beside).toFixed(0)} ms and ${explain.plain.length} passes: ${fixed(beside / fast)}x, the prompt included.`
+    : "";
   goTo(Math.max(0, telling), telling < 0 ? 0 : 1);
 }
 
@@ -313,9 +322,10 @@ function startExplain() {
   at("pass").addEventListener("change", () => { stop(); goTo(Math.max(0, at("pass").valueAsNumber - 1), explain.stage); });
   at("play").addEventListener("click", play);
   at("time").addEventListener("input", () => { stop(); setTime(Number(at("time").value)); });
-  at("explain").addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
-    const typing = ["INPUT", "SELECT"].includes(/** @type {HTMLElement} */ (event.target).tagName);
-    if (typing || event.altKey || event.ctrlKey || event.metaKey) return;
+  document.addEventListener("keydown", (event) => {
+    const target = /** @type {HTMLElement} */ (event.target);
+    const elsewhere = target !== document.body && !at("explain").contains(target);
+    if (elsewhere || ["INPUT", "SELECT"].includes(target.tagName) || event.altKey || event.ctrlKey || event.metaKey) return;
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       event.preventDefault();
       step(event.key === "ArrowRight" ? 1 : -1);

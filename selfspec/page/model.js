@@ -90,7 +90,7 @@ function predict(acceptance, curve, draft, nodes, rows = 1) {
     tau,
     speedup: ratios[nodes - 1],
     free: speedup(tau, step, cost, 0),
-    limit: speedup(tau, fastest(rows, curve), fastest(rows * nodes, curve), 0),
+    limit: speedup(tau, step, fastest(rows * nodes, curve), 0),
     best: ratios.indexOf(most) + 1,
     most,
     pays,

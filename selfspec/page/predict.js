@@ -32,7 +32,7 @@ function showDepths() {
   at("rest-label").hidden = !typed;
   const table = typed ? null : DATA.acceptance[Number(at("table").value)];
   at("table-note").textContent = table
-    ? `Counted in ${table.passes} traced passes, where the drafter offered a guess; they kept ${fixed(table.tau)} tokens each, with at most ${table.nodes} nodes. Choose "typed in" to move the sliders.`
+    ? `From ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass). Choose "typed in" to move the sliders.`
     : "How often the first guess at each depth is right, if all above it were.";
 }
 
@@ -46,7 +46,7 @@ function showCosts() {
   const found = typed ? null : DATA.curves[Number(at("curve").value)];
   const largest = found ? found.sizes[found.sizes.length - 1] : 64;
   at("curve-note").textContent = found
-    ? `${found.machine || "a machine that was not named"}. A plain step takes ${(1000 * found.seconds[0]).toFixed(2)} ms. Measured to ${largest} nodes; beyond, as between the last two sizes. A batch is taken to cost what a pass over all its nodes costs.`
+    ? `${found.machine || "a machine that was not named"}. A plain step takes ${(1000 * found.seconds[0]).toFixed(2)} ms. Measured up to ${largest} nodes; beyond, the last slope goes on. Of a batch it is assumed, not measured, that 16 texts with 8 nodes each cost as much as one pass over 128 nodes.`
     : "Costs in plain steps; linear in between.";
 }
 
@@ -83,27 +83,30 @@ function showPrediction() {
   document.querySelectorAll('output[for="rest"]').forEach((out) => { out.textContent = percent(Number(at("rest").value)); });
   if (!(draft >= 0)) {
     at("answer").textContent = "A draft costs 0 plain steps or more; type a number.";
+    at("figures").replaceChildren();
+    at("predict-chart").replaceChildren();
     return;
   }
   const found = predict(acceptance(), curve(), draft, nodes, rows);
-  const worth = found.speedup > 1.005 ? `It pays: ${fixed(found.speedup)}x as fast as plain decoding` : found.speedup < 0.995 ? `It does not pay: ${fixed(found.speedup)}x` : "It changes nothing: 1.00x";
-  const best = found.best > 1 ? `The best size is ${found.best} nodes (${fixed(found.most)}x).` : "No size pays; plain decoding is best.";
+  const size = `${nodes} ${nodes === 1 ? "node" : "nodes"}`;
+  const worth = found.speedup > 1.005 ? `${size}: it pays, ${fixed(found.speedup)}x as fast as plain decoding` : found.speedup < 0.995 ? `${size}: it does not pay, ${fixed(found.speedup)}x` : `${size}: no change, 1.00x`;
+  const best = found.best > 1 ? `The best size is ${found.best} nodes, ${fixed(found.most)}x.` : "No size pays; plain decoding is best.";
   at("answer").textContent = `${worth}, with ${fixed(found.tau)} tokens a pass. ${best}`;
   const entries = [
     ["τ, tokens a pass", fixed(found.tau)],
     ["speedup", `${fixed(found.speedup)}x`],
     ["best size", found.best > 1 ? `${found.best} nodes` : "none"],
-    ["pays up to", found.pays > 1 ? `${found.pays} nodes` : "never"],
-    ["a draft may cost", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
-    ["with drafts for nothing", `${fixed(found.free)}x`],
-    [at("curve").value === TYPED ? "limit, if passes cost a step" : "limit of this machine", `${fixed(found.limit)}x`],
+    ["pays up to", found.pays === MOST ? `${MOST} nodes or more` : found.pays > 1 ? `${found.pays} nodes` : "never"],
+    ["a draft must cost less than", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
+    ["if drafting were free", `${fixed(found.free)}x`],
+    [at("curve").value === TYPED ? "limit, if a pass costs one step" : "limit of this machine", `${fixed(found.limit)}x`],
   ];
   at("figures").replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const points = found.ratios.map((ratio, i) => ({ nodes: i + 1, speedup: ratio, tau: found.taus[i] }));
   const chosen = [{ nodes, speedup: found.speedup }];
   const place = at("predict-chart");
   place.replaceChildren(Plot.plot({
-    width: widthOf(place), height: 300, marginLeft: 48, marginTop: 44, style: { background: "transparent", color: "currentColor", fontSize: "12px" },
+    width: widthOf(place), height: 300, marginLeft: 48, marginTop: 44, marginRight: 30, marginBottom: 44, style: { background: "transparent", color: "currentColor", fontSize: "12px" },
     ariaLabel: "Speedup by nodes",
     ariaDescription: `Speedup over plain decoding for trees of 1 to 64 nodes; ${fixed(found.speedup)} at ${nodes}, at most ${fixed(found.most)} at ${found.best}`,
     x: { label: "nodes of the tree", domain: [1, 64] },
@@ -125,7 +128,8 @@ function showKnown() {
     return;
   }
   const found = speedup(tau, 1, cost, draft);
-  at("know").textContent = `${fixed(found)}x: ${found > 1 ? "it pays" : "it does not pay"}; a draft may cost up to ${fixed(Math.max(0, tau - cost))} steps`;
+  const below = (/** @type {number} */ steps) => (steps > 0 ? `below ${fixed(steps)}` : "never");
+  at("know").textContent = `${fixed(found)}x: ${found > 1 ? "it pays" : "it does not pay"}. It pays while a pass costs ${below(tau - draft)} steps, or with this pass, while a draft costs ${below(tau - cost)}.`;
 }
 
 function startPredict() {
@@ -133,8 +137,10 @@ function startPredict() {
   choose(at("table"), [[TYPED, "typed in"], ...tables]);
   const curves = DATA.curves.map((/** @type {any} */ c, /** @type {number} */ i) => [String(i), `${c.target}, ${c.engine}`]);
   choose(at("curve"), [[TYPED, "typed in"], ...curves]);
-  if (tables.length) at("table").value = "0";
   if (curves.length) at("curve").value = "0";
+  if (tables.length) at("table").value = "0";
+  const measured = tables.find((/** @type {[string, string]} */ [value]) => { at("table").value = value; return measuredDraft(); });
+  if (tables.length) at("table").value = measured ? measured[0] : "0";
   const redraw = () => { showDepths(); showCosts(); takeDraft(); showPrediction(); };
   for (const id of ["table", "curve"]) at(id).addEventListener("change", redraw);
   at("draft").addEventListener("input", () => { setDraft(Number(at("draft").value)); showPrediction(); });
