@@ -154,8 +154,7 @@ class Spec:
     def _tracer(self, asked: Arguments, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
         nodes = (asked.nodes or NODES) if sources else 1
         told: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
-        told |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p}
-        return Tracer(self.target, self.tokenizer, prompts, options, told | {"lossy": asked.lossy})
+        return Tracer(self.target, self.tokenizer, prompts, options, told | {"lossy": asked.lossy if sources else None})
 
     def __repr__(self) -> str:
         dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device

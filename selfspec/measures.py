@@ -117,12 +117,13 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             accuracy = accuracy if isinstance(spec.drafter, Trained) else []
             point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
+        if run.decode.traces:
+            path = folder / "traces.jsonl"
+            write_traces(path, spec, prompts, run.decode, run.tree.nodes, run.drafter)
         write_point(folder, point, records)
         if columns:
             point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
             write_point(folder, point, records)
-        if run.decode.traces:
-            write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
         if files:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
@@ -253,7 +254,7 @@ def _comparison(
         prices = {name: price(name, spec) for name, spec in specs.items()}
         if draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, **_origin(target), "config": plain}
+        figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
         text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")
@@ -282,7 +283,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     done = folder / "limits.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
-        figures |= measure_limits(model, makers, run.limits) | _origin(Target(model)) | {"config": plain}
+        figures |= measure_limits(model, makers, run.limits) | _origin(model.device) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         text = limits_tables(figures)
@@ -297,9 +298,9 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     return figures
 
 
-def _origin(target: Target) -> Figures:
+def _origin(device: torch.device) -> Figures:
     """Where and by which command something is measured."""
-    return {"machine": device_name(target.device), "command": command_line()}
+    return {"machine": device_name(device), "command": command_line()}
 
 
 def run_page(config: DictConfig) -> None:

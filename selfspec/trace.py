@@ -5,7 +5,7 @@ A file holds one trace or several. Each begins with a header, the line that has 
 - `target`, `drafter` ("plain": plain decoding), `sources` (who proposes nodes), `dtype`, `device`, `engine`;
 - `nodes`, `temperature`, `top_k`, `top_p`, `min_p`, `lossy`, `seed`, as they were asked for;
 - `prompts` (token ids, by row), `prompt_texts`;
-- `seconds_prefill`; whatever whoever wrote the file adds (`selfspec decode` adds `group` and `question`).
+- `seconds_prefill`; further keys of the writer (`selfspec decode` adds `group` and `question`).
 
 A line for each pass and row follows:
 
@@ -16,8 +16,8 @@ A line for each pass and row follows:
   node `path[i + 1]`, and the last one, where there is no such node, is the bonus token;
 - `pieces`: the text that each of these adds (empty where a character needs further tokens);
 - `choices`: for each of these the tokens it was picked among: `[id, text, probability, noise]`, what was emitted first,
-  then the best of the others and the drafted ones; the pick is the largest log-probability plus noise (noise null:
-  greedy);
+  then the best of the others and the drafted ones; unless a lossy rule decided, the pick is the largest log-probability
+  plus noise (noise null: greedy);
 - `seconds`: `draft`, `target` and `other`, of the whole batch.
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +40,10 @@ from selfspec.core.target import Target
 from selfspec.log import Figures, write_text
 
 VERSION = 1
+_CALL = "target dtype device engine drafter sources nodes temperature top_k top_p min_p lossy seed"
+_HEADER = frozenset((*_CALL.split(), "prompts", "prompt_texts", "seconds_prefill"))
+_LINE = "row position tokens texts parents scores sources masks path emitted pieces choices seconds"
+_PASS = frozenset(_LINE.split())
 _BEST = 4  # tokens that are kept of a choice, beside those that were drafted
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -94,12 +98,12 @@ def read_traces(path: str | Path) -> list[Trace]:
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = json.loads(text)
+            missing = (_HEADER if "trace" in line else _PASS) - line.keys()
+            if missing and line.get("trace", VERSION) == VERSION:
+                raise ValueError(f"it has no {sorted(missing)[0]!r}")
             if "trace" in line:
                 traces.append(Trace(line, []))
             else:
-                missing = {"row", "tokens", "parents", "path", "emitted", "pieces", "choices", "seconds"} - line.keys()
-                if missing:
-                    raise ValueError(f"it has no {sorted(missing)[0]!r}")
                 traces[-1].passes.append(line)
         except (ValueError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}, line {number} is no line of a trace ({error}); make it anew") from error
@@ -151,6 +155,7 @@ class Tracer:
             "device": str(target.device),
             "engine": "eager" if target.engine is None else "compiled",
             **told,
+            **asdict(options.sampling),
             "seed": seed,
             "prompts": [list(prompt) for prompt in prompts],
             "prompt_texts": ["" if tokenizer is None else str(tokenizer.decode(list(prompt))) for prompt in prompts],
@@ -173,7 +178,10 @@ class Tracer:
                 "texts": [self._text(token) for token in tokens[i]],
                 "parents": parents[i],
                 "scores": None if scores is None else [round(score, 4) for score in scores[i]],
-                "sources": [[]] + [[b for b in range(bits.bit_length()) if bits >> b & 1] for bits in whose[1:]],
+                "sources": [
+                    [b for b in range(bits.bit_length()) if bits >> b & 1] if parent >= 0 else []
+                    for bits, parent in zip(whose, parents[i], strict=False)
+                ],
                 "masks": tree.tokens.shape[1] - count,
                 "path": seen.paths[i][: len(emitted) + 1],  # a row may end above where the walk did
                 "emitted": emitted,

@@ -198,7 +198,7 @@ def test_target_weights_are_views(row: Row, target: Target) -> None:
     assert all(p.data_ptr() in storages for p in drafter.parameters() if not p.requires_grad)
 
 
-# temperature, rows, nodes: every pair of values of any two of them but for a root alone, which is one case
+# temperature, rows, nodes: pairwise; a root alone is one more case
 CASES = [(0.0, 1, 13), (0.0, 4, 4), (0.7, 4, 13), (0.7, 1, 4), (1.0, 1, 13), (1.0, 4, 4), (1.0, 4, 1)]
 
 

@@ -11,6 +11,7 @@ import torch
 from conftest import VOCAB, tiny_model
 from test_drafters import PROMPTS, Row, built
 from test_drafters import row as row  # a fixture: every drafter of the contract
+from transformers import GenerationConfig
 
 import selfspec
 from selfspec.api import Spec
@@ -134,13 +135,37 @@ def test_a_file_is_read_again(llama: Target, tmp_path: Path) -> None:
         ("[]\n", "line 1 is no line of a trace"),
         ('{"row": 0}\n', "line 1 is no line of a trace"),
         (f'{{"trace": {VERSION + 1}}}\n', f"a trace of version {VERSION + 1}, not {VERSION}"),
-        (f'{{"trace": {VERSION}}}\n{{"row": 0}}\n', "it has no 'choices'"),
+        (f'{{"trace": {VERSION}}}\n', "it has no 'device'"),
     ],
 )
 def test_what_is_no_trace_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_traces(tmp_path / "t.jsonl")
+
+
+def test_a_lossy_call_and_an_early_end_are_traced(llama: Target) -> None:
+    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    prompt = [5, 9, 2, 7] * 6
+    found = spec.generate([prompt], 30, 1.0, seed=1, lossy="top_k:5", trace=True)
+    assert found.trace is not None
+    assert found.lossy is not None
+    assert found.lossy.altered
+    assert found.trace.header["lossy"] == "top_k:5"
+    assert all(
+        choices[0][0] == token
+        for line in found.trace.passes
+        for token, choices in zip(line["emitted"], line["choices"], strict=True)
+    )
+    assert spec.autoregressive([prompt], 3, lossy="top_k:5", trace=True).trace.header["lossy"] is None  # type: ignore[union-attr]
+    eos = spec.generate([prompt], 30).token_ids[0][9]
+    config = GenerationConfig(max_new_tokens=30, eos_token_id=eos, do_sample=False)
+    short = spec.generate([prompt], generation_config=config, trace=True)
+    assert short.trace is not None
+    emitted = [token for line in short.trace.passes for token in line["emitted"]]
+    assert emitted == short.token_ids[0]
+    assert emitted[-1] == eos
+    assert len(short.trace.tokens()) == len(emitted)
 
 
 def test_lines_are_json_alone(llama: Target) -> None:

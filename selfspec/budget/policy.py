@@ -215,14 +215,15 @@ class AutoSession:
         self.past.size = 0.9 * self.past.size + 0.1 * best
         if not tree.prunable or best == len(order[0]):
             return tree, total
-        kept = torch.tensor([sorted(at[:best]) for at in order], device=tree.tokens.device)
+        chosen = [sorted(at[:best]) for at in order]
+        kept = torch.tensor(chosen, device=tree.tokens.device)
         place = torch.full_like(tree.tokens, -1)
         place.scatter_(1, kept, torch.arange(best, device=kept.device).expand_as(kept))
         above = tree.parents.gather(1, kept)
         parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
         cut = DraftTree(tree.tokens.gather(1, kept), parents, tree.scores.expand_as(tree.tokens).gather(1, kept))
         if tree.sources is not None:
-            cut = cut.with_sources([[s[n] for n in at] for s, at in zip(tree.sources, kept.tolist(), strict=True)])
+            cut = cut.with_sources([[s[n] for n in at] for s, at in zip(tree.sources, chosen, strict=True)])
         return cut, promise
 
     def observe(self, accepted: Accepted) -> None:

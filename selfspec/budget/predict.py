@@ -48,14 +48,15 @@ class Curve:
     peak: float
 
     def cost(self, nodes: float) -> float:
-        """Seconds of a pass over so many nodes, of all rows together: linear between sizes, and beyond the largest as
-        between the last two."""
+        """Seconds of a pass over so many nodes, of all rows together: linear between sizes; beyond the largest as
+        between the last two, but never faster than the machine."""
         smooth = monotone(self.seconds)
+        least = fastest(nodes, self.size, self.products, self.bandwidth, self.peak) if nodes > self.sizes[-1] else 0.0
         if len(smooth) == 1:
-            return smooth[0]
+            return max(smooth[0], least)
         above = next((i for i, n in enumerate(self.sizes) if n >= nodes and i), len(smooth) - 1)
         (n, m), (low, high) = self.sizes[above - 1 : above + 1], smooth[above - 1 : above + 1]
-        return low + (high - low) * (nodes - n) / (m - n)
+        return max(low + (high - low) * (nodes - n) / (m - n), least)
 
 
 @dataclass(frozen=True)

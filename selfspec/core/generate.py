@@ -77,7 +77,8 @@ class _Rows:
         scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
         if self.recording:
             for row, raw, processed in zip(rows, logits, scores, strict=True):
-                self.records[self.alive[row]].append((raw.clone(), processed.clone()))
+                kept = (raw.clone(), processed.clone()) if self.options.record else (raw, processed)
+                self.records[self.alive[row]].append(kept)
         if self.noise is None:
             return pick(scores, None), scores
         # All rows stand at one depth of their trees, so the first row's offset holds for every row.
@@ -155,7 +156,7 @@ class _Rows:
         emitted: list[list[int]],
         seconds: tuple[float, float, float],
     ) -> None:
-        """Show a pass to who watches. before: the rows that were in it, and what each had cached."""
+        """Call `watch` with what a pass did. before: the rows that were in it, and what each had cached."""
         assert self.options.watch is not None
         records = [self.records[row][-len(cut) :] for row, cut in zip(before[0], emitted, strict=True)]
         self.options.watch(Seen(*before, tree, paths, emitted, records, seconds))

@@ -56,8 +56,6 @@ class Hybrid(Drafter):
             )
         self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
         self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))
-
-        riding = [n for n, m in members.items() if isinstance(m.session(target, 1), Riding)]
         free = [name for name, member in members.items() if not isinstance(member, Trained)]
         self._order = (*free, *riding, *(name for name in members if name not in (*free, *riding)))
 

@@ -17,6 +17,7 @@ _FOLDER = Path(__file__).parents[1] / "page"
 _STYLE, _DATA = ("page.css",), "embedded.json"
 _CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 _SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")
+_CALL = ("target", "dtype", "device", "engine", "prompts", "temperature", "top_k", "top_p", "min_p", "seed")
 _DEPTHS, _RANKS = 16, 8  # of a table of acceptance
 _FEWEST = 8  # visits of a node's children before their share is told
 COMMANDS = {
@@ -54,7 +55,7 @@ def page_data(config: PageConfig) -> Figures:
         found: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
         return found
     data: Figures = {"version": VERSION, "made_by": f"selfspec {__version__}", "missing": {}}
-    data |= {"comparisons": [], "curves": [], "drafts": [], "traces": [], "acceptance": []}
+    data |= {"comparisons": [], "curves": [], "traces": [], "acceptance": []}
     traces: list[Trace] = []
     for run in config.runs:
         if not Path(run).is_dir():
@@ -70,11 +71,11 @@ def page_data(config: PageConfig) -> Figures:
                 traces += read_traces(path)
                 continue
             try:
-                figures = json.loads(path.read_text(encoding="utf-8"))
+                figures = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
                 if path.name == "compare.json":
                     data["comparisons"].append(_comparison(figures))
                 else:
-                    _costs(figures, data)
+                    data["curves"] += _curves(figures)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path} is no whole measurement ({error!r}); make it anew") from error
     pairs = _pairs(traces)
@@ -101,6 +102,10 @@ def write_page(data: Figures, path: Path) -> int:
     return size
 
 
+def _no_number(name: str) -> float:
+    raise ValueError(f"it holds {name}")
+
+
 def _below(folder: Path, name: str) -> list[Path]:
     return sorted(path for path in folder.rglob(name) if path.is_file())
 
@@ -112,8 +117,8 @@ def _last(name: str) -> str:
 
 def _comparison(figures: Figures) -> Figures:
     config = figures["config"]
-    kept = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "tokens_per_second", "speedup", "limit", "same"]
-    kept += ["milliseconds_per_pass", "draft_steps", "mean_nodes", "predicted", "decode"]
+    kept = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "speedup", "limit", "same"]
+    kept += ["milliseconds_per_pass", "draft_steps"]
     rows = []
     for row in figures["rows"]:
         groups = {
@@ -125,33 +130,28 @@ def _comparison(figures: Figures) -> Figures:
     return told | {"machine": figures.get("machine", ""), "command": figures.get("command", ""), "rows": rows}
 
 
-def _costs(figures: Figures, data: Figures) -> None:
-    config = figures["config"]
+def _curves(figures: Figures) -> list[Figures]:
+    config, curves = figures["config"], list[Figures]()
     told = {"target": _last(figures["target"]), "machine": figures.get("machine", "")}
     told |= {"command": figures.get("command", ""), "name": config["name"]}
     machine = {"size": figures["bytes"]} | {key: figures[key] for key in ("products", "bandwidth", "peak")}
     for engine in ("eager", "compiled"):
         passes = sorted(figures["passes"], key=lambda row: row["nodes"])
         curve = {"sizes": [row["nodes"] for row in passes], "seconds": [row[engine] for row in passes]}
-        at = len(data["curves"])
-        data["curves"].append({**told, "engine": engine, **curve, **machine})
-        step = curve["seconds"][0]
-        data["drafts"] += [
-            {"curve": at, "drafter": _last(f["drafter"]), "T": f["T"], "nodes": f["nodes"], "steps": f["draft"] / step}
-            for f in figures["forecasts"]
-            if f["engine"] == engine
-        ]
+        curves.append({**told, "engine": engine, **curve, **machine})
+    return curves
 
 
 def _pairs(traces: Iterable[Trace]) -> list[tuple[Trace | None, Trace]]:
-    """Speculative calls, each with the plain decoding of the same prompt where there is one."""
+    """Exact speculative calls, each with the plain decoding of the same prompt where there is one. Lossy ones are left
+    out: the page says that the text is unchanged."""
     plain: dict[str, Trace] = {}
     pairs = []
     for trace in traces:
-        key = json.dumps([trace.header[name] for name in ("target", "engine", "prompts", "temperature", "seed")])
+        key = json.dumps([trace.header[name] for name in _CALL])
         if trace.header["drafter"] == "plain":
             plain[key] = trace
-        elif trace.passes:
+        elif trace.passes and trace.header["lossy"] is None:
             pairs.append((plain.get(key), trace))
     return pairs
 
@@ -198,20 +198,23 @@ def _shown(plain: Trace | None, fast: Trace) -> Figures:
 
 
 def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
-    """Acceptance by depth and rank of each drafter, temperature and group of text, and of all groups together, counted
-    in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk that
-    comes to a node without children counts only at the root: further down the budget may have ended there."""
-    kinds: dict[tuple[str, float, str], list[Trace]] = {}
+    """Acceptance by depth and rank of each target, drafter, temperature and group of text, and of all groups together,
+    counted in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk
+    that comes to a node without children counts only at the root: further down the budget may have ended there.
+    Drafters whose mask rows ride in the pass are left out: what they cost is not in their trees."""
+    kinds: dict[tuple[str, str, float, str], list[Trace]] = {}
     for trace in traces:
         header = trace.header
         for group in dict.fromkeys(("all", str(header.get("group", "all")))):
-            kinds.setdefault((_last(header["drafter"]), header["temperature"], group), []).append(trace)
+            kind = _last(header["target"]), _last(header["drafter"]), header["temperature"], group
+            if not any(line["masks"] for line in trace.passes):
+                kinds.setdefault(kind, []).append(trace)
     tables = []
-    for (drafter, temperature, group), own in kinds.items():
+    for (target, drafter, temperature, group), own in kinds.items():
         visits = [0] * _DEPTHS
         right = [[0] * _RANKS for _ in range(_DEPTHS)]
         passes = tokens = 0
-        for line in (line for trace in own for line in trace.passes):
+        for line in (line for trace in own for line in trace.passes if not _undrafted(trace, line)):
             passes, tokens = passes + 1, tokens + len(line["emitted"])
             for depth, (node, token) in enumerate(zip(line["path"], line["emitted"], strict=False)):
                 children = [n for n, parent in enumerate(line["parents"]) if parent == node and n]
@@ -225,7 +228,12 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
             [count / seen for count in counts] for counts, seen in zip(right, visits, strict=True) if seen >= _FEWEST
         ]
         if table:
-            kind = {"drafter": drafter, "T": temperature, "group": group, "table": table}
+            told = {"target": target, "drafter": drafter, "T": temperature, "group": group, "table": table}
             nodes = max(len(line["tokens"]) for trace in own for line in trace.passes)
-            tables.append(kind | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
+            tables.append(told | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
     return tables
+
+
+def _undrafted(trace: Trace, line: Figures) -> bool:
+    """Whether `auto` left the drafter alone in a pass."""
+    return trace.header["nodes"] == "auto" and len(line["tokens"]) == 1

@@ -40,7 +40,7 @@ function running(text) {
 const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 
 /** @param {number} p */
-const percent = (p) => (p >= 0.9995 ? "100%" : p >= 0.1 ? `${(100 * p).toFixed(0)}%` : p >= 0.001 ? `${(100 * p).toFixed(1)}%` : "<0.1%");
+const percent = (p) => (p >= 0.1 ? `${(100 * p).toFixed(0)}%` : p >= 0.001 ? `${(100 * p).toFixed(1)}%` : "<0.1%");
 
 /** @param {HTMLSelectElement} select @param {[string, string][]} choices value and label; what was chosen stays, if it can */
 function choose(select, choices) {

@@ -51,7 +51,7 @@ function compareChart() {
   ];
   const bars = [Plot.barX(parts, { y: "name", x: "ms", fill: "part", order: Object.values(PARTS), ariaLabel: (/** @type {any} */ d) => `${d.name}: ${d.part} ${fixed(d.ms)} ms` })];
   place.replaceChildren(rows.length ? Plot.plot({
-    width, height: 64 + 22 * rows.length, marginLeft: left, marginBottom: 46, marginRight: 26, insetLeft: 8, insetRight: 8,
+    width, height: 64 + 22 * rows.length, marginLeft: left, marginBottom: 52, marginRight: 26, insetLeft: 8, insetRight: 8,
     style: { background: "transparent", color: "currentColor", fontSize: "12px" },
     ariaLabel: measure.label, ariaDescription: rows.map(told).join("; "),
     x: { label: `${measure.label}${measure.unit.trim() === "ms" ? ", ms" : ""}`, grid: true, zero: split },
@@ -83,6 +83,7 @@ const COLUMNS = [
   ["from its costs", "limit", (row) => (row.whole ? row.limit : null)],
   ["τ", "tau", (row) => row.part.tau],
   ["texts", "texts", (row) => row.part.prompts],
+  ["same text", "same", (row) => (row.whole && row.same !== undefined ? `${row.same} of ${row.prompts}` : null)],
 ];
 
 function compareTable() {
@@ -110,7 +111,7 @@ function compareTable() {
   });
   const rows = sorted.map((row) => make("tr", {}, COLUMNS.map(([, , of], i) => {
     const value = of(row);
-    return make("td", { class: i > 1 ? "number" : "" }, typeof value === "number" && i > 2 && Math.abs(value) < 1e6 && COLUMNS[i][1] !== "texts" ? fixed(value) : value ?? "–");
+    return make("td", { class: i > 1 ? "number" : "" }, typeof value === "number" && !["T", "texts"].includes(COLUMNS[i][1]) ? fixed(value) : value ?? "–");
   })));
   const label = `${MEASURES[at("measure").value].label}, ${at("group").value}, T=${at("temperature").value}`;
   at("rows-table").replaceChildren(make("caption", {}, label), make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));

@@ -9,7 +9,7 @@ const explain = { trace: null, pass: 0, stage: 0, time: 0, playing: 0, last: 0, 
 /** @param {any} header */
 function traceLabel(header) {
   const group = header.group ? `, ${header.group}` : "";
-  return `${header.drafter}, ${header.nodes} nodes, T=${header.temperature}${group}`;
+  return `${header.drafter}, ${header.nodes} nodes, T=${header.temperature}${group}, ${header.dtype}`;
 }
 
 /** Every emitted token with where it came from and when, of the chosen trace. */
@@ -152,6 +152,7 @@ function drawMask(line) {
   const [left, top] = [96, 90];
   const svg = make("svg", { width: left + side * count + 60, height: top + side * count + 10, role: "img", "aria-label": `Mask: each of ${count} nodes sees the text, itself and its ancestors` });
   for (let i = 0; i < count; i++) {
+    if (i && line.parents[i] < 0) continue; // a spare node
     const seen = new Set();
     for (let n = i; n >= 0; n = line.parents[n]) seen.add(n);
     svg.append(
@@ -203,7 +204,7 @@ function keptTable(line) {
 function showStep() {
   const { passes, header } = explain.trace;
   const line = passes[explain.pass];
-  const count = line.tokens.length;
+  const count = line.parents.filter((/** @type {number} */ parent) => parent >= 0).length + 1;
   const before = explain.fast.filter((token) => token.pass < explain.pass).length;
   const kept = line.emitted.length;
   const drafted = Math.min(line.path.length - 1, kept);
@@ -303,8 +304,10 @@ function chooseTrace(index) {
   const telling = explain.trace.passes.findIndex((/** @type {any} */ line) => line.emitted.length > 2);
   const [fast, beside] = [explain.fast, explain.plain].map((tokens) => (tokens.length ? tokens[tokens.length - 1].clock : 0));
   const count = explain.trace.passes.length;
+  const parted = explain.fast.findIndex((token, i) => token.text !== explain.plain[i]?.text);
+  const same = parted < 0 ? "The same text. " : `The texts part at token ${parted + 1}: in ${explain.trace.header.dtype} two tokens were level but for rounding. `;
   at("result").textContent = explain.trace.plain
-    ? `Measured: speculative decoding was done after ${(1000 * fast).toFixed(0)} ms and ${count} passes, plain decoding after ${(1000 * beside).toFixed(0)} ms and ${explain.plain.length} passes: ${fixed(beside / fast)}x, the prompt included.`
+    ? `${same}Measured: speculative decoding was done after ${(1000 * fast).toFixed(0)} ms and ${count} passes, plain decoding after ${(1000 * beside).toFixed(0)} ms and ${explain.plain.length} passes: ${fixed(beside / fast)}x, the prompt included.`
     : "";
   goTo(Math.max(0, telling), telling < 0 ? 0 : 1);
 }
@@ -331,8 +334,9 @@ function startExplain() {
       step(event.key === "ArrowRight" ? 1 : -1);
     }
   });
-  // First what shows most: several drafters in one tree, with noise.
-  const worth = (/** @type {any} */ trace) => 2 * Number(trace.header.sources.length > 1) + Number(trace.header.temperature > 0) + Number(trace.plain !== null);
+  // First what shows most: several drafters in one tree, with noise, and the longest such text.
+  const worth = (/** @type {any} */ trace) =>
+    2 * Number(trace.header.sources.length > 1) + Number(trace.header.temperature > 0) + Number(trace.plain !== null) + trace.passes.length / 1e6;
   const most = Math.max(...DATA.traces.map(worth));
   at("trace").value = String(DATA.traces.findIndex((/** @type {any} */ trace) => worth(trace) === most));
   chooseTrace(Number(at("trace").value));

@@ -59,12 +59,13 @@ function monotone(seconds) {
 /** Seconds of a pass over so many nodes. @param {Curve} curve @param {number} nodes */
 function passCost(curve, nodes) {
   const smooth = monotone(curve.seconds);
-  if (smooth.length === 1) return smooth[0];
+  const least = nodes > curve.sizes[curve.sizes.length - 1] ? fastest(nodes, curve) : 0;
+  if (smooth.length === 1) return Math.max(smooth[0], least);
   let above = curve.sizes.findIndex((n, i) => n >= nodes && i > 0);
   if (above < 0) above = smooth.length - 1;
   const [n, m] = [curve.sizes[above - 1], curve.sizes[above]];
   const [low, high] = [smooth[above - 1], smooth[above]];
-  return low + ((high - low) * (nodes - n)) / (m - n);
+  return Math.max(low + ((high - low) * (nodes - n)) / (m - n), least);
 }
 
 /** @param {number[][]} acceptance @param {Curve} curve @param {number} draft @param {number} nodes @param {number} rows */

@@ -16,8 +16,8 @@ function acceptance() {
 function curve() {
   const chosen = at("curve").value;
   if (chosen !== TYPED) return DATA.curves[Number(chosen)];
-  // What is typed in has no machine: the limit is that of passes which cost a plain step, whatever they hold.
-  return { sizes: [1, ...KNOTS], seconds: [1, ...wish.costs], size: 1, products: 0, bandwidth: 1, peak: 1 };
+  // What is typed in has no machine.
+  return { sizes: [1, ...KNOTS], seconds: [1, ...wish.costs], size: 0, products: 0, bandwidth: 1, peak: 1 };
 }
 
 function showDepths() {
@@ -32,8 +32,9 @@ function showDepths() {
   at("rest-label").hidden = !typed;
   const table = typed ? null : DATA.acceptance[Number(at("table").value)];
   at("table-note").textContent = table
-    ? `From ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass). Choose "typed in" to move the sliders.`
+    ? `${table.target}: from ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass). Choose "typed in" to move the sliders.`
     : "How often the first guess at each depth is right, if all above it were.";
+  if (DATA.missing.traces) at("table-note").append(" Measured acceptance: ", make("code", {}, DATA.missing.traces));
 }
 
 function showCosts() {
@@ -48,15 +49,21 @@ function showCosts() {
   at("curve-note").textContent = found
     ? `${found.machine || "a machine that was not named"}. A plain step takes ${(1000 * found.seconds[0]).toFixed(2)} ms. Measured up to ${largest} nodes; beyond, the last slope goes on. Of a batch it is assumed, not measured, that 16 texts with 8 nodes each cost as much as one pass over 128 nodes.`
     : "Costs in plain steps; linear in between.";
+  if (DATA.missing.curves) at("curve-note").append(" Costs of a machine: ", make("code", {}, DATA.missing.curves));
 }
 
-/** The measured draft of the chosen drafter at about the chosen size, where there is one. */
+/** What a draft of the chosen drafter cost in a comparison, at about the chosen size, where there is one. */
 function measuredDraft() {
   const [table, at_curve] = [at("table").value, at("curve").value];
   if (table === TYPED || at_curve === TYPED) return null;
   const own = DATA.acceptance[Number(table)];
-  const near = DATA.drafts.filter((/** @type {any} */ d) => d.drafter === own.drafter && d.curve === Number(at_curve) && (d.T > 0) === (own.T > 0));
+  const on = DATA.curves[Number(at_curve)];
   const nodes = Number(at("nodes").value);
+  const near = DATA.comparisons
+    .filter((/** @type {any} */ c) => c.target === on.target && c.engine === on.engine && c.machine === on.machine)
+    .flatMap((/** @type {any} */ c) => c.rows)
+    .filter((/** @type {any} */ row) => row.arm === own.drafter && row.T === own.T && row.draft_steps !== undefined && row.nodes !== "auto")
+    .map((/** @type {any} */ row) => ({ nodes: Number(row.nodes), steps: row.draft_steps }));
   return near.sort((/** @type {any} */ a, /** @type {any} */ b) => Math.abs(a.nodes - nodes) - Math.abs(b.nodes - nodes))[0] ?? null;
 }
 
@@ -99,7 +106,7 @@ function showPrediction() {
     ["pays up to", found.pays === MOST ? `${MOST} nodes or more` : found.pays > 1 ? `${found.pays} nodes` : "never"],
     ["a draft must cost less than", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
     ["if drafting were free", `${fixed(found.free)}x`],
-    [at("curve").value === TYPED ? "limit, if a pass costs one step" : "limit of this machine", `${fixed(found.limit)}x`],
+    at("curve").value === TYPED ? ["limit, if a pass costs one step", `${fixed(found.tau)}x`] : ["limit of this machine", `${fixed(found.limit)}x`],
   ];
   at("figures").replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const points = found.ratios.map((ratio, i) => ({ nodes: i + 1, speedup: ratio, tau: found.taus[i] }));
@@ -150,6 +157,4 @@ function startPredict() {
   setDraft(0.3);
   redraw();
   showKnown();
-  if (!DATA.curves.length) at("curve-note").append(" Costs of a machine: ", make("code", {}, DATA.missing.curves));
-  if (!DATA.acceptance.length) at("table-note").append(" Measured acceptance: ", make("code", {}, DATA.missing.traces));
 }
