@@ -51,17 +51,17 @@ gpu: $(VENV)/.ready
 page: $(VENV)/.ready
 	$(BIN)/python eval/page.py
 
-# Those results, made anew: 45 minutes.
+# Those results, made anew: half an hour on a quiet machine.
 page-data: $(VENV)/.ready
 	$(BIN)/python eval/decode.py -m name=page_traces target=tiny-target \
 		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
-		"decode.arms=[autoregressive,speculative]" decode.repeats=1
-	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[tiny-medusa,tiny-sequential,tiny-feature]"
-	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json limits.drafters=[]
-	$(BIN)/python eval/compare.py name=compare compare.prompts=4 "compare.nodes=[8,16,auto]"
+		"decode.arms=[speculative]" decode.repeats=1
+	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]"
+	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json "limits.drafters=[]"
+	$(BIN)/python eval/compare.py name=page_compare compare.prompts=2 "compare.nodes=[8,16]"
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
-		"page.runs=[runs/page_traces,runs/page_limits,runs/page_llama_250m,runs/compare]"
+		"page.runs=[runs/page_traces,runs/page_limits,runs/page_llama_250m,runs/page_compare]"
 
 # The documentation site, in build/docs; a link that leads nowhere ends it.
 docs: $(VENV)/.ready
