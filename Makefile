@@ -58,7 +58,8 @@ page-data: $(VENV)/.ready
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]"
-	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json "limits.drafters=[]" limits.rounds=5 "limits.sizes=[1,2,4,8,16,32]"
+	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json "limits.drafters=[]" \
+		limits.rounds=5
 	$(BIN)/python eval/compare.py name=page_compare compare.prompts=2 "compare.nodes=[8,16]"
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
 		"page.runs=[runs/page_traces,runs/page_limits,runs/page_llama_250m,runs/page_compare]"

@@ -1,4 +1,4 @@
-"""From a composed Hydra config to a measurement: benchmark, answers side by side, audit, comparison, limits, report."""
+"""From a composed Hydra config to a measurement: benchmark, answers, audit, comparison, limits, page, report."""
 
 from __future__ import annotations
 

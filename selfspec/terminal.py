@@ -113,6 +113,8 @@ def complete(arguments: list[str]) -> None:
     from selfspec.log import one_line_errors
 
     with one_line_errors():
+        if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
+            raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
         spec = selfspec.load(
             args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
         )
@@ -121,8 +123,6 @@ def complete(arguments: list[str]) -> None:
         prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
         dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
         shown = "" if args.chat else f"{dim}{args.prompt}{reset}"
-        if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
-            raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
         if not args.color and args.trace is None:
             pieces = spec.stream(prompt, **options)
             print(shown, end="", flush=True)

@@ -14,7 +14,7 @@ from selfspec.trace import Trace, read_traces
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes
 _FOLDER = Path(__file__).parents[1] / "page"
-_STYLE, _DATA = ("page.css",), "embedded.json"
+_STYLE, _DATA = "page.css", "embedded.json"
 _CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 _SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")
 _CALL = ("target", "dtype", "device", "engine", "prompts", "temperature", "top_k", "top_p", "min_p", "seed")
@@ -22,7 +22,7 @@ _DEPTHS, _RANKS = 16, 8  # of a table of acceptance
 _FEWEST = 8  # visits of a node's children before their share is told
 COMMANDS = {
     "traces": "selfspec decode -m name=traces drafter=runs/mine decode.temperature=0,1 decode.traces=4",
-    "curves": "selfspec limits name=limits target=TARGET limits.drafters=[runs/mine]",
+    "curves": "selfspec limits name=limits target=TARGET limits.drafters=[]",
     "comparisons": "selfspec compare name=compare target=TARGET compare.drafters=[runs/mine,prompt_lookup]",
 }
 
@@ -89,7 +89,7 @@ def write_page(data: Figures, path: Path) -> int:
     """Write the page; returns its bytes. Raises ValueError for one that is too large."""
     text = (_FOLDER / "page.html").read_text(encoding="utf-8")
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
-    style = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLE)
+    style = (_FOLDER / _STYLE).read_text(encoding="utf-8")
     # No text of a trace may end the element that holds it.
     told = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     for mark, content in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ('"DATA"', told)):

@@ -7,7 +7,6 @@ const MOST = 64;
  * @param {number[][]} acceptance by depth and rank @param {number} nodes @returns {number[]} */
 function staticTree(acceptance, nodes) {
   const probs = [1];
-  const ranks = [0];
   const depths = [0];
   /** @type {[number, number, number][]} probability, parent, rank */
   const frontier = acceptance.length && acceptance[0].length ? [[acceptance[0][0], 0, 0]] : [];
@@ -18,7 +17,6 @@ function staticTree(acceptance, nodes) {
     if (value <= 0) break;
     const depth = depths[parent] + 1;
     probs.push(value);
-    ranks.push(rank);
     depths.push(depth);
     const level = acceptance[depth - 1];
     if (rank + 1 < level.length) frontier.push([probs[parent] * level[rank + 1], parent, rank + 1]);
