@@ -3,7 +3,7 @@
 Ends with exit status 1 where the verdict is BUG.
 """
 
-from selfspec.cli import start
+from selfspec.cli.main import start
 
 if __name__ == "__main__":
     start("audit")

@@ -18,8 +18,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from selfspec.config import clear_errors, register
-from selfspec.log import write_section, write_text
+from selfspec.cli.config import clear_errors, register
+from selfspec.utils.files import write_section, write_text
 
 register()
 ROOT = Path(__file__).parents[1]

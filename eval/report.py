@@ -1,6 +1,6 @@
 """One table and the plots of all runs of a sweep folder: python eval/report.py sweep=runs/decode/<date>"""
 
-from selfspec.cli import start
+from selfspec.cli.main import start
 
 if __name__ == "__main__":
     start("report")

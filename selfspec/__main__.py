@@ -1,6 +1,6 @@
 """python -m selfspec is the command selfspec."""
 
-from selfspec.cli import main
+from selfspec.cli.main import main
 
 if __name__ == "__main__":
     main()

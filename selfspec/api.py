@@ -15,7 +15,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
-from selfspec.checkpoint import save_drafter
+from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.hub import measured, push
+from selfspec.checkpoints.loading import drafter_folder, load_pair
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
@@ -24,13 +26,11 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.generated import Generated
-from selfspec.hf import SpeculativeOutput, decode, stopping
-from selfspec.hub import measured, push
-from selfspec.loading import drafter_folder, load_pair
-from selfspec.log import Figures
-from selfspec.prompts import Ids, Messages, Prompts, encode
+from selfspec.encode import Ids, Messages, Prompts, encode
+from selfspec.hf_generate import SpeculativeOutput, decode, stopping
+from selfspec.output import Generated
 from selfspec.trace import Tracer
+from selfspec.utils.files import Figures
 
 NODES = 16  # nodes per tree unless asked for otherwise
 
@@ -187,7 +187,7 @@ class Spec:
     ) -> str:
         """Upload the drafter to the hub repository `repo`, with a card. What is uploaded is the folder that it was
         loaded from. results: run folders of eval/decode.py, whose figures go into the card; the rest as in
-        `selfspec.hub.push`. Returns where it is.
+        `selfspec.checkpoints.hub.push`. Returns where it is.
 
         Raises ValueError for a drafter that has nothing to upload: several joined, or one that trains nothing.
         """
@@ -215,7 +215,7 @@ class Spec:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | torch.Tensor:
-        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `selfspec.hf`.
+        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `selfspec.hf_generate`.
 
         `seed`, `nodes` and `lossy` may be given to generate as further arguments. Raises ValueError for what can not be
         served.
@@ -283,7 +283,7 @@ class Spec:
             yield rest[len(shown) :]
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
-        """Token ids of prompts; see `selfspec.prompts.encode`."""
+        """Token ids of prompts; see `selfspec.encode.encode`."""
         return encode(prompts, self.tokenizer, self.target.name)
 
     def _decode(self, rows: list[list[int]]) -> list[str]:

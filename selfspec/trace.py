@@ -37,7 +37,7 @@ from selfspec.core.options import Options, Seen
 from selfspec.core.sampling import Noise
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.log import Figures, write_text
+from selfspec.utils.files import Figures, write_text
 
 VERSION = 1
 _CALL = "target dtype device engine drafter sources nodes temperature top_k top_p min_p lossy seed"

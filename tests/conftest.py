@@ -30,15 +30,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from selfspec.checkpoint import save_drafter
-from selfspec.config import register, with_classes
+from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.loading import load_target
+from selfspec.cli.config import register, with_classes
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.medusa import Medusa
-from selfspec.loading import load_target
-from selfspec.plugins import config_class
+from selfspec.drafters.registry import config_class
 from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(1)

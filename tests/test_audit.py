@@ -11,6 +11,7 @@ import torch
 from conftest import compose_config, made, randomize, tiny_model
 
 from selfspec.api import Spec
+from selfspec.cli.evaluation_runs import run_audit
 from selfspec.core import generate
 from selfspec.core.cache import TreeCache
 from selfspec.core.target import Target
@@ -28,7 +29,6 @@ from selfspec.evaluation.audit import (
     two_samples,
 )
 from selfspec.evaluation.tables import audit_report
-from selfspec.measures import run_audit
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4], [3, 3, 12, 50, 6]]
 CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds=[0, 7])

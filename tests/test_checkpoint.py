@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from selfspec.checkpoint import load_drafter, read_meta, save_drafter, tokenizer_hash, weights_hash
+from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter, tokenizer_hash, weights_hash
+from selfspec.checkpoints.loading import load_target
 from selfspec.drafters.medusa import Medusa
-from selfspec.loading import load_target
-from selfspec.plugins import drafter_class
+from selfspec.drafters.registry import drafter_class
 from selfspec.training.pretrain import train_tokenizer
 
 

@@ -12,17 +12,17 @@ import torch
 from conftest import compose_config, made, save_tiny, tiny_model
 
 from selfspec.budget import cost
+from selfspec.cli.evaluation_runs import run_compare
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
-from selfspec.data.prompts import GROUPS, prompts_of_group
+from selfspec.data.cut_prompts import GROUPS, prompts_of_group
 from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation.compare import Run, read_runs
 from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
 from selfspec.evaluation.comparison_tables import regime_table, verdict
-from selfspec.evaluation.price import held_bytes
-from selfspec.measures import run_compare
+from selfspec.evaluation.footprint import held_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from selfspec.api import load
-from selfspec.checkpoint import weights_hash
+from selfspec.checkpoints.drafter_folder import weights_hash
+from selfspec.checkpoints.loading import load_target
+from selfspec.cli.training_runs import run_pretrain, run_training
 from selfspec.core.options import end_tokens
-from selfspec.loading import load_target
-from selfspec.runs import run_pretrain, run_training
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))

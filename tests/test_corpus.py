@@ -10,7 +10,7 @@ import pytest
 from conftest import write_lines
 
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
-from selfspec.data.prompts import cut_prompts
+from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.records import Hub, JsonLines, Parquet
 from selfspec.data.store import stored, tokenize
 

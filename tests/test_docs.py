@@ -14,7 +14,7 @@ import yaml
 from conftest import save_tiny, write_lines
 from transformers import PreTrainedTokenizerFast
 
-from selfspec import cli
+from selfspec.cli.main import main as cli
 
 ROOT = Path(__file__).parents[1]
 OWN_MODEL = (ROOT / "docs" / "own_model.md").read_text()
@@ -107,8 +107,8 @@ def test_a_target_that_is_gone_is_asked_for(
     import shutil
 
     import selfspec
-    from selfspec.checkpoint import save_drafter
-    from selfspec.loading import load_target
+    from selfspec.checkpoints.drafter_folder import save_drafter
+    from selfspec.checkpoints.loading import load_target
 
     target, found = load_target(tiny_folder)
     drafter = selfspec.load(str(heads_folder)).drafter
@@ -126,13 +126,13 @@ def test_a_target_that_is_gone_is_asked_for(
 
 
 def test_help_says_what_every_option_is() -> None:
-    from selfspec import helptext
-    from selfspec.plugins import config_class, drafter_class, kinds
+    from selfspec.cli.main import helptext
+    from selfspec.drafters.registry import config_class, drafter_class, kinds
 
     schemas = [*helptext._SCHEMAS.values(), *(config_class(drafter_class(kind)) for kind in kinds())]
     assert [head for schema in schemas for head, told in helptext.options(schema) if not told] == []
     for name, text in helptext.pages().items():
-        assert (ROOT / "selfspec" / "help" / f"{name}.txt").read_text() == text, "run python -m selfspec.helptext"
+        assert (ROOT / "selfspec" / "help" / f"{name}.txt").read_text() == text, "run python -m selfspec.cli.helptext"
         assert text.startswith(f"selfspec {name}: ")
     train = (ROOT / "selfspec" / "help" / "train.txt").read_text()
     assert "+experiment=tiny_medusa" in train

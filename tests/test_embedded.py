@@ -8,7 +8,7 @@ import torch
 import selfspec
 from selfspec.api import Spec
 from selfspec.data.corpus import PythonSource
-from selfspec.data.prompts import cut_prompts
+from selfspec.data.cut_prompts import cut_prompts
 
 pytestmark = pytest.mark.slow
 

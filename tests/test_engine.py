@@ -17,8 +17,7 @@ from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from torch import Tensor, nn
 
-import selfspec.core.engine as engine_file
-from selfspec.core.engine import Engine, bucket, engine_for, structure
+import selfspec.engine.engine as engine_file
 from selfspec.core.generate import CHUNKS, autoregressive, piece, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling, pick
@@ -30,6 +29,7 @@ from selfspec.drafters.feature import Feature
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
+from selfspec.engine.engine import Engine, bucket, engine_for, structure
 
 TREES = DraftTree(
     torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(0)),
@@ -337,7 +337,7 @@ def test_names_of_compiled_code_are_the_same_in_every_process(small: Any) -> Non
     assert structure(other) != structure(small)
     program = """
 import torch, functools
-from selfspec.core.engine import _name
+from selfspec.engine.engine import _name
 from selfspec.drafters.parts.unrolled import tree_of
 args = tree_of, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
 name = _name(tree_of, args, "inductor")

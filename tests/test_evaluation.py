@@ -9,18 +9,18 @@ from conftest import compose_config, made, tiny_model
 
 import selfspec
 from selfspec.api import Spec
+from selfspec.cli.evaluation_runs import run_report
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, regime, run_arms
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, write_point
-from selfspec.evaluation.records import Record, Regime
 from selfspec.evaluation.tables import table
-from selfspec.measures import run_report
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:

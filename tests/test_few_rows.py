@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from selfspec.core.engine import Engine
-from selfspec.core.few_rows import MOST, FewRows, few_queries, few_rows, served
 from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.engine.engine import Engine
+from selfspec.engine.kernels.skinny_gemm import MOST, FewRows, few_queries, few_rows, served
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(not served(), reason="the kernel is for processors with AVX-512 and without AMX")

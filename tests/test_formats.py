@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec import export as exporting
-from selfspec.checkpoint import save_drafter
+from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.formats import eagle3
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.cache import TextCache
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
@@ -28,9 +29,8 @@ from selfspec.drafters.feature import Feature, FeatureConfig
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.views import lora_of
-from selfspec.export import FORMATS, check_eagle3, check_medusa, export
-from selfspec.formats import eagle3
-from selfspec.loading import find_drafter
+from selfspec.integrations import export as exporting
+from selfspec.integrations.export import FORMATS, check_eagle3, check_medusa, export
 
 IDS = eagle3.IDS
 CASES: dict[str, Eagle3Config] = {

@@ -13,13 +13,13 @@ import torch
 from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
 
-from selfspec.core.capture import Captured, parts_of
-from selfspec.core.engine import Engine
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
+from selfspec.engine.capture import Captured, parts_of
+from selfspec.engine.engine import Engine
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {"limits": "limits", "compare": "compare", "audit": "audit", "heads": "train"}

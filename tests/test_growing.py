@@ -13,7 +13,9 @@ from conftest import HIDDEN, VOCAB, Watch, compose_config, made, randomize, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, OlmoConfig
 
-from selfspec.checkpoint import adapters, load_drafter, read_meta, save_drafter, weights_hash
+from selfspec.checkpoints.drafter_folder import adapters, load_drafter, read_meta, save_drafter, weights_hash
+from selfspec.checkpoints.loading import load_target
+from selfspec.cli.training_runs import run_training
 from selfspec.core.contract import Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -26,13 +28,11 @@ from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.parts import growth as growth_module
-from selfspec.drafters.parts import plan as plan_module
-from selfspec.drafters.parts.growth import Growth
+from selfspec.drafters.parts import expansion as growth_module
+from selfspec.drafters.parts import static_tree as plan_module
+from selfspec.drafters.parts.expansion import Growth
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.loading import load_target
-from selfspec.runs import run_training
 from selfspec.training import state as state_module
 from selfspec.training.calibrate import measure_along
 

@@ -31,7 +31,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.hf import SpeculativeOutput
+from selfspec.hf_generate import SpeculativeOutput
 
 IDS = torch.tensor([[5, 9, 2, 7, 7, 1, 30, 12, 9, 2]])
 RAGGED = [[5, 9, 2, 7, 7, 1], [3, 8], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11]]

@@ -17,7 +17,7 @@ from hub import Hub
 from huggingface_hub import ModelCard
 
 import selfspec
-from selfspec.export import export
+from selfspec.integrations.export import export
 
 PROMPT = [[5, 9, 2, 7]]
 

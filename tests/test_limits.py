@@ -10,15 +10,15 @@ import torch
 from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
 
-from selfspec.core.engine import Engine
+from selfspec.cli.evaluation_runs import run_limits
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
+from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits
 from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
 from selfspec.evaluation.starts import start_costs
-from selfspec.measures import run_limits
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}

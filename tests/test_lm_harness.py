@@ -33,7 +33,7 @@ metric_list:
 
 def harness(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "selfspec.lm_harness", *arguments]
+    command = [sys.executable, "-m", "selfspec.integrations.lm_harness", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=home)
 
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoCo
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.checkpoint import save_drafter
+from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.loading import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.tree import chain
 from selfspec.drafters.medusa import Medusa
-from selfspec.loading import load_target
 
 PROMPTS = ["def main():", "import os\nclass"]
 

@@ -15,8 +15,8 @@ from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.benchmark import DecodeConfig, regime, run_arms
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.tables import table
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import selfspec
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -22,7 +23,6 @@ from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.hybrid import Hybrid, HybridSession, _Row
 from selfspec.drafters.lookahead import Lookahead, Pool
 from selfspec.drafters.prompt_lookup import NGrams, PromptLookup
-from selfspec.loading import find_drafter
 
 
 def context(target: Target, *rows: list[int], nodes: int = 12, rate: float = 0.0) -> Context:

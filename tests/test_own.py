@@ -14,13 +14,13 @@ import pytest
 from conftest import compose_config
 
 import selfspec
-from selfspec.config import drafter_of
+from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.cli.config import drafter_of
+from selfspec.cli.evaluation_runs import run_decode
+from selfspec.cli.training_runs import run_training
+from selfspec.drafters.registry import Untrusted, build, config_class, drafter_class, try_out
 from selfspec.evaluation.points import read_points
 from selfspec.evaluation.tables import table
-from selfspec.loading import find_drafter, load_target
-from selfspec.measures import run_decode
-from selfspec.plugins import Untrusted, build, config_class, drafter_class, try_out
-from selfspec.runs import run_training
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -19,9 +19,9 @@ import pytest
 from conftest import compose_config
 
 from selfspec.budget.predict import MOST, Curve, assumed, fastest, predict
+from selfspec.cli.evaluation_runs import run_decode, run_page
 from selfspec.evaluation.limits import promises
 from selfspec.evaluation.page import LARGEST_PAGE, PageConfig, acceptance_tables, page_data, write_page
-from selfspec.measures import run_decode, run_page
 from selfspec.trace import VERSION, Trace, read_traces
 
 PAGE = Path(__file__).parents[1] / "selfspec" / "page"

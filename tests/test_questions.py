@@ -15,25 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import selfspec
+from selfspec.cli.evaluation_runs import run_show
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.data.chat import spans
 from selfspec.data.corpus import Document, PythonSource
+from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.instructions import Instructions, conversations, instructions
-from selfspec.data.prompts import sample_prompts
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS
 from selfspec.data.windows import Packed, openings, side_by_side
 from selfspec.evaluation.answers import answer_files, write_answers
-from selfspec.evaluation.asking import Prompt, prompts_of
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
 from selfspec.evaluation.definitions import DEFINITIONS, defined
+from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
 from selfspec.evaluation.metrics import summarize
-from selfspec.measures import run_show
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
 

@@ -17,7 +17,7 @@ from conftest import compose_config
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.runs import run_training
+from selfspec.cli.training_runs import run_training
 
 RECORD_FILE = Path(__file__).parent / "record.json"
 RECORD: dict[str, Any] = json.loads(RECORD_FILE.read_text())

@@ -16,19 +16,21 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from selfspec import cli, log, progress
-from selfspec.config import _folder_name, constant, flags_first
+from selfspec.cli.config import _folder_name, constant, flags_first
+from selfspec.cli.main import main as cli
+from selfspec.cli.training_runs import run_folder
+from selfspec.cli.training_runs import typed as typed_config
 from selfspec.data.store import Corpus, joined
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
-from selfspec.runs import run_folder
-from selfspec.runs import typed as typed_config
-from selfspec.tracking import Logged, RunLog, WandbConfig, whole_lines
 from selfspec.training import pace as pace_module
-from selfspec.training.doubts import doubts
+from selfspec.training.config_warnings import doubts
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
+from selfspec.utils import errors as log
+from selfspec.utils import progress
+from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 
 
 def typed(patch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
-from selfspec.export import export
-from selfspec.served import generate
+from selfspec.integrations.export import export
+from selfspec.integrations.hf_serve import generate
 
 ASKED = [{"role": "user", "content": "import os"}]
 

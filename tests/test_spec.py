@@ -15,7 +15,8 @@ from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.checkpoint import weights_hash
+from selfspec.checkpoints.drafter_folder import weights_hash
+from selfspec.checkpoints.loading import load_target
 from selfspec.core.contract import Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -26,7 +27,6 @@ from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.loading import load_target
 
 TEXTS = ["def parse(self):\n    ", "import os\n"]
 

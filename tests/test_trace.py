@@ -16,11 +16,11 @@ from transformers import GenerationConfig
 import selfspec
 from selfspec.api import Spec
 from selfspec.budget.policy import Experience
-from selfspec.core.engine import Engine
 from selfspec.core.sampling import Noise
 from selfspec.core.target import Target
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
+from selfspec.engine.engine import Engine
 from selfspec.trace import VERSION, Trace, read_traces, token_text
 
 

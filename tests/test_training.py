@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from selfspec.checkpoint import load_drafter, weights_hash
+from selfspec.checkpoints.drafter_folder import load_drafter, weights_hash
+from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.cli.training_runs import run_check, run_distill, run_training
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
@@ -21,15 +23,13 @@ from selfspec.data.store import Stream, joined
 from selfspec.data.windows import Windows, consecutive
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import distance, masked_mean
-from selfspec.loading import find_drafter, load_target
-from selfspec.log import atomic
-from selfspec.runs import run_check, run_distill, run_training
-from selfspec.training import drafter as drafter_module
 from selfspec.training import hidden as hidden_module
 from selfspec.training import state as state_module
-from selfspec.training.cost import memory_line
+from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.loop import LoopConfig
+from selfspec.training.resources import memory_line
+from selfspec.utils.files import atomic
 
 SMALL = (
     "drafter.heads=3",
@@ -188,7 +188,7 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyt
             raise OSError("no")
         real(source, goal)
 
-    monkeypatch.setattr("selfspec.log.os.replace", fails)
+    monkeypatch.setattr("selfspec.utils.files.os.replace", fails)
     with pytest.raises(OSError, match="no"), atomic(tmp_path / "x") as scratch:
         scratch.mkdir()
     assert [p.name for p in (tmp_path / "x").iterdir()] == ["old"]

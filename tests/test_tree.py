@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.parts.plan import static_tree
+from selfspec.drafters.parts.static_tree import static_tree
 
 
 @st.composite

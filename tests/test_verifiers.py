@@ -14,9 +14,10 @@ import torch
 from conftest import compose_config, made, randomize, tiny_model
 
 from selfspec.api import Spec
+from selfspec.cli.evaluation_runs import run_verifiers
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.parts.plan import static_tree
+from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.evaluation import verifiers
 from selfspec.evaluation.verifiers import (
     Random,
@@ -28,7 +29,6 @@ from selfspec.evaluation.verifiers import (
     rejection_rates,
     traversal,
 )
-from selfspec.measures import run_verifiers
 
 V = 3
 SHAPES = {

@@ -45,7 +45,7 @@ def test_what_travels(unpacked: Path) -> None:
     assert (own / "help" / "train.txt").is_file()
     assert not (own / "assets").exists()
     commands = next(unpacked.glob("*.dist-info")) / "entry_points.txt"
-    assert "selfspec = selfspec.cli:main" in commands.read_text()
+    assert "selfspec = selfspec.cli.main:main" in commands.read_text()
 
 
 def test_training_and_inference_from_another_folder(unpacked: Path, tmp_path: Path, tiny_folder: str) -> None:
@@ -57,7 +57,7 @@ def test_training_and_inference_from_another_folder(unpacked: Path, tmp_path: Pa
     data = f"target.name={tiny_folder} data=text data.root=text data.validation_share=0.4 train.prompt_tokens=8"
     code = f"""
 import sys, selfspec
-from selfspec import cli
+from selfspec.cli.main import main as cli
 assert selfspec.__file__.startswith({str(unpacked)!r}), selfspec.__file__
 sys.argv = "selfspec train name=mine logger=none {small} {data}".split()
 cli.main()

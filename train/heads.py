@@ -2,7 +2,7 @@
 
 With --check it only tells what would be read, how long it would take and what memory."""
 
-from selfspec.cli import start
+from selfspec.cli.main import start
 
 if __name__ == "__main__":
     start("train")

@@ -16,14 +16,14 @@ import torch
 
 from selfspec.budget.predict import monotone
 from selfspec.core.contract import Accepted, Context, Session
-from selfspec.core.engine import bucket, cache_folder, code_hash
 from selfspec.core.generate import autoregressive, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.log import Figures, write_text
-from selfspec.progress import progress
+from selfspec.engine.engine import bucket
+from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
+from selfspec.utils.progress import progress
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between

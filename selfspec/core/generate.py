@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
-from selfspec.core.engine import bucket
 from selfspec.core.options import Options, Seen, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
@@ -22,6 +21,7 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Pass, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk, verify
+from selfspec.engine.engine import bucket
 
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 CHUNKS = (16, 64, 256)  # prompt tokens per pass of a compiled engine, which compiles each of these once

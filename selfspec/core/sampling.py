@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from selfspec.core.engine import Engine, filled
+from selfspec.engine.engine import Engine, filled
 
 # SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its mixer, as signed 64-bit integers.
 _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from selfspec.core.cache import PassCache, additive, enough
-from selfspec.core.engine import Engine, bucket, signature
 from selfspec.core.tree import DraftTree, ancestors
 from selfspec.core.verify import walk
+from selfspec.engine.engine import Engine, bucket, signature
 
 SMALLEST = 256  # slots of the smallest buffer
 LONG = 32  # longer chains get a triangular mask without products

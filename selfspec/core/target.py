@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.core.cache import PassCache, TextCache, TreeCache, restarting, within
-from selfspec.core.engine import Engine
 from selfspec.core.slots import Opened, Picking, SlotCache, padded, static_pass
 from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
 from selfspec.core.tree import DraftTree
+from selfspec.engine.engine import Engine
 
 RowCache = TreeCache | SlotCache  # the cache of a call: of the eager engine, of a compiled one
 

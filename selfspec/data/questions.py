@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import message, opening
 from selfspec.data.corpus import Document
+from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.instructions import instructions
-from selfspec.data.prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.records import parse
 from selfspec.data.store import tokenize
 from selfspec.data.tasks import TASKS, pool

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 from selfspec.data.records import Broken, Records
-from selfspec.progress import progress
+from selfspec.utils.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")

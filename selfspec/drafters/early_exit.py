@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.engine import bucket
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import RowCache, Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, share, training_dtype, whole
-from selfspec.drafters.parts.graph import drafted_by
-from selfspec.drafters.parts.growth import Growth, Ranking, grow
+from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
+from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import Tail
+from selfspec.engine.engine import bucket
 
 # The layers below the exit with the target's cache, and the block's cache: as objects, or as tensors inside a graph
 Below = tuple[Target, RowCache] | Opened

@@ -25,11 +25,11 @@ from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.graph import drafted_by
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, ahead, grow
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, random_rows
-from selfspec.drafters.parts.plan import Acceptance, static_tree
+from selfspec.drafters.parts.static_tree import Acceptance, static_tree
+from selfspec.drafters.parts.tree_function import drafted_by
 
 MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
 

@@ -17,7 +17,7 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, training_dtype, whole
 from selfspec.drafters.parts.losses import check_loss, heads_loss
-from selfspec.drafters.parts.plan import PlanSession
+from selfspec.drafters.parts.static_tree import PlanSession
 from selfspec.drafters.parts.views import SharedHeads
 
 

@@ -36,10 +36,10 @@ from selfspec.drafters.base import (
     training_dtype,
     whole,
 )
+from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed
 from selfspec.drafters.parts.feature_layer import LastLayer, Read, Reader, Unread
-from selfspec.drafters.parts.graph import drafted_by
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow, perturbed
 from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
+from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
 
 _SHORTLIST = 128  # tokens per depth that conditional scores are computed for

@@ -13,10 +13,10 @@ from typing import Any
 
 from selfspec.api import Spec
 from selfspec.data.questions import Question
+from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.metrics import by_arm
 from selfspec.evaluation.points import OWN
-from selfspec.evaluation.records import Record
-from selfspec.log import Figures, write_text
+from selfspec.utils.files import Figures, write_text
 
 
 def answer_files(folder: Path, name: str, arms: Sequence[str]) -> dict[str, Path]:

@@ -13,7 +13,7 @@ from transformers import CompileConfig
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
 from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, regime, timed
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 # Of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
 METHODS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")

@@ -22,8 +22,8 @@ from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
 from selfspec.core.verify import Relaxed
 from selfspec.data.questions import Asking
-from selfspec.log import Figures
-from selfspec.progress import progress
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
 
 VERDICTS = ("identical", "explained by numerics", "BUG")
 _LIKELY = 16  # tokens whose logits count for the noise: unlikely ones decide nothing

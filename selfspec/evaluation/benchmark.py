@@ -22,13 +22,13 @@ from selfspec.core.sampling import Sampling, warp
 from selfspec.core.slots import compact
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Asking
-from selfspec.evaluation.asking import Prompt
+from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.definitions import DEFINITIONS
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import speedup
-from selfspec.evaluation.records import Record, Regime
-from selfspec.generated import Generated
-from selfspec.log import Figures, write_text
-from selfspec.progress import progress
+from selfspec.output import Generated
+from selfspec.utils.files import Figures, write_text
+from selfspec.utils.progress import progress
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
 _TRACED = 3  # calls, of which one is kept

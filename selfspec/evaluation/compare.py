@@ -28,10 +28,10 @@ from selfspec.core.options import Options, check
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
-from selfspec.evaluation.asking import Prompt
 from selfspec.evaluation.benchmark import timed
-from selfspec.log import Figures, write_text
-from selfspec.progress import progress
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.utils.files import Figures, write_text
+from selfspec.utils.progress import progress
 
 
 @dataclass

@@ -7,10 +7,10 @@ import zlib
 from torch import Tensor
 
 from selfspec.budget.predict import speedup
+from selfspec.evaluation.arm_record import Regime
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.metrics import bootstrap, clustered, regime_figures
-from selfspec.evaluation.records import Regime
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 
 def ratio_to_plain(runs: list[Run]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import against, best_sizes, regimes
 from selfspec.evaluation.tables import interval, markdown
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 
 def main_table(rows: list[Figures]) -> str:

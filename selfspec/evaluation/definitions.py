@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import accumulate
 from operator import mul
 
+from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.metrics import total
-from selfspec.evaluation.records import Record
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 DEFINITIONS = ("vllm", "spec_bench", "specforge", "modelopt")
 

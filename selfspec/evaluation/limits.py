@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import Accepted, Context, Riding, Session
-from selfspec.core.engine import engine_for
 from selfspec.core.generate import MAX_NODES, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, pick
@@ -26,9 +25,11 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import read_walk, verify
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.drafters.parts.plan import static_tree
-from selfspec.log import Figures, one_line
-from selfspec.progress import progress
+from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.engine.engine import engine_for
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from selfspec.evaluation.tables import markdown
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 
 def limits_tables(figures: Figures) -> str:

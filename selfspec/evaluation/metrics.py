@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from selfspec.core.stats import Stats
-from selfspec.evaluation.records import Record, Regime
-from selfspec.log import Figures
+from selfspec.evaluation.arm_record import Record, Regime
+from selfspec.utils.files import Figures
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:

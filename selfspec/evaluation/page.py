@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from selfspec import __version__
-from selfspec.log import Figures, write_text
 from selfspec.trace import Trace, read_traces
+from selfspec.utils.files import Figures, write_text
 
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes

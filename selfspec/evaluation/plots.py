@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 
 from selfspec.evaluation.points import labelled, varying
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from selfspec.evaluation.records import Record
-from selfspec.log import Figures, write_text
-from selfspec.tracking import flat
+from selfspec.evaluation.arm_record import Record
+from selfspec.utils.files import Figures, write_text
+from selfspec.utils.tracking import flat
 
 OWN = ("records.jsonl", "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Asking
-from selfspec.evaluation.asking import Prompt
-from selfspec.generated import Generated
-from selfspec.log import Figures
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.output import Generated
+from selfspec.utils.files import Figures
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 Cell = tuple[str, bool]  # one character, and whether it was drafted

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 STARTS = {"eager": "eager", "compiled, nothing kept": "compiled", "compiled, kept": "compiled"}
 _PROGRAM = """

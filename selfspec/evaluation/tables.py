@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 
+from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
-from selfspec.evaluation.records import Record
-from selfspec.log import Figures
+from selfspec.utils.files import Figures
 
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:

@@ -29,11 +29,11 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.data.questions import Asking
 from selfspec.drafters.base import Calibration, Drafter, Trained
-from selfspec.drafters.parts.plan import static_tree
+from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.evaluation.metrics import bootstrap
-from selfspec.log import Figures
-from selfspec.progress import progress
 from selfspec.training.calibrate import measure_along, write_samples
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
 
 Vector = Any  # np.ndarray [V] of float64 or of fractions (dtype object)
 Number = Any  # one of them

@@ -15,9 +15,9 @@ from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, itself
-from selfspec.drafters.parts.growth import perturbed
+from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
-from selfspec.drafters.parts.plan import static_tree
+from selfspec.drafters.parts.static_tree import static_tree
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
 NODES = (8, 16, 32)  # tree sizes whose acceptance length is told

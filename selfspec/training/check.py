@@ -11,15 +11,15 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.target import Target
-from selfspec.data.prompts import sample_prompts
+from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.training.cost import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.doubts import doubts
-from selfspec.training.drafter import DraftLoss, check_training, states_dtype
+from selfspec.training.config_warnings import doubts
 from selfspec.training.loop import LoopConfig, autocast
+from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
+from selfspec.training.train_drafter import DraftLoss, check_training, states_dtype
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example

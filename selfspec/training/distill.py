@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from selfspec.checkpoint import target_hash
+from selfspec.checkpoints.drafter_folder import target_hash
 from selfspec.core.generate import MAX_NODES, autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
@@ -26,8 +26,8 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
-from selfspec.log import atomic
-from selfspec.progress import progress
+from selfspec.utils.files import atomic
+from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "used", "answers")  # of a chunk's file
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoint import target_hash
+from selfspec.checkpoints.drafter_folder import target_hash
 from selfspec.core.cache import free_memory
-from selfspec.core.engine import cache_folder
 from selfspec.core.target import Pass, Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
+from selfspec.utils.files import cache_folder
 
 PLACES = ("none", "memory", "disk")
 

@@ -18,13 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from selfspec.log import Figures, command_line
-from selfspec.progress import progress
-from selfspec.tracking import RunLog
 from selfspec.training import shard
 from selfspec.training.pace import Pace
 from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.state import Checkpoint, State, checkpoint_path
+from selfspec.utils.errors import command_line
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
+from selfspec.utils.tracking import RunLog
 
 Batches = Callable[[int], dict[str, Tensor]]
 

@@ -26,9 +26,9 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.store import Stream, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
-from selfspec.log import Figures, atomic
-from selfspec.tracking import RunLog
 from selfspec.training.loop import LoopConfig, fit
+from selfspec.utils.files import Figures, atomic
+from selfspec.utils.tracking import RunLog
 
 BEGIN = "<|endoftext|>"
 _HELD_OUT = 200  # instructions that validate the second stage

@@ -26,10 +26,10 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Trained
-from selfspec.log import atomic
-from selfspec.progress import progress
 from selfspec.training import shard
 from selfspec.training.distill import Written, written
+from selfspec.utils.files import atomic
+from selfspec.utils.progress import progress
 
 _BATCH = 16  # texts decoded at once
 _NODES = 16

@@ -8,12 +8,12 @@ from pathlib import Path
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows
 from selfspec.drafters.base import Drafter
-from selfspec.loading import find_drafter
 from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, Written, distill, written
 from selfspec.training.hidden import PLACES

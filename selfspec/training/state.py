@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from selfspec.log import Figures, atomic
+from selfspec.utils.files import Figures, atomic
 
 
 def checkpoint_path(folder: Path) -> Path:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from selfspec.log import write_section
+from selfspec.utils.files import write_section
 
 
 def rate(counted: dict[str, Any], group: str) -> str:

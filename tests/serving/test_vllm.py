@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM
 
 import selfspec
 from selfspec.api import Spec
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.formats.eagle3 import IDS
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
@@ -28,10 +30,8 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.questions import Asking, read_questions
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
-from selfspec.embedded import resolve
-from selfspec.export import export
-from selfspec.formats.eagle3 import IDS
-from selfspec.log import write_text
+from selfspec.integrations.export import export
+from selfspec.utils.files import write_text
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm")) / "bin/python"

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from selfspec.core.engine import Engine
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Ready
 from selfspec.drafters.parts.feature_layer import FeatureLayer
 from selfspec.drafters.parts.views import Block
+from selfspec.engine.engine import Engine
 
 
 class _NoEmbedding(nn.Module):

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.engine import bucket, filled
 from selfspec.core.generate import piece
 from selfspec.core.slots import Opened, SlotCache, static_pass
 from selfspec.core.target import Pass, RowCache, Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Ready
 from selfspec.drafters.parts.views import Block, Tail
+from selfspec.engine.engine import bucket, filled
 
 _FEW = 16  # entries that the eager engine reads together with the root's; those before are read without logits
 

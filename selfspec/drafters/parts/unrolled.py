@@ -25,10 +25,10 @@ from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, positive, share, whole
+from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
-from selfspec.drafters.parts.graph import drafted_by
-from selfspec.drafters.parts.growth import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
+from selfspec.drafters.parts.tree_function import drafted_by
 
 
 @dataclass

@@ -1,0 +1,325 @@
+"""A drafter on disk: drafter.json, drafter.safetensors, one regular PEFT folder per adapter, a model card."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.checkpoints.embedded import TARGETS
+from selfspec.core.target import Target
+from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
+from selfspec.drafters.parts.views import Adapted
+from selfspec.drafters.registry import build, config_class, drafter_class
+from selfspec.utils.files import Figures, atomic
+
+FORMAT = 3
+_PREFIX = "base_model.model."  # PEFT's own folders name tensors so
+
+
+def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
+    quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
+    digest = hashlib.sha256()
+    buffers = (
+        (f"{path}.{name}", buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    for name, tensor in (*model.named_parameters(), *buffers):
+        for part in _stored(tensor.detach()):
+            values = part.to(dtype or part.dtype) if part.is_floating_point() else part
+            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
+            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor names its mesh, too
+            yield from _stored(part)
+
+
+def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:
+    """SHA-256 of the vocabulary; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    vocab = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocab.encode()).hexdigest()
+
+
+def target_hash(target: Target) -> str:
+    """The weights hash of a target rounded to bfloat16, the same whatever dtype it is loaded in."""
+    return target.saved_hash or weights_hash(target.model, torch.bfloat16)
+
+
+def adapters(drafter: Drafter) -> dict[str, nn.Module]:
+    """A drafter's PEFT adapters by name, each with the module it was injected into."""
+    return {k: v for module in drafter.modules() if isinstance(module, Adapted) for k, v in module.adapters.items()}
+
+
+def own_state(drafter: Drafter) -> dict[str, Tensor]:
+    """What is saved beside the adapters: parameters that training moves, and buffers of the drafter itself."""
+    trained = {name: p for name, p in drafter.trained().items() if ".lora_A." not in name and ".lora_B." not in name}
+    return {**trained, **dict(drafter.named_buffers(recurse=False))}
+
+
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    target: Target,
+    target_name: str,
+    tokenizer: Tokenizer | None,
+    note: str,
+    training: dict[str, float] | None = None,
+) -> None:
+    """Write the drafter's folder; an interruption leaves the old folder or the new one. `note` goes into the card;
+    training: the seconds and tokens it took. A target in a folder is named by its path, relative to `folder` where it
+    lies in the same run's folder."""
+    target_name = _portable(target_name, folder)
+    with atomic(folder) as scratch:
+        scratch.mkdir(parents=True)
+        state = {name: _at_rest(t, target.saved_dtype) for name, t in own_state(drafter).items()}
+        save_file(state, scratch / "drafter.safetensors")
+        for name, module in adapters(drafter).items():
+            out = scratch / "lora" / name
+            out.mkdir(parents=True)
+            lora = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+            at_rest = {_PREFIX + key: _at_rest(t, target.saved_dtype) for key, t in lora.items()}
+            save_file(at_rest, out / "adapter_model.safetensors")
+            peft_config: LoraConfig = module.peft_config[name]  # type: ignore[assignment, index]
+            peft_config.base_model_name_or_path, peft_config.inference_mode = target_name, True
+            peft_config.save_pretrained(str(out))
+        files = sorted(p.relative_to(scratch).as_posix() for p in scratch.rglob("*") if p.is_file())
+        meta = {
+            "format": FORMAT,
+            "kind": drafter.kind,
+            "config": asdict(drafter.config),
+            "parameters": sum(p.numel() for p in drafter.trained().values()),
+            "target": {
+                "name": target_name,
+                "revision": getattr(target.model.config, "_commit_hash", None),
+                "weights_hash": target_hash(target),
+                "layers": target.n_layers,
+                "hidden_size": target.hidden_size,
+                "vocab_size": target.vocab_size,
+            },
+            "tokenizer": tokenizer_hash(tokenizer),
+            "calibration": {mode: asdict(found) for mode, found in drafter.calibration.items()},
+            "files": {name: hashlib.sha256((scratch / name).read_bytes()).hexdigest() for name in files},
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft", "selfspec")
+            },
+        }
+        (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (scratch / "README.md").write_text(_card(meta, note))
+        if training is not None:  # apart from what is the same again whenever the same run is repeated
+            (scratch / "training.json").write_text(json.dumps(training) + "\n")
+
+
+def _portable(name: str, folder: Path) -> str:
+    """A target's name that means the same from every working directory."""
+    if name in TARGETS or not Path(name).is_dir():
+        return name
+    place, run = Path(name).resolve(), folder.resolve().parent
+    return f"../{place.relative_to(run).as_posix()}" if place.is_relative_to(run) else str(place)
+
+
+def _at_rest(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous().cpu()
+
+
+def read_meta(folder: Path) -> Figures:
+    """drafter.json, checked. Raises FileNotFoundError or ValueError naming the file."""
+    path = folder / "drafter.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no drafter in {folder}: drafter.json is missing")
+    try:
+        meta = json.loads(path.read_text())
+        version = meta.get("format")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a drafter's JSON: {error}") from error
+    if version != FORMAT:
+        raise ValueError(
+            f"{path} is of format {version!r}, this version reads format {FORMAT}: train the drafter again "
+            "(train/heads.py), or load it with the version of selfspec that wrote it"
+        )
+    kinds = {"kind": str, "config": dict, "target": dict, "calibration": dict, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(meta.get(name), kind)]
+    wrong += [name for name in ("name", "weights_hash") if not wrong and not isinstance(meta["target"].get(name), str)]
+    if wrong or not isinstance(meta.get("tokenizer", 0), (str, type(None))):
+        raise ValueError(
+            f"{path} was altered: {', '.join(wrong) or 'tokenizer'} is not what was written; copy it again"
+        )
+    return dict(meta)
+
+
+def check_files(folder: Path, meta: Figures) -> None:
+    """Raises FileNotFoundError or ValueError for a drafter's file that is missing or not what was written."""
+    for name, digest in meta["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{path} is truncated or was altered: its SHA-256 differs from drafter.json")
+
+
+def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfig:
+    """A drafter's config from its JSON. Raises ValueError naming keys that are unknown or missing, and the ones that
+    exist."""
+    made = config_class(kind)
+    known = {f.name for f in fields(made)}
+    if known != saved.keys():
+        unknown, missing = sorted(saved.keys() - known), sorted(known - saved.keys())
+        raise ValueError(f"{path}: unknown keys {unknown}, missing keys {missing}; {made.__name__} has {sorted(known)}")
+    return made(**saved)
+
+
+def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None, trust: bool = False) -> Drafter:
+    """Build the drafter of `folder` on `target`, in eval mode. trust: whether it may be a class of another package.
+
+    Raises FileNotFoundError for a missing file; ValueError for a drafter of another target or tokenizer, damaged
+    files, and tensors that are missing, unknown or of another shape.
+    """
+    meta = read_meta(folder)
+    theirs, ours = meta["target"], target_hash(target)
+    if theirs["weights_hash"] != ours:
+        raise ValueError(
+            f"the drafter in {folder} was made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]}), "
+            f"not for {target.name!r} (weights {ours[:12]})"
+        )
+    check_tokenizer(folder, meta, tokenizer)
+    check_files(folder, meta)
+    kind = drafter_class(meta["kind"], trust, away=folder)
+    path = folder / "drafter.json"
+    drafter = build(kind, target, read_config(path, kind, meta["config"]))
+    _copy(_read(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
+    for name, module in adapters(drafter).items():
+        part = folder / "lora" / name / "adapter_model.safetensors"
+        state = {key.removeprefix(_PREFIX): t for key, t in _read(part).items()}
+        expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+        _compare(state, expected, part)
+        set_peft_model_state_dict(module, state, adapter_name=name)
+    drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
+    return drafter.eval()
+
+
+def shaped_as(folder: Path, target: Target, trust: bool = False) -> Drafter:
+    """A drafter on any target with the kind, config and calibration of the one in `folder` and untrained weights, to
+    forecast what it would cost there. An exit moves to the same share of the layers."""
+    meta, path = read_meta(folder), folder / "drafter.json"
+    kind = drafter_class(meta["kind"], trust, away=folder)
+    config = read_config(path, kind, meta["config"])
+    if (at := getattr(config, "exit", None)) is not None:
+        share = target.n_layers / meta["target"].get("layers", target.n_layers)
+        config = replace(config, exit=max(1, round(at * share)))  # type: ignore[call-arg]
+    drafter = build(kind, target, config)
+    drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
+    return drafter.eval()
+
+
+def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError where a drafter was trained with another tokenizer than this one."""
+    if tokenizer is not None and meta["tokenizer"] is not None and meta["tokenizer"] != tokenizer_hash(tokenizer):
+        raise ValueError(
+            f"the drafter in {folder} was trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
+            f"{tokenizer.name_or_path!r} (vocabulary {str(tokenizer_hash(tokenizer))[:12]})"
+        )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) -> None:
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or unknown:
+        raise ValueError(f"{path}: missing tensors {missing}, unknown tensors {unknown}")
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite; train again")
+        if tensor.shape != expected[name].shape:
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
+
+
+def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
+    """Raises ValueError for what is not of the drafter's own shape, or not finite."""
+
+    def finite(row: object, length: int | None = None) -> bool:
+        numbers = isinstance(row, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
+        return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
+
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{path}: calibration has unknown decoding modes {unknown}, known are {sorted(expected)}")
+    result = {}
+    for mode, own in expected.items():
+        saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
+        saved = saved if isinstance(saved, dict) else {}
+        table = saved.get("acceptance")
+        rows = (
+            isinstance(table, list)
+            and len(table) == depths
+            and all(finite(row, len(wanted)) for row, wanted in zip(table, own.acceptance, strict=True))
+        )
+        if table is None or not rows or not finite(saved.get("inverse_temperature"), factors):
+            raise ValueError(
+                f"{path}: calibration[{mode!r}] must hold finite numbers for each of {depths} depths; calibrate the "
+                "drafter again, or copy the folder again"
+            )
+        result[mode] = Calibration(table, saved["inverse_temperature"])
+    return result
+
+
+def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None:
+    _compare(found, into, path)
+    with torch.no_grad():
+        for name, tensor in found.items():
+            into[name].copy_(tensor)
+
+
+def _card(meta: Figures, note: str) -> str:
+    config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
+    target = meta["target"]["name"]
+    if Path(target).is_absolute() or target.startswith("../"):
+        target = Path(target).name  # a path means nothing to others
+    return f"""---
+library_name: selfspec
+base_model: {target}
+tags: [speculative-decoding, {meta["kind"]}]
+---
+# {meta["kind"]} drafter for {target}
+
+Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
+many passes the target takes, never which tokens it emits.
+
+```python
+import selfspec
+
+spec = selfspec.load("path/to/this/folder")
+```
+
+{config}
+- target weights (SHA-256 in bfloat16): {meta["target"]["weights_hash"]}
+
+{note}
+"""

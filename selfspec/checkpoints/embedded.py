@@ -1,0 +1,32 @@
+"""The embedded models: a small target, its drafters and a draft model. They lie in selfspec/assets in a clone, and in
+the package `selfspec_models` where selfspec was installed from a wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+TARGETS = ("tiny-target", "tiny-draft")
+DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-sequential")
+
+
+def assets() -> Path | None:
+    """Where the embedded models lie, if they are here."""
+    beside = Path(__file__).parents[1] / "assets"
+    if (beside / "tiny-target").is_dir():
+        return beside
+    spec = importlib.util.find_spec("selfspec_models")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def resolve(name: str) -> str:
+    """An embedded model's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is. Raises
+    FileNotFoundError for an embedded one that is not here, and says how to get it."""
+    if name not in (*TARGETS, *DRAFTERS) or Path(name).exists():
+        return name
+    if (home := assets()) is None:
+        raise FileNotFoundError(
+            f"{name!r} is one of the embedded models, which are not installed: pip install 'selfspec[models]', or in a "
+            "clone pip install ./selfspec/assets"
+        )
+    return str(home / name)

@@ -1,0 +1,68 @@
+"""Draft models as other engines keep them: config.json beside one safetensors file, held to an exact contract."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from selfspec.utils.files import Figures
+
+Contract = dict[str, tuple[list[int], torch.dtype | None]]  # shape and dtype (None: any float) by name
+
+
+def write_files(folder: Path, config: Figures, tensors: dict[str, Tensor], name: str = "model.safetensors") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, folder / name, {"format": "pt"})
+
+
+def read_config(folder: Path, name: str = "config.json") -> Figures:
+    """The folder's JSON of this name. Raises FileNotFoundError or ValueError naming the file."""
+    path = folder / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
+    """Raises ValueError for keys that are missing or too many, and for tensors of another shape or dtype."""
+    missing, unknown = sorted(contract.keys() - found.keys()), sorted(found.keys() - contract.keys())
+    if missing or unknown:
+        raise ValueError(f"{path}: missing tensors {missing}, unknown tensors {unknown}")
+    for name, (shape, dtype) in contract.items():
+        tensor = found[name]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, its config says {shape}")
+        if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {dtype or 'floating point'}")
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite")
+
+
+def number(config: Figures, name: str, folder: Path, file: str = "config.json") -> int:
+    """A whole number above 0 of a config. Raises ValueError naming it."""
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{folder}/{file}: {name}={value!r} must be a whole number above 0")
+    return value

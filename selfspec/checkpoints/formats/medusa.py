@@ -1,0 +1,145 @@
+"""Medusa heads as vLLM up to 0.32 reads them, and as FasterDecoding's files and TGI do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
+from selfspec.core.target import Target
+from selfspec.drafters.medusa import Medusa, MedusaConfig
+from selfspec.utils.files import Figures
+
+FILE = "medusa_lm_head.safetensors"  # of TGI and FasterDecoding
+
+
+def write_vllm(drafter: Medusa, target: Target, folder: Path) -> None:
+    """The folder that vLLM up to 0.32 serves with `method: medusa`. No other key may hold "num" and "heads" or "layers"
+    in its name: the reader would take it for these."""
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_heads": drafter.config.heads,
+        "num_hidden_layers": drafter.config.blocks,
+        "truncated_vocab_size": target.vocab_size,
+        "medusa_fc_bias": True,  # without it biases are passed over in silence
+        "original_lm_head": False,
+        "torch_dtype": str(target.saved_dtype).removeprefix("torch."),
+    }
+    write_files(folder, config, _tensors(drafter, target, "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"))
+
+
+def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -> None:
+    """The folder that TGI serves; its config must not have `architectures`, by whose absence TGI knows Medusa."""
+    config = {
+        "medusa_num_heads": drafter.config.heads,
+        "medusa_num_layers": drafter.config.blocks,
+        "base_model_name_or_path": target_name,
+        "version": "2",
+    }
+    last = f"{{i}}.{drafter.config.blocks}.weight"
+    write_files(folder, config, _tensors(drafter, target, "{i}.{j}.linear", last), FILE)
+
+
+@torch.no_grad()
+def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str, Tensor]:
+    """All tensors of the heads, in the target's saved dtype; LoRA is folded into a full projection for each head."""
+    found, dtype = dict[str, Tensor](), target.saved_dtype
+    lora = None if drafter.shared is None else drafter.shared.weights()  # [K, H, r], [K, r, V]
+    for i in range(drafter.config.heads):
+        if lora is None:
+            projection = drafter.full[i]
+        else:
+            assert drafter.shared is not None
+            projection = drafter.shared.base.weight.float() + (lora[0][i].float() @ lora[1][i].float()).T
+        for j in range(drafter.config.blocks):
+            name = block.format(i=i, j=j)
+            found[f"{name}.weight"] = drafter.weight[j, i].to(dtype)
+            found[f"{name}.bias"] = drafter.bias[j, i, 0].to(dtype)
+        found[head.format(i=i)] = projection.to(dtype)
+    return found
+
+
+def contract(config: Figures, folder: Path) -> Contract:
+    """Names and shapes of vLLM's folder, from its config."""
+    H, V, heads, layers = (
+        number(config, n, folder) for n in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
+    )
+    found: Contract = {}
+    for i in range(heads):
+        for j in range(layers):
+            found[f"blocks.{i}.layers.{j}.weight"] = [H, H], None
+            if config.get("medusa_fc_bias"):
+                found[f"blocks.{i}.layers.{j}.bias"] = [H], None
+        found[f"lm_heads.{i}.weight"] = [V, H], None
+    return found
+
+
+def read(folder: Path, target: Target) -> Medusa:
+    """Published heads as a drafter, with projections of their own: FasterDecoding's `medusa_lm_head.pt` (read without
+    running code in it), the same as safetensors, or vLLM's folder. It is not calibrated.
+
+    Raises ValueError for keys, shapes and sizes that do not fit this target; FileNotFoundError where there is no file.
+    """
+    config = read_config(folder)
+    tensors = {_plain(name): t for name, t in _found(folder).items()}
+    V, H = target.vocab_size, target.hidden_size
+    heads = number(config, "medusa_num_heads" if "medusa_num_heads" in config else "num_heads", folder)
+    layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
+    biased = any(name.endswith(".bias") for name in tensors)
+    if config.get("truncated_vocab_size") not in (None, V):
+        raise ValueError(f"{folder}: truncated_vocab_size={config['truncated_vocab_size']}: heads need all {V} tokens")
+    own = any(name.startswith("lm_heads.") for name in tensors)
+    as_vllm = {
+        "hidden_size": H,
+        "vocab_size": V,
+        "num_heads": heads,
+        "num_hidden_layers": layers,
+        "medusa_fc_bias": biased,
+    }
+    wanted = contract(as_vllm, folder)
+    if not own:  # heads that read through the target's lm_head
+        wanted = {name: shape for name, shape in wanted.items() if not name.startswith("lm_heads.")}
+    hold(tensors, wanted, folder)
+    drafter = Medusa(target, MedusaConfig(heads, layers, "full" if own else "lora", 1))
+    with torch.no_grad():
+        for i in range(heads):
+            for j in range(layers):
+                drafter.weight[j, i] = tensors[f"blocks.{i}.layers.{j}.weight"]
+                if biased:
+                    drafter.bias[j, i, 0] = tensors[f"blocks.{i}.layers.{j}.bias"]
+            if own:
+                drafter.full[i] = tensors[f"lm_heads.{i}.weight"]
+    return drafter.eval()
+
+
+def _found(folder: Path) -> dict[str, Tensor]:
+    for name in (FILE, "model.safetensors"):
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    path = folder / "medusa_lm_head.pt"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has neither {FILE}, model.safetensors nor {path.name}")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} is no file of tensors alone: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f"{path} must hold tensors by name")
+    return found
+
+
+def _plain(name: str) -> str:
+    """A tensor's name as vLLM writes it. FasterDecoding's `0.1.linear.weight` is `blocks.0.layers.1.weight`, and its
+    `0.2.weight` behind two blocks `lm_heads.0.weight`."""
+    name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
+        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
+    if found := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
+        return f"lm_heads.{found[1]}.weight"
+    return name

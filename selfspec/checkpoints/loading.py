@@ -1,0 +1,292 @@
+"""From names, folders and hub ids to a target and a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta, weights_hash
+from selfspec.checkpoints.embedded import DRAFTERS, resolve
+from selfspec.checkpoints.formats.imported import named_target, published
+from selfspec.checkpoints.formats.imported import read as read_published
+from selfspec.checkpoints.hub import fetch
+from selfspec.core.probe import probe
+from selfspec.core.support import refuse
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.hybrid import Hybrid
+from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
+from selfspec.engine.engine import check_engine, engine_for
+from selfspec.utils.files import Figures
+
+EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
+
+
+def load_target(
+    source: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype = "auto",
+    device: str | None = None,
+    revision: str | None = None,
+    engine: str = "eager",
+    divide: Callable[[PreTrainedModel], None] | None = None,
+    **loading: Any,
+) -> tuple[Target, Tokenizer | None]:
+    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
+    loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
+    in place). engine: eager, or compiled (see `selfspec.engine`). divide: puts the model on its device, instead of
+    `device`, in parts (see `selfspec.training.shard`). `loading` goes to transformers' from_pretrained: device_map,
+    quantization_config, attn_implementation and the like.
+
+    A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
+    FileNotFoundError for a folder without a model.
+    """
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
+    check_engine(engine)
+    if device is not None:
+        try:
+            if torch.empty(0, device=device).is_meta:
+                raise RuntimeError("it holds no weights")
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device={device!r} can not be used here: {error}") from error
+    model: Any
+    if isinstance(source, (str, Path)):
+        path = resolve(str(source))
+        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or _is_path(path)):
+            raise FileNotFoundError(
+                f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
+            )
+        config = AutoConfig.from_pretrained(path, revision=revision)
+        if config.is_encoder_decoder:
+            raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", revision=revision, config=config, **loading
+            )
+        except SafetensorError as error:
+            raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
+    else:
+        if loading:
+            raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
+        adapter = getattr(source, "active_peft_config", None)
+        if adapter is not None and adapter.is_prompt_learning:
+            raise ValueError(
+                f"target has a {adapter.peft_type.value} adapter, which lives outside the model's layers; only "
+                "adapters inside them (such as LoRA) can be part of a target"
+            )
+        model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
+        path = str(model.config.name_or_path)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
+    refuse(model)
+    saved_hash = saved_dtype = None
+    if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
+        saved_dtype = model.get_output_embeddings().weight.dtype
+        saved_hash = weights_hash(model, torch.bfloat16)  # before it is cast: float16 would round what it can not hold
+        model.to(wanted)
+    if divide is not None:
+        saved_hash = saved_hash or weights_hash(model, torch.bfloat16)
+        divide(model)
+    elif device is not None:
+        model.to(device)
+    if engine == "compiled" and isinstance(source, (str, Path)):
+        _align(model)
+    target = Target(model)
+    target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
+    probe(target)
+    target.engine = engine_for(engine, target.device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
+    except (OSError, ValueError):
+        tokenizer = None
+    return target, tokenizer
+
+
+def named_folder(drafter: Path, name: str) -> Path | None:
+    """The folder that a drafter's own folder names as its target: an absolute path, or one relative to the drafter's
+    folder. None for names of other kinds."""
+    if Path(name).is_absolute():
+        return Path(name)
+    return (drafter / name).resolve() if name.startswith("../") else None
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Move weights to the start of cache lines. Those of a mapped file lie anywhere; one row's products with them were
+    measured 25% slower."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
+            parameter.data = parameter.data.clone()
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {name!r}: {error}") from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: no hub id looks so."""
+    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
+
+
+def drafter_folder(name: str, revision: str | None = None) -> Path:
+    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, one in a form that
+    others publish (see `selfspec.checkpoints.formats`), or a hub id. revision: of a hub id.
+
+    Raises FileNotFoundError where there is none.
+    """
+    if (found := _within(Path(resolve(name)))) is not None:
+        return found
+    if Path(name).exists() or _is_path(name):
+        embedded = ", ".join(DRAFTERS)
+        raise FileNotFoundError(
+            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
+            f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
+            "or lookahead, which need no training (join several by +)"
+        )
+    seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
+    if (found := _within(seen)) is None:
+        raise FileNotFoundError(
+            f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
+        )
+    return fetch(name, revision) / found.relative_to(seen)  # with the target of an exported folder
+
+
+def _on_hub(name: str) -> bool:
+    """Whether a name can only be a hub id."""
+    return not Path(resolve(name)).exists() and not _is_path(name)
+
+
+def _within(home: Path) -> Path | None:
+    """The drafter's folder in a run's, an exported or a downloaded folder."""
+    for folder in (home / "drafter", home):
+        if (folder / "drafter.json").is_file() or published(folder):
+            return folder
+    return None
+
+
+def member_names(name: str) -> list[str]:
+    """The drafters that a name stands for: several are joined by "+" and share one tree."""
+    return [name] if Path(name).exists() else name.split("+")
+
+
+def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
+    """The kind of drafter of this name, where it works without a checkpoint. Raises ValueError where a kind of this
+    name needs one and no checkpoint has the name, and for a class of another package that may not run."""
+    if (Path(name) / "drafter").is_dir() or (Path(name) / "drafter.json").is_file() or published(Path(name)):
+        return None
+    try:
+        kind = drafter_class(name, trust)
+    except Untrusted:
+        if Path(name).exists():
+            return None
+        raise
+    except Unknown:
+        return None
+    if kind is Hybrid:
+        raise ValueError(f"drafter {name!r} is nothing by itself; join the names of its members by +: a+b")
+    if issubclass(kind, Trained):
+        raise ValueError(
+            f"drafter {name!r} is a kind that has to be trained first: train/heads.py drafter={name} name=mine, then "
+            "runs/mine"
+        )
+    return kind
+
+
+def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None, trust: bool) -> Drafter:
+    if (kind := untrained(name, trust)) is not None:
+        return build(kind, target, config_class(kind)()).eval()
+    folder = folder or drafter_folder(name)
+    if (folder / "drafter.json").is_file():
+        return load_drafter(folder, target, tokenizer, trust)
+    return read_published(folder, target)
+
+
+def find_drafter(
+    name: str,
+    target: Target,
+    tokenizer: Tokenizer | None = None,
+    folders: dict[str, Path] | None = None,
+    trust: bool = False,
+) -> Drafter:
+    """A drafter for this target by the name of a kind that needs no training, of a checkpoint (`drafter_folder`), or
+    of several of these joined by "+", which share one tree. folders: where checkpoints lie, as far as it is known;
+    trust: whether they may name classes of other packages.
+
+    Raises ValueError for a checkpoint of another target, a kind that has to be trained, a name given twice, and members
+    that can not share a tree; FileNotFoundError for a name that stands for nothing.
+    """
+    names = member_names(name)
+    if "" in names:
+        raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
+    if len(set(names)) < len(names):
+        raise ValueError(f"drafter={name!r} names a drafter twice")
+    members = {one: _one(one, (folders or {}).get(one), target, tokenizer, trust) for one in names}
+    return joined(target, members)
+
+
+def joined(target: Target, members: dict[str, Drafter]) -> Drafter:
+    """One drafter, or several that share one tree. Raises ValueError for members that can not."""
+    return next(iter(members.values())) if len(members) == 1 else Hybrid(target, members).eval()
+
+
+def members_of(name: str, drafter: Drafter) -> dict[str, Drafter]:
+    """The drafters that one of this name is made of."""
+    return drafter.members if isinstance(drafter, Hybrid) else {name: drafter}
+
+
+def load_pair(
+    drafter: str,
+    target: str | Path | PreTrainedModel | None,
+    dtype: str | torch.dtype,
+    device: str | None,
+    engine: str = "eager",
+    revision: str | None = None,
+    trust: bool = False,
+    **loading: Any,
+) -> tuple[Target, Drafter, Tokenizer | None, Path | None]:
+    """A target, a drafter for it, the tokenizer (None where there is none), and the folder of a single checkpoint. The
+    target is the one given or the one that the first trained drafter names. revision: of a drafter on the hub.
+
+    Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
+    """
+    names = [name for name in member_names(drafter) if name and untrained(name, trust) is None]
+    if revision is not None and not any(_on_hub(name) for name in names):
+        raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
+    found = {name: drafter_folder(name, revision) for name in names}
+    folders = list(found.values())
+    own = [folder for folder in folders if (folder / "drafter.json").is_file()]
+    meta: Figures = {}
+    if own:
+        meta = dict(read_meta(own[0])["target"])
+        if (own[0].parent / EXPORTED).is_file():  # the target lies there, too
+            meta = {"name": str(own[0].parent)}
+        if (place := named_folder(own[0], meta["name"])) is not None:
+            if target is None and not place.is_dir():
+                raise FileNotFoundError(
+                    f"the drafter in {own[0]} was trained for the target in {place}, which is not there; say where it "
+                    "is now with target="
+                )
+            meta["name"] = str(place)
+    elif folders:
+        meta = {"name": named_target(folders[0])}
+    if target is None and not meta.get("name"):
+        raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
+    theirs = meta.get("revision") if target is None else None
+    source = meta["name"] if target is None else target
+    frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
+    for folder in own:
+        check_tokenizer(folder, read_meta(folder), tokenizer)
+    home = own[0] if own and len(member_names(drafter)) == 1 else None
+    return frozen, find_drafter(drafter, frozen, tokenizer, found, trust), tokenizer, home

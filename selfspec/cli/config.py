@@ -1,0 +1,327 @@
+"""Hydra schemas: what may stand in configs/. Each part is a dataclass that lives beside its consumer."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from selfspec.api import NODES
+from selfspec.core.generate import MAX_NODES
+from selfspec.drafters.base import Drafter, DrafterConfig
+from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
+from selfspec.evaluation.audit import AuditConfig
+from selfspec.evaluation.benchmark import DecodeConfig
+from selfspec.evaluation.compare import CompareConfig
+from selfspec.evaluation.limits import LimitsConfig
+from selfspec.evaluation.page import PageConfig
+from selfspec.evaluation.show import ShowConfig
+from selfspec.evaluation.verifiers import VerifiersConfig
+from selfspec.training.loop import LoopConfig
+from selfspec.training.pretrain import PretrainConfig
+from selfspec.training.rows import DrafterTraining
+from selfspec.utils.errors import one_line
+from selfspec.utils.tracking import Logged, flat
+
+
+@dataclass
+class TargetConfig:
+    """name: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like (null: a GPU where there is one); revision: of a hub id."""
+
+    name: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    revision: str | None = None
+
+
+@dataclass
+class TrainRun(Logged):
+    """drafter: its kind, below; data: what to train on, below; check: only tell what would be read and what it would
+    take (--check does the same); trust_code: whether checkpoints that are read may name drafters of other packages."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: Any = MISSING
+    data: Any = MISSING
+    check: bool = False
+    trust_code: bool = False
+    train: DrafterTraining = field(default_factory=DrafterTraining)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+
+
+@dataclass
+class PretrainRun(Logged):
+    """data: what to train on, below."""
+
+    data: Any = MISSING
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+
+
+@dataclass
+class TreeConfig:
+    """nodes: of the draft tree, root included; auto sizes every pass by what it costs here."""
+
+    nodes: Any = NODES
+
+    def __post_init__(self) -> None:
+        if self.nodes != "auto" and not (isinstance(self.nodes, int) and 1 <= self.nodes <= MAX_NODES):
+            raise ValueError(f"tree.nodes={self.nodes!r} must be auto, or lie between 1 and {MAX_NODES}")
+
+
+@dataclass
+class OneTarget(Logged):
+    """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like; engine: eager or compiled; data: where questions and text come from, below; trust_code: whether checkpoints
+    may name drafters of other packages."""
+
+    target: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    engine: str = "eager"
+    data: Any = MISSING
+    trust_code: bool = False
+
+
+@dataclass
+class Measurement(OneTarget):
+    """drafter: an embedded name, a run folder, a hub id, or several joined by +, which share one tree; target: null
+    takes the one that the drafter was trained for."""
+
+    drafter: str = MISSING
+    target: str | None = None  # type: ignore[assignment]
+
+
+@dataclass
+class EvalRun(Measurement):
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+
+
+@dataclass
+class ShowRun(Measurement):
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    show: ShowConfig = field(default_factory=ShowConfig)
+
+
+@dataclass
+class CompareRun(OneTarget):
+    """A comparison has one target and many drafters."""
+
+    compare: CompareConfig = field(default_factory=CompareConfig)
+
+
+@dataclass
+class ReportRun:
+    """sweep: the folder of a sweep; against: another's, or two comparisons, to be set beside each other."""
+
+    sweep: str = MISSING
+    against: str | None = None
+
+
+@dataclass
+class PageRun:
+    page: PageConfig = field(default_factory=PageConfig)
+
+
+@dataclass
+class LimitsRun(Logged):
+    """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
+    like; results: a Markdown file whose section `limits NAME` is written anew."""
+
+    target: str = MISSING
+    dtype: str = "auto"
+    device: str | None = None
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    results: str | None = None
+
+
+@dataclass
+class AuditRun(Measurement):
+    audit: AuditConfig = field(default_factory=AuditConfig)
+
+
+@dataclass
+class VerifiersRun(Measurement):
+    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
+
+
+def _folder_name(text: str) -> str:
+    """A text as the name of one folder, of at most 200 bytes."""
+    flat = text.replace("/", "_") or "default"
+    if len(flat.encode()) <= 200:
+        return flat
+    return f"{flat.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(flat.encode()).hexdigest()[:12]}"
+
+
+# When this module is imported: workers of a sweep import it, and never call `register`.
+OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
+
+
+def config_folder() -> Path:
+    """Where the configs lie: inside the package where it was installed from a wheel, beside it in a clone."""
+    inside = Path(__file__).parents[1] / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def register(drafters: bool = False) -> None:
+    """Make the schemas known to Hydra; call before `hydra.main`. drafters: whether `drafter` is the group that training
+    chooses from, one config for each kind; elsewhere it is the name of a drafter."""
+    store = ConfigStore.instance()
+    store.repo.pop("drafter", None)
+    if drafters:
+        for kind in kinds():
+            store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
+        for name, entry in installed().items():
+            if name in kinds():
+                print(f"the drafter {name} of {entry.value} has the name of one of selfspec's own", file=sys.stderr)
+                continue
+            try:
+                register_class(name, drafter_class(name))
+            except Exception as error:  # of another package, which this run may not need
+                print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
+    nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
+    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "verifiers": VerifiersRun, "page": PageRun}
+    for name, node in nodes.items():
+        store.store(name=f"{name}_schema", node=node)
+
+
+def register_class(name: str, kind: type[Drafter]) -> None:
+    """Make a drafter class of another package the choice `drafter=name`; its config then names the class."""
+    node = OmegaConf.create({"_target_": f"{kind.__module__}.{kind.__qualname__}"})
+    node.merge_with(OmegaConf.create(asdict(config_class(kind)())))
+    ConfigStore.instance().store(group="drafter", name=name, node=node)
+
+
+def with_classes(arguments: list[str]) -> list[str]:
+    """Command-line arguments in which `drafter._target_=package.module.Class` has become a choice of the group
+    `drafter`. Raises ValueError for what is no drafter class."""
+    found = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key.lstrip("+") == "drafter._target_":
+            paths = value.strip("'\"[]").split(",")
+            for path in paths:
+                register_class(path, drafter_class(path, trust=True))
+            argument = f"drafter={','.join(paths)}"
+        found.append(argument)
+    return found
+
+
+def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
+    """The class and the config that `drafter` stands for in a composed run. Raises ValueError for unknown keys and
+    wrong types of a class of another package."""
+    if isinstance(config, DrafterConfig):
+        return drafter_class(type(config).__module__.rsplit(".", 1)[-1]), config
+    given = dict(config)
+    kind = drafter_class(given.pop("_target_"), trust=True)
+    schema = OmegaConf.structured(config_class(kind))
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(schema, given))
+    except OmegaConfBaseException as error:
+        why = told(error).replace("there is no ", "there is no drafter.")
+        why = f"drafter.{why}" if "must be of type" in why else why
+        raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
+    assert isinstance(found, DrafterConfig)
+    return kind, found
+
+
+def constant(arguments: list[str]) -> list[str]:
+    """The keys of overrides that are the same in all points of a sweep, which its folders then do not name."""
+    parsed = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and a[0] != "-"])
+    swept = {str(o.key_or_group) for o in parsed if o.is_sweep_override()}
+    if "name" in swept:
+        raise ValueError("name can not be swept: a sweep has one name, and its folder holds all points")
+    return [str(o.key_or_group) for o in parsed if str(o.key_or_group) not in swept]
+
+
+_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
+
+
+def flags_first(arguments: list[str]) -> list[str]:
+    """Hydra's own options before the overrides, wherever they were typed: its parser takes no others behind them."""
+    flags, overrides, takes = list[str](), list[str](), False
+    for argument in arguments:
+        own = takes or (argument.startswith("-") and len(argument) > 1)
+        takes = not takes and argument in _WITH_VALUE
+        (flags if own else overrides).append(argument)
+    return flags + overrides
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Bad input ends in one line that names it, and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
+    before = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", "SELFSPEC_ERRORS")}
+    if before["HYDRA_FULL_ERROR"] == "1" and before["SELFSPEC_ERRORS"] is None:
+        yield
+        return
+    os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
+    try:
+        yield
+    except BAD_INPUT as error:
+        print(f"{os.path.basename(sys.argv[0])}: {told(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+BAD_INPUT = (ValueError, FloatingPointError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
+
+
+def told(error: BaseException) -> str:
+    """What to say of bad input, on one line."""
+    text = one_line(error)
+    missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
+    if missing is None and (found := re.search(r"Missing mandatory value: ([\w.]+)", text)) is not None:
+        missing = found[1]
+    if missing is not None:
+        return f"{missing} is missing; give {missing}=..."
+    if (unknown := re.search(r"Key '(\w+)' (?:is )?not in \S+ .*?full_key: ([\w.]+)", text)) is not None:
+        return f"there is no {unknown[2]}{_meant(error, unknown[2])}"
+    if (
+        wrong := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+) full_key: (\S+)", text)
+    ) is not None:
+        return f"{wrong[3]}={wrong[1]} must be of type {wrong[2].lower()}"
+    return text.partition(" Config search path:")[0]
+
+
+_SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
+
+
+def _meant(error: BaseException, key: str) -> str:
+    """What to do about a key that does not exist."""
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "parent_node", None) is None:
+        cause = cause.__cause__
+    known = [str(k) for k in getattr(cause, "parent_node", None) or ()]
+    near = difflib.get_close_matches(key.rsplit(".", 1)[-1], known, 1)
+    if cause is not None and not near and "." not in key:  # a key that lies deeper
+        plain = OmegaConf.to_container(cause.parent_node, resolve=False)  # type: ignore[attr-defined]
+        deeper = [name for name, _ in flat(plain) if name.rsplit("/", 1)[-1] == key]  # type: ignore[arg-type]
+        if deeper:
+            return f"; did you mean {deeper[0].replace('/', '.')}"
+    if near:
+        return f"; did you mean {key.rpartition('.')[0]}.{near[0]}".replace(" .", " ")
+    if key in _SOURCES:
+        return f" here; {_SOURCES[key]}"
+    return f"; there are {', '.join(known)}" if known else "; --help lists what there is"

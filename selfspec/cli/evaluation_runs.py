@@ -1,0 +1,387 @@
+"""From a composed Hydra config to a measurement: benchmark, answers, audit, comparison, limits, page, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from selfspec.api import Spec, load
+from selfspec.budget.cost import device_name, pass_costs
+from selfspec.checkpoints.drafter_folder import shaped_as
+from selfspec.checkpoints.loading import drafter_folder, find_drafter, load_target
+from selfspec.cli.config import (
+    AuditRun,
+    CompareRun,
+    EvalRun,
+    LimitsRun,
+    Measurement,
+    PageRun,
+    ShowRun,
+    VerifiersRun,
+    clear_errors,
+)
+from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed
+from selfspec.core.target import Target
+from selfspec.data.cut_prompts import cut_prompts
+from selfspec.data.questions import SETS, Asking, Question, read_questions
+from selfspec.drafters.base import Drafter, Trained
+from selfspec.evaluation.answers import answer_files, check_ids, write_answers
+from selfspec.evaluation.arm_record import Record
+from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
+from selfspec.evaluation.benchmark import bookkeeping, run_arms, write_traces
+from selfspec.evaluation.compare import CompareConfig, run_comparison
+from selfspec.evaluation.comparison import summarize_comparison
+from selfspec.evaluation.comparison_tables import agreement_table, comparison_tables
+from selfspec.evaluation.definitions import defined
+from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
+from selfspec.evaluation.footprint import price, price_of_model
+from selfspec.evaluation.limits import measure_limits, random_model
+from selfspec.evaluation.limits_tables import limits_tables
+from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.page import page_data, write_page
+from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
+from selfspec.evaluation.points import agreement, labelled, read_points, write_point
+from selfspec.evaluation.show import show
+from selfspec.evaluation.starts import start_costs
+from selfspec.evaluation.tables import (
+    Column,
+    audit_report,
+    group_table,
+    own_columns,
+    rules_table,
+    table,
+    training_table,
+)
+from selfspec.evaluation.verifiers import compare
+from selfspec.utils.errors import command_line
+from selfspec.utils.files import Figures, section, write_section, write_text
+from selfspec.utils.tracking import RunLog
+
+
+def asked(
+    spec: Spec, data: DictConfig, asking: Asking, sampling: Figures, seed: int, each: bool = False
+) -> tuple[list[Question], list[Prompt]]:
+    """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
+    sampling: how earlier turns are answered; each: so many questions of each group."""
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    source = build_data(data, tokenizer)
+    if asking.questions is None:
+        asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
+    questions = read_questions(asking, tokenizer, source.evaluation, each)
+    if len(questions) < asking.prompts and not each:
+        print(f"warning: prompts={asking.prompts}, but there are {len(questions)}, which are used")
+    arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
+    prompts, skipped = prompts_of(spec, questions, arguments, seed)
+    if skipped:
+        turns = len(skipped) + len(prompts)
+        print(f"{len(skipped)} of {turns} turns left out, since they fill the context: {'; '.join(skipped)}")
+    return questions, prompts
+
+
+def _loaded(run: Measurement) -> Spec:
+    return load(run.drafter, run.target, run.dtype, run.device, run.engine, trust_code=run.trust_code)
+
+
+def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
+    """One benchmark point: its records, figures and plots in `folder`. title: of the point in the run's logger."""
+    run = typed(EvalRun, config)
+    columns = own_columns(run.decode.columns)
+    spec = _loaded(run)
+    files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
+    questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
+    if files:
+        check_ids(questions)
+    begun = folder / "summary.json"
+    with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
+        records = run_arms(spec, prompts, run.decode, run.tree.nodes)
+        point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        own = [record for record in records if record.arm == "speculative"]
+        if "forecast" in point.get("speculative", {}):
+            told = point["speculative"]["forecast"]
+            nodes = told["nodes"] / max(1, told["passes"])
+            print(
+                f"tree.nodes=auto: {nodes:.1f} nodes a pass, of which a speedup of {told['speedup']:.2f} was expected"
+            )
+        if own and run.decode.batch_size == 1 and run.decode.lossy is None:
+            point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
+        if own and run.decode.metrics:
+            calibration = spec.drafter.calibration.get("sampled" if run.decode.temperature > 0 else "greedy")
+            accuracy = [depth[0] for depth in calibration.acceptance] if calibration is not None else []
+            accuracy = accuracy if isinstance(spec.drafter, Trained) else []
+            point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
+            print(json.dumps(point["metrics"], indent=1))
+        if run.decode.traces:
+            path = folder / "traces.jsonl"
+            write_traces(path, spec, prompts, run.decode, run.tree.nodes, run.drafter)
+        write_point(folder, point, records)
+        if columns:
+            point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
+            write_point(folder, point, records)
+        if files:
+            write_answers(files, questions, records, spec, run.name)
+        log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
+        labelled([point])
+        log.images(plot_points([point], folder))
+    return point
+
+
+def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> str:
+    """What a function of another package says of a point. Raises ValueError where it fails; the point is kept."""
+    try:
+        return str(column(json.loads(json.dumps(point)), list(records)))
+    except Exception as error:  # whatever it does
+        raise ValueError(f"decode.columns: {name} failed ({error!r}); what was measured is kept") from error
+
+
+def run_show(config: DictConfig) -> None:
+    """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
+    run = typed(ShowRun, config)
+    spec = _loaded(run)
+    _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
+    show(spec, prompts, run.show, run.tree.nodes)
+
+
+def run_audit(config: DictConfig, folder: Path) -> Figures:
+    """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
+    run = typed(AuditRun, config)
+    spec = _loaded(run)
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
+    done = folder / "audit.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
+        found = audit(spec, prompts, run.audit)
+        tests = []
+        if run.audit.distribution_samples:
+            short = [prompt[:32] for prompt in prompts[:8]]  # thousands of texts begin with it
+            tests = distribution_tests(
+                spec, short, run.audit.distribution_samples, run.audit.distribution_top_k, nodes=8
+            )
+        report = audit_report(found, tests)
+        figures = {**found.as_dict(), "distribution": [asdict(t) for t in tests], "config": plain}
+        figures["distribution_verdict"] = distribution_verdict(tests) if tests else None
+        write_text(folder / "audit.json", json.dumps(figures, indent=1) + "\n")
+        write_text(folder / "report.md", report + "\n")
+        told = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
+        log.write({key: figures[key] for key in told})
+        margins = [(float(d.position), d.margin) for d in found.divergences]
+        log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
+    print(f"\n{report}\n{folder}")
+    return figures
+
+
+def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
+    """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
+    run = typed(VerifiersRun, config)
+    spec = _loaded(run)
+    if spec.drafter.kind != "medusa":
+        raise ValueError(
+            f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
+            "depth without the tokens before it (medusa)"
+        )
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.verifiers, {}, 0)[1]]
+    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
+    documents = build_data(config.data, tokenizer).validation()
+    measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
+    done = folder / "verifiers.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
+        rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
+        write_text(folder / "verifiers.json", json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
+        write_text(folder / "table.md", rules_table(rows) + "\n")
+        for row in rows:
+            log.write(row)
+        log.images({"verifiers": plot_rules(rows, folder / "verifiers.png")})
+    print(f"\n{rules_table(rows)}\n{folder}")
+    return rows
+
+
+def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
+    """The prompts of a comparison; answers to earlier turns are greedy."""
+    found: list[Prompt] = []
+    for name in config.questions:
+        groups = config.groups
+        if groups is not None and name in SETS:
+            groups = [group for group in groups if group in SETS[name]]
+        if groups != []:
+            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
+            found += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    return found
+
+
+def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
+    """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
+    run = typed(CompareRun, config)
+    path = folder / "runs.jsonl"
+    place = "compare" if run.engine == "eager" else f"compare {run.engine}"
+    if run.compare.results is not None:
+        section(Path(run.compare.results), place)  # refused before anything is measured
+    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
+    if not run.compare.drafters:
+        raise ValueError("compare.drafters is empty; give at least one")
+    free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
+    with run_folder(config, folder, path, free) as plain:
+        rows, text = _comparison(run, config, folder, path, plain)
+    if run.compare.results is not None:
+        write_section(Path(run.compare.results), place, text)
+    print(f"\n{text}\n{folder}")
+    return rows
+
+
+def _comparison(
+    run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
+) -> tuple[list[Figures], str]:
+    """A comparison's rows and its tables."""
+    target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
+    tokenizer = tokenizer_of(target, found_tokenizer)
+    drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
+    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
+    draft_model = None
+    if "hf_assisted" in run.compare.methods:
+        draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
+    prompts: dict[str, list[Prompt]] = {}
+    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
+        prompts.setdefault(prompt.group, []).append(prompt)
+    (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
+    with RunLog(folder, run, plain, "figures.jsonl") as log:
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
+        costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
+        rows = summarize_comparison(measured, costs)
+        prices = {name: price(name, spec) for name, spec in specs.items()}
+        if draft_model is not None:
+            prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
+        figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
+        write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
+        text = comparison_tables(measured, rows, prices)
+        write_text(folder / "table.md", text + "\n")
+        for row in rows:
+            log.write(row)
+        log.images(plot_comparison(rows, folder))
+    return rows, text
+
+
+def run_limits(config: DictConfig, folder: Path) -> Figures:
+    """What limits a pass, and what drafters can bring: limits.json, table.md and plots in `folder`; see
+    `selfspec.evaluation.limits`."""
+    run = typed(LimitsRun, config)
+    makers: dict[str, Callable[[Target], Drafter]] = {}
+    if run.limits.config is None:
+        target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
+        model, name = target.model, run.target
+        for drafter in run.limits.drafters:
+            find_drafter(drafter, target, tokenizer)  # refused before anything is measured
+            makers[drafter] = partial(_found, drafter, tokenizer)
+    else:
+        dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, run.dtype)
+        model = random_model(run.limits.config, dtype, run.device)
+        name = f"random weights of {run.limits.config}"
+        makers = {drafter: partial(shaped_as, drafter_folder(drafter)) for drafter in run.limits.drafters}
+    done = folder / "limits.json"
+    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
+        figures: Figures = {"target": name, "forecast": run.limits.config is not None}
+        figures |= measure_limits(model, makers, run.limits) | _origin(model.device) | {"config": plain}
+        if run.limits.starts and run.limits.drafters and run.limits.config is None:
+            figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
+        text = limits_tables(figures)
+        write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
+        write_text(folder / "table.md", text + "\n")
+        for row in figures["passes"]:
+            log.write(row)
+        log.images(plot_limits(figures, folder))
+    if run.results is not None:
+        write_section(Path(run.results), f"limits {run.name}", text)
+    print(f"\n{text}\n{folder}")
+    return figures
+
+
+def _origin(device: torch.device) -> Figures:
+    """Where and by which command something is measured."""
+    return {"machine": device_name(device), "command": command_line()}
+
+
+def run_page(config: DictConfig) -> None:
+    """The page of `selfspec.evaluation.page`."""
+    run = typed(PageRun, config).page
+    data = page_data(run)
+    if run.data is not None:
+        write_text(Path(run.data), json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n")
+    size = write_page(data, Path(run.out))
+    print(f"{run.out}: {size / 1e6:.1f} MB, {len(data['traces'])} traces, {len(data['comparisons'])} comparisons")
+    for name, command in data["missing"].items():
+        print(f"no {name} in {', '.join(run.runs or ())}: {command}")
+
+
+def _found(name: str, tokenizer: Any, target: Target) -> Drafter:
+    return find_drafter(name, target, tokenizer)
+
+
+def run_report(config: DictConfig) -> None:
+    """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out.
+    against: another run, whose speedups are set beside this one's instead."""
+    folder = Path(config.sweep)
+    if not config.sweep or not folder.is_dir():
+        raise FileNotFoundError(f"sweep={config.sweep}: there is no such folder")
+    if config.against is not None:
+        if not Path(config.against).is_dir():
+            raise FileNotFoundError(f"against={config.against}: there is no such folder")
+        print(agreement_table(agreement(folder, Path(config.against))))
+        return
+    points, broken = read_points(folder)
+    for path, why in broken:
+        print(f"skipped {path}: {why}")
+    if broken:
+        print(f"{len(broken)} of {len(points) + len(broken)} runs skipped")
+    if not points:
+        raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
+    text = f"{table(points)}\n\n{group_table(points)}"
+    write_text(folder / "table.md", text + "\n")
+    plot_points(points, folder)
+    print(f"\n{text}\n{folder}")
+
+
+ERROR = "error.txt"  # of a point of a sweep that failed
+
+
+def points_of(folder: Path) -> list[Path]:
+    """The folders of a sweep's points."""
+    return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
+
+
+class SweepEnd(Callback):
+    """Ends a sweep: points that failed, while the others went on, are named, with exit code 2."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        with clear_errors():
+            self.table(folder)
+            if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
+                names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
+                of = f"{len(failed)} of {len(points_of(folder))} points of {folder} failed ({names})"
+                raise ValueError(f"{of}, the first with: {first}")
+
+    def table(self, folder: Path) -> None:
+        """What a kind of sweep prints of all its points."""
+
+
+class DecodeTable(SweepEnd):
+    """One table and one set of plots of all points of eval/decode.py."""
+
+    def table(self, folder: Path) -> None:
+        if read_points(folder)[0]:
+            run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
+
+
+class TrainingTable(SweepEnd):
+    """One table of the last validations of all trainings."""
+
+    def table(self, folder: Path) -> None:
+        done = {home: figures for home in points_of(folder) if (figures := finished(home, 0)) is not None}
+        if done:
+            text = training_table({home.name: figures for home, figures in done.items()})
+            write_text(folder / "table.md", text + "\n")
+            print(f"\n{text}\n{folder}")

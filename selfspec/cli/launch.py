@@ -1,0 +1,185 @@
+"""The commands whose options are Hydra's: what each runs and tells. `selfspec.cli.main` starts them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import hydra
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from selfspec.checkpoints.drafter_folder import read_meta
+from selfspec.cli.config import (
+    BAD_INPUT,
+    clear_errors,
+    config_folder,
+    constant,
+    flags_first,
+    register,
+    told,
+    with_classes,
+)
+from selfspec.cli.main import evaluation_runs as measures
+from selfspec.cli.main import training_runs as runs
+from selfspec.evaluation.points import labelled
+from selfspec.evaluation.tables import table
+from selfspec.utils.files import Figures, is_main_process, write_text
+
+Task = Callable[[DictConfig, Path], None]
+
+
+def launch(name: str, config_name: str, trains: bool) -> None:
+    """Run a command with the arguments in sys.argv: once, or as a sweep."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # of loading weights
+    register(drafters=trains)
+    with clear_errors():
+        given = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
+        given = flags_first(with_classes(given) if trains else given)
+        if {"-m", "--multirun"} & set(given):
+            kept = ",".join(f'"{key}"' for key in constant(given))
+            given.append(f"hydra.job.config.override_dirname.exclude_keys=[{kept}]")
+        sys.argv = [sys.argv[0], *given]
+        hydra.main(config_path=str(config_folder()), config_name=config_name, version_base="1.3")(TASKS[name])()
+
+
+def _task(run: Task) -> Callable[[DictConfig], None]:
+    """A point of a sweep that fails is told, and the others go on; a run that fails leaves no empty folder."""
+
+    @functools.wraps(run)
+    def task(config: DictConfig) -> None:
+        settings = HydraConfig.get()
+        folder, sweep = Path(settings.runtime.output_dir), settings.mode == RunMode.MULTIRUN
+        if sweep and "wandb" in config and config.wandb.group is None:
+            config.wandb.group = "-".join(Path(settings.sweep.dir).parts[1:])  # below runs/
+        failed = folder / measures.ERROR
+        failed.unlink(missing_ok=True)
+        try:
+            with nullcontext() if sweep else clear_errors():
+                run(config, folder)
+        except Exception as error:
+            if not sweep:
+                raise
+            if not isinstance(error, BAD_INPUT):
+                traceback.print_exc()
+            print(f"{folder.name}: {told(error)}", file=sys.stderr)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(failed, told(error) + "\n")
+        finally:
+            for place in (folder, *folder.parents):
+                if place.resolve() == Path.cwd() or (place.is_dir() and any(place.iterdir())):
+                    break
+                if place.is_dir():
+                    place.rmdir()
+
+    return task
+
+
+def _title(config: DictConfig) -> str:
+    """What a run is called in its logger: its name, and in a sweep what is its own."""
+    settings = HydraConfig.get()
+    own = settings.job.override_dirname if settings.mode == RunMode.MULTIRUN else ""
+    return f"{config.name} {own}".strip()
+
+
+@_task
+def train(config: DictConfig, folder: Path) -> None:
+    if config.check:
+        for line in runs.run_check(config):
+            if is_main_process():
+                print(line)
+        return
+    figures = runs.run_training(config, folder, _title(config))
+    if is_main_process():
+        _report(figures, folder)
+
+
+def _report(figures: Figures, folder: Path) -> None:
+    for mode in ("greedy", "sampled"):
+        top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
+        tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
+        print(f"{mode:8} top-1 by depth {top1}; promised acceptance length {tau}")
+        if (found := figures[mode].get("decoded")) is not None:
+            share = found / figures[mode]["tau"]["16"]
+            print(f"{mode:8} decoded with 16 nodes {found:.2f}, {share:.2f} of what is promised")
+    if "step_over_forward" in figures:
+        print(f"one step costs {figures['step_over_forward']:.2f} bare target forwards")
+    print(f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_hash'][:12]})")
+    if "kept_step" in figures:
+        print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
+    trust = " --trust-code" if "." in read_meta(folder / "drafter")["kind"] else ""
+    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {folder} --color{trust}")
+
+
+@_task
+def distill(config: DictConfig, folder: Path) -> None:
+    figures = runs.run_distill(config, folder)
+    own = config.train.distill
+    if is_main_process():
+        print(
+            f"wrote {figures['tokens']} tokens at {figures['rate']}, {figures['tau']} per pass; {figures['rows']} "
+            f"rows are there, {figures['counted']} tokens of them count in the loss\n"
+            f"train on them with the same settings: train.distill.rows={own.rows} "
+            f"train.distill.prompt_tokens={own.prompt_tokens} train.distill.new_tokens={own.new_tokens} "
+            f"train.distill.folder={own.folder or folder / 'distill'}"
+        )
+
+
+@_task
+def target(config: DictConfig, folder: Path) -> None:
+    print(json.dumps(runs.run_pretrain(config, folder)), f"\n{folder / 'target'}")
+
+
+@_task
+def decode(config: DictConfig, folder: Path) -> None:
+    point = measures.run_decode(config, folder, _title(config))
+    labelled([point])
+    print(table([point]), f"\n{folder}")
+
+
+@_task
+def compare(config: DictConfig, folder: Path) -> None:
+    measures.run_compare(config, folder)
+
+
+@_task
+def show(config: DictConfig, folder: Path) -> None:
+    measures.run_show(config)
+
+
+@_task
+def audit(config: DictConfig, folder: Path) -> None:
+    figures = measures.run_audit(config, folder)
+    if figures["verdict"] == "BUG" or (figures["distribution_verdict"] or "").startswith("BUG"):
+        sys.exit(1)
+
+
+@_task
+def limits(config: DictConfig, folder: Path) -> None:
+    measures.run_limits(config, folder)
+
+
+@_task
+def verifiers(config: DictConfig, folder: Path) -> None:
+    measures.run_verifiers(config, folder)
+
+
+@_task
+def page(config: DictConfig, folder: Path) -> None:
+    measures.run_page(config)
+
+
+@_task
+def report(config: DictConfig, folder: Path) -> None:
+    measures.run_report(config)
+
+
+TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, verifiers, page, report)}

@@ -1,0 +1,146 @@
+"""The commands with options of their own: complete, export, push."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+from selfspec import __version__
+
+DIM, RESET = "\033[2m", "\033[0m"
+COLORS = ("\033[32m", "\033[36m", "\033[35m", "\033[33m")  # green, cyan, magenta, yellow
+
+
+def _number_or_auto(text: str) -> int | str:
+    if text != "auto" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
+    return text if text == "auto" else int(text)
+
+
+def _parser(name: str, told: str, example: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"selfspec {name}",
+        description=told,
+        epilog=f"Example: selfspec {name} {example}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"selfspec {__version__}")
+    return parser
+
+
+def export(arguments: list[str]) -> None:
+    """selfspec export DIR --to vllm --out DIR"""
+    parser = _parser(
+        "export",
+        "Write a trained drafter in the form that another engine serves.",
+        "runs/mine --to vllm --out mine-vllm",
+    )
+    parser.add_argument("drafter", help="run folder, drafter's folder, embedded name or hub id")
+    parser.add_argument("--to", required=True, help="vllm, sglang, speculators, medusa or transformers")
+    parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
+    parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
+    parser.add_argument("--dtype", default="float32", help="in which it is checked")
+    parser.add_argument("--nodes", type=_number_or_auto, help="of the draft tree, with --to transformers")
+    args = parser.parse_args(arguments)
+
+    from selfspec.integrations.export import export
+    from selfspec.utils.errors import one_line_errors
+
+    with one_line_errors():
+        print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
+
+
+def push(arguments: list[str]) -> None:
+    """selfspec push DIR user/repo"""
+    parser = _parser("push", "Upload a trained drafter to the hub.", "runs/mine user/mine --results runs/mine-measured")
+    parser.add_argument("drafter", help="run folder or drafter's folder")
+    parser.add_argument("repo", help="user/name; made where there is none")
+    parser.add_argument("--results", nargs="*", default=[], help="run folders of selfspec decode, for the card")
+    parser.add_argument("--private", action="store_true", default=None, help="a private repository")
+    parser.add_argument("--revision", help="a branch")
+    parser.add_argument("--dry-run", metavar="DIR", help="write what would be uploaded to this new folder instead")
+    args = parser.parse_args(arguments)
+
+    from selfspec.checkpoints.hub import measured, push
+    from selfspec.checkpoints.loading import drafter_folder
+    from selfspec.utils.errors import one_line_errors
+
+    with one_line_errors():
+        folder = drafter_folder(args.drafter)
+        if not (folder / "drafter.json").is_file():
+            raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
+        points = measured([Path(place) for place in args.results], folder, drafter_folder)
+        dry_run = None if args.dry_run is None else Path(args.dry_run)
+        print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
+
+
+def complete(arguments: list[str]) -> None:
+    """selfspec complete "def fib(n):\""""
+    parser = _parser(
+        "complete",
+        "Complete a prompt by speculative decoding.",
+        "'def fib(n):' --drafter tiny-medusa+prompt_lookup --color",
+    )
+    parser.add_argument("prompt", help="text to go on from")
+    parser.add_argument(
+        "--drafter",
+        default="tiny-medusa",
+        help="embedded name, run folder, hub id, prompt_lookup or lookahead; several joined by +",
+    )
+    parser.add_argument("--target", help="for drafters that name none, and to override theirs")
+    parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16 or float64")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--chat", action="store_true", help="answer the prompt, through the target's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this probability together")
+    parser.add_argument("--min-p", type=float, help="draw among tokens of at least this share of the likeliest's")
+    parser.add_argument("--stop", action="append", help="text behind which it ends; may be given several times")
+    parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
+    parser.add_argument("--nodes", type=_number_or_auto, help="largest draft tree, root included, or auto (unset: 16)")
+    parser.add_argument("--engine", default="eager", help="eager or compiled")
+    parser.add_argument("--color", action="store_true", help="drafted tokens in colour, one for each drafter")
+    parser.add_argument("--trace", metavar="FILE", help="write what every pass did to this file, as lines of JSON")
+    parser.add_argument(
+        "--trust-code", action="store_true", help="let the checkpoint name a drafter of another package"
+    )
+    args = parser.parse_args(arguments)
+
+    import selfspec
+    from selfspec.utils.errors import one_line_errors
+
+    with one_line_errors():
+        if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
+            raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
+        spec = selfspec.load(
+            args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
+        )
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed", "nodes")
+        options = {key: getattr(args, key) for key in names}
+        prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+        dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
+        shown = "" if args.chat else f"{dim}{args.prompt}{reset}"
+        if not args.color and args.trace is None:
+            pieces = spec.stream(prompt, **options)
+            print(shown, end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+            print()
+            return
+        result = spec.generate(prompt, **options, trace=True)
+        assert result.trace is not None
+        if args.trace is not None:
+            result.trace.write(args.trace)
+        if not args.color:
+            print(f"{shown}{result.text}")
+            return
+        colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
+        parts = [(token.text, colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()]
+        print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
+        legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
+        print(f"{DIM}{result.stats}; drafted by {legend}{RESET}", file=sys.stderr)
+        if result.forecast is not None:
+            print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)

@@ -1,0 +1,268 @@
+"""From a composed Hydra config to a run. Hydra's instantiate is called here and nowhere else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import LlamaForCausalLM
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
+from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
+from selfspec.core.target import Target
+from selfspec.data.records import Records, files_of
+from selfspec.data.store import Corpus, stored, tokenize
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.registry import build, try_out
+from selfspec.training import shard
+from selfspec.training.check import check
+from selfspec.training.loop import checkpoint_path, default_device
+from selfspec.training.pretrain import instruct, pretrain
+from selfspec.training.rows import distilled, texts_folder, writer_of
+from selfspec.training.train_drafter import check_training, train_drafter, warm_start
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
+from selfspec.utils.tracking import RunLog, flat, whole_lines
+
+R = TypeVar("R")
+_NAMED = 8  # keys that differ and are told
+# Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
+_FREE = (
+    *(
+        "wandb",
+        "logger",
+        "loop.steps",
+        "loop.compile",
+        "loop.log_every",
+        "loop.validate_every",
+        "loop.checkpoint_every",
+    ),
+    *("check", "trust_code", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+)
+
+
+@contextmanager
+def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Iterator[Figures]:
+    """Hold the run folder while the block runs, write the composed config into it, and give it as plain data. begun: a
+    file whose presence shows that a run has started. A folder in which a failing block wrote nothing is removed.
+
+    Raises ValueError where another process holds the folder, and where it holds a run of another configuration, the
+    keys `free` aside.
+    """
+    plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
+    if path.exists() and begun.exists():
+        _same(path, plain, free)  # in all processes, none of which then waits for another
+    if not is_main_process():
+        yield plain
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing to {folder}; wait for it, or choose another name=") from None
+        try:
+            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
+            yield plain
+        except BaseException:
+            if {p.name for p in folder.iterdir()} <= {path.name, lock.name}:
+                shutil.rmtree(folder)
+            raise
+
+
+def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
+    """Raises ValueError naming the keys in which the saved config and this one differ."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # of YAML, of Unicode
+        raise ValueError(
+            f"{path} is damaged ({one_line(error)}); delete the folder, or choose another name="
+        ) from error
+    if not isinstance(saved, dict) or not saved:
+        raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
+    before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
+    changed = [
+        key
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not any(f"{key}/".startswith(f.replace(".", "/") + "/") for f in free)
+    ]
+    if changed:
+        told = "; ".join(
+            f"{key.replace('/', '.')} was {before.get(key, 'not there')}, now {now.get(key, 'not there')}"
+            for key in changed[:_NAMED]
+        )
+        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        raise ValueError(
+            f"{path.parent} holds a run with another configuration: {told}{more}; give what it had, or choose another "
+            "name="
+        )
+
+
+def typed(kind: type[R], config: DictConfig) -> R:
+    """A config as the dataclass it was composed from, checked."""
+    found = OmegaConf.to_object(config)
+    assert isinstance(found, kind)
+    name = getattr(found, "name", "run")
+    if name != name.strip() or not Path(name).parts or name.startswith("/") or ".." in Path(name).parts:
+        raise ValueError(f"name={name!r} must name a folder below runs/")
+    return found
+
+
+def as_plain(config: DictConfig) -> Figures:
+    """A config as plain data. Raises omegaconf's errors for values that are missing."""
+    found: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return found
+
+
+def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
+    """The data group's documents; those that need a chat template get the target's tokenizer."""
+    needs_template = any(f.name == "tokenizer" for f in fields(get_class(config._target_)))
+    return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
+
+
+def run_check(config: DictConfig) -> Iterator[str]:
+    """What a training would read and take, as lines; see `selfspec.training.check`."""
+    run = typed(TrainRun, config)
+    target, tokenizer, data = _opened(run, config)
+    drafter = _made(run, target, tokenizer)
+    train, validation = _tokenized(data, tokenizer, str(target.device))
+    yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
+
+
+def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
+    """The drafter that a training begins with."""
+    kind, config = drafter_of(run.drafter)
+    torch.manual_seed(run.loop.seed)
+    drafter = build(kind, target, config)
+    if not kind.__module__.startswith("selfspec."):  # those of this package are tested
+        try_out(drafter, target)
+    if (name := run.train.init_from) is not None:
+        warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
+    return drafter
+
+
+def finished(folder: Path, steps: int) -> Figures | None:
+    """The summary of a run of so many steps, where it is finished."""
+    try:
+        told = [record for _, record in whole_lines(folder / "train.jsonl")]
+    except (OSError, ValueError):  # never begun, or damaged
+        return None
+    found = next((record["summary"] for record in told[::-1] if "summary" in record), None)
+    whole = found is not None and found.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
+    return found if whole else None
+
+
+def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
+    """Train a drafter; see `selfspec.training.train_drafter`. A finished run is left as it is, and its
+    figures are returned. title: of the run in its logger."""
+    run = typed(TrainRun, config)
+    if (done := finished(folder, run.loop.steps)) is not None:
+        _same(folder / "config.yaml", as_plain(config), _FREE)
+        if is_main_process():
+            print(f"{folder} is finished, with {done['finished']} steps; a higher loop.steps= trains it further")
+        return done
+    with run_folder(config, folder, checkpoint_path(folder)) as plain:
+        target, tokenizer, data = _opened(run, config)
+        drafter = _made(run, target, tokenizer)
+        check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
+        texts = _tokenized(data, tokenizer, str(target.device))
+        with RunLog(folder, run, plain, "train.jsonl", title) as log:
+            settings = run.train, run.loop
+            figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
+            if is_main_process():
+                from selfspec.evaluation.plots import plot_training  # slow to import
+
+                log.images(plot_training([record for _, record in whole_lines(folder / "train.jsonl")], folder))
+            return figures
+
+
+def run_distill(config: DictConfig, folder: Path) -> Figures:
+    """Only write the self-distillation data of a training; see `selfspec.training.distill`. Figures of what was written
+    in this call."""
+    run = typed(TrainRun, config)
+    own, loop = run.train.distill, run.loop
+    if run.check:
+        raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
+    if not own.rows:
+        raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
+    with run_folder(config, folder, checkpoint_path(folder)):
+        target, tokenizer, data = _opened(run, config)
+        texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
+        corpus, _ = _tokenized(data, tokenizer, str(target.device))
+        found, figures = distilled(target, corpus, own, loop.seed, texts, writer)
+        return {**figures, "rows": own.rows, "counted": found.counted}
+
+
+def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
+    """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine."""
+    if not isinstance(data, Records):
+        return tokenize(data.train(), tokenizer), tokenize(data.validation(), tokenizer)
+    state, problem = shard.group(device), None
+    if state.is_local_main_process:
+        try:
+            stored(data, tokenizer, cache_folder() / "texts")
+        except ValueError as error:
+            problem = str(error)
+    if problems := [found for found in shard.gathered([problem]) if found is not None]:
+        raise ValueError(problems[0])  # in all processes, none of which then waits for another
+    return stored(data, tokenizer, cache_folder() / "texts")
+
+
+def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
+    """A training's target, tokenizer and data."""
+    device = default_device() if run.target.device in (None, "cuda") else run.target.device
+    if "path" in config.data:
+        files_of(as_plain(config.data)["path"])  # before a target is fetched
+    divide = None
+    if shard.wanted():
+        shard.group(device)
+        divide = partial(shard.divide, device=device)
+    target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
+    tokenizer = tokenizer_of(target, found)
+    return target, tokenizer, build_data(config.data, tokenizer)
+
+
+def run_pretrain(config: DictConfig, folder: Path) -> Figures:
+    """Train a target; see `selfspec.training.pretrain`. Its second stage lies in the run folder; the first, where there
+    are two, in its folder `source`."""
+    run = typed(PretrainRun, config)
+    first = folder / "source" if run.pretrain.instruct.steps else folder
+    begun = checkpoint_path(first if run.pretrain.init is None else folder)
+    # A first stage of other length would not be what a finished second one began from.
+    last = "pretrain.instruct.steps" if run.pretrain.instruct.steps else "loop.steps"
+    free = [*(key for key in _FREE if key != "loop.steps"), last]
+    with run_folder(config, folder, begun, free) as plain:
+        data = instantiate(config.data)
+        tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
+        texts = data.train(), data.validation()
+        figures: Figures = {}
+        if run.pretrain.init is None:
+            with RunLog(first, run, plain, "train.jsonl") as log:
+                figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
+        if run.pretrain.instruct.steps:
+            start = resolve(run.pretrain.init or str(first / "target"))
+            model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
+            with RunLog(folder, run, plain, "train.jsonl", f"{run.name}-instruct") as log:
+                stage, note = run.pretrain.instruct, Path(start) / "training.json"
+                before = json.loads(note.read_text()) if note.is_file() else {}
+                figures = instruct(*texts, model, load_tokenizer(start), stage, run.loop, folder, log, before)
+        return figures
+
+
+def tokenizer_of(target: Target, tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises ValueError where there is none."""
+    if tokenizer is None:
+        raise ValueError(f"target {target.name!r} has no tokenizer, which text needs; add one to its folder")
+    return tokenizer

@@ -1,0 +1,120 @@
+"""Static trees: one shape for every pass, grown from how often each choice is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Trained
+from selfspec.drafters.parts.expansion import ahead, perturbed
+from selfspec.engine.engine import filled
+
+Acceptance = tuple[tuple[float, ...], ...]
+
+
+def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple[list[int], list[int], list[float]]:
+    """The tree of at most `nodes` nodes that is expected to be accepted furthest, grown best-first.
+
+    acceptance[d][r]: the probability that the drafter's r-th choice at depth d + 1 is right, given that its parent was;
+    the same below every parent (Medusa, arXiv 2401.10774, section 2.3.3, grows its sparse tree this way).
+    Returns parents, ranks (the choice each node takes at its depth) and the probability of every node to be on the
+    accepted path; node 0 is the root. The sum of the probabilities is the expected acceptance length.
+    """
+    parents, ranks, probs, depths = [-1], [0], [1.0], [0]
+    # A node's candidates enter best first: its own next sibling and its first child.
+    frontier = [(acceptance[0][0], 0, 0)] if acceptance and acceptance[0] else []  # (probability, parent, rank)
+    while frontier and len(parents) < nodes:
+        best = max(range(len(frontier)), key=lambda i: frontier[i][0])
+        value, parent, rank = frontier.pop(best)
+        if value <= 0.0:
+            break
+        node, depth = len(parents), depths[parent] + 1
+        parents.append(parent)
+        ranks.append(rank)
+        probs.append(value)
+        depths.append(depth)
+        if rank + 1 < len(acceptance[depth - 1]):
+            frontier.append((probs[parent] * acceptance[depth - 1][rank + 1], parent, rank + 1))
+        if depth < len(acceptance) and acceptance[depth]:
+            frontier.append((value * acceptance[depth][0], node, 0))
+    return parents, ranks, probs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A static tree for some number of rows. index: int64 [N], where each node finds its token among the root and the
+    choices; depth: levels below the root; choices: children that a node has at most."""
+
+    tree: DraftTree
+    index: Tensor
+    depth: int
+    choices: int
+
+
+@lru_cache(maxsize=256)
+def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> Plan:
+    """The static tree of at most `nodes` nodes for these acceptance rates."""
+    parents, ranks, probs = static_tree(acceptance, nodes)
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    choices = max(ranks) + 1
+    index = [0] + [1 + (d - 1) * choices + r for d, r in zip(depths[1:], ranks[1:], strict=True)]
+    shape = torch.tensor(parents, device=device).expand(rows, -1)
+    tree = DraftTree(torch.zeros_like(shape), shape, torch.tensor(probs, device=device).expand(rows, -1))
+    return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
+
+
+def drafted(
+    drafter: Trained,
+    hidden: Tensor,
+    roots: Tensor,
+    index: Tensor,
+    depth: int,
+    choices: int,
+    noise: Tensor | None,
+    temperature: Tensor | float,
+) -> Tensor:
+    """Tokens int64 [B, N] of a static tree: each depth's best `choices` behind hidden states [B, H], placed by `index`.
+    noise: float64 [B, depth, V], None when greedy."""
+    scores = drafter(hidden, depth).transpose(0, 1)  # [B, depth, V]
+    if noise is not None:
+        scores = perturbed(scores, noise, temperature)
+    ranked = scores.topk(choices, -1).indices  # [B, depth, choices]
+    return torch.cat([roots[:, None], ranked.flatten(1)], 1)[:, index]
+
+
+class PlanSession:
+    """The session of heads that guess each depth on its own from the last hidden state: a static tree in every pass.
+
+    The drafter's forward takes hidden states [B, H] and a number of heads K, and gives logits [K, B, V].
+    """
+
+    def __init__(self, drafter: Trained) -> None:
+        self.drafter = drafter
+        self.hidden: Tensor | None = None  # the state before each row's root
+        self.table: Acceptance = ()
+
+    def propose(self, context: Context) -> DraftTree:
+        if not self.table:
+            acceptance, vocab = self.drafter.calibration[context.mode].acceptance, context.target.vocab_size
+            self.table = tuple(tuple(row[:vocab]) for row in acceptance)
+        shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
+        if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
+            return chain(context.roots[:, None])
+        noise, made = ahead(context, shape.depth), (shape.index, shape.depth, shape.choices)
+        if (engine := context.target.engine) is None:
+            tokens = drafted(self.drafter, self.hidden, context.roots, *made, noise, context.temperature)
+        else:
+            rows, temperature = len(context.lengths), torch.tensor(context.temperature, device=context.roots.device)
+            given = (filled(self.hidden), filled(context.roots), *made, None if noise is None else filled(noise))
+            tokens = engine.run(drafted, self.drafter, *given, temperature)[:rows]
+        return shape.tree.with_tokens(tokens)
+
+    def observe(self, accepted: Accepted) -> None:
+        self.hidden = accepted.last_hidden(self.hidden)

@@ -1,0 +1,202 @@
+"""Which classes draft: the files of selfspec/drafters/, installed entry points, and classes of other packages by path;
+and whether a drafter that was built has what the contract asks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import re
+import typing
+from dataclasses import is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import torch
+
+import selfspec.drafters
+from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
+from selfspec.drafters.base import Drafter, DrafterConfig, Trained
+
+GROUP = "selfspec.drafters"  # of entry points, each `name = "package.module:Class"`
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+_DEPTH = 256  # of a tree at most
+
+
+class Unknown(ValueError):
+    """A kind that is neither of this package, nor installed, nor a path that leads into a package."""
+
+
+class Untrusted(ValueError):
+    """A drafter is code of another package, and nobody said that it may run."""
+
+
+def kinds() -> list[str]:
+    """The kinds of this package that can be trained or used by themselves."""
+    names = (module.name for module in pkgutil.iter_modules(selfspec.drafters.__path__) if not module.ispkg)
+    return [name for name in names if name not in ("base", "hybrid", "registry")]
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Drafters that installed packages offer, by the names they give them."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> type[Drafter]:
+    """The class of a kind: `early_exit` -> the drafter class of selfspec/drafters/early_exit.py; the name of an
+    installed entry point; or a class's path, `package.module.Class`, where `trust` says that its code may run or its
+    package is installed with an entry point. away: a folder that code is never taken from.
+
+    Raises ValueError for a kind that does not exist or is no drafter, Untrusted for one that may not run.
+    """
+    name = f"selfspec.drafters.{kind}"
+    if re.fullmatch(r"[a-z][a-z0-9_]*", kind) and kind not in ("base", "registry"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            if found := [c for c in own if issubclass(c, Drafter)]:
+                return found[0]
+    offered = installed()
+    path = offered[kind].value.replace(":", ".") if kind in offered else kind
+    package = path.partition(".")[0]
+    spec = importlib.util.find_spec(package) if _PATH.fullmatch(path) else None
+    if spec is None:
+        raise Unknown(
+            f"unknown drafter kind {kind!r}"
+            + (f": there is no package {package!r}; install it, or put its folder on PYTHONPATH" if "." in path else "")
+        )
+    known = {"selfspec", *(re.split("[.:]", entry.value)[0] for entry in offered.values())}
+    if not trust and package not in known:
+        raise Untrusted(
+            f"drafter {kind!r} is code of the package {package!r}; if you trust it, load it with trust_code=True "
+            f"(trust_code=true, --trust-code), or install it with an entry point of the group {GROUP}"
+        )
+    homes = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
+    if away is not None and any(Path(home).resolve().is_relative_to(away.resolve()) for home in homes):
+        raise ValueError(f"drafter {kind!r}: code is never taken from the checkpoint's own folder {away}; install it")
+    return _imported(path)
+
+
+def _imported(path: str) -> type[Drafter]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (Exception, SystemExit) as error:  # whatever a module of another package does
+        raise ValueError(f"drafter {path!r}: {module} can not be imported ({error!r})") from error
+    if not isinstance(found, type) or not issubclass(found, Drafter):
+        raise ValueError(
+            f"drafter {path!r}: {module} has no class {name} derived from selfspec.drafters.base.Drafter"
+            + ("" if found is None else f", but {found!r:.60}")
+        )
+    return found
+
+
+def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
+    """The config that a drafter class is built from. Raises ValueError where its annotation of `config` is none."""
+    try:
+        found = typing.get_type_hints(kind)["config"]
+    except NameError as error:
+        raise ValueError(f"{kind.__qualname__}: an annotation can not be resolved ({error})") from error
+    if not (isinstance(found, type) and issubclass(found, DrafterConfig) and is_dataclass(found)):
+        raise ValueError(f"{kind.__qualname__}.config must be annotated with a dataclass derived from DrafterConfig")
+    return found
+
+
+def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter:
+    """A drafter on a target. Raises ValueError naming what of the contract it lacks."""
+    name = kind.__qualname__
+    if lacking := sorted(kind.__abstractmethods__):
+        raise ValueError(f"drafter {name} lacks {' and '.join(lacking)}; selfspec.drafters.base says what they return")
+    base = "super().__init__(config, depth=...)" if issubclass(kind, Trained) else "super().__init__(config, {})"
+    try:
+        drafter = kind(target, config)  # type: ignore[arg-type]
+    except (TypeError, AttributeError) as error:
+        if kind.__module__.startswith("selfspec."):
+            raise
+        raise ValueError(
+            f"drafter {name} can not be built ({error}); its __init__ takes (target, config) and begins with {base}"
+        ) from error
+    for attribute in ("config", "calibration", *(("depth",) if isinstance(drafter, Trained) else ())):
+        if not hasattr(drafter, attribute):
+            raise ValueError(f"drafter {name} has no {attribute}; its __init__ has to call {base}")
+    if not isinstance(drafter.config, config_class(kind)):
+        raise ValueError(f"drafter {name}: self.config is a {type(drafter.config).__name__}; call {base}")
+    if isinstance(drafter, Trained) and not (type(drafter.depth) is int and 1 <= drafter.depth <= _DEPTH):
+        raise ValueError(f"drafter {name}: depth={drafter.depth!r} must be a whole number from 1 to {_DEPTH}")
+    if not isinstance(drafter.reads, tuple) or any(layer not in range(target.n_layers) for layer in drafter.reads):
+        raise ValueError(
+            f"drafter {name}: reads={drafter.reads!r} must be a tuple of layers, 0 to {target.n_layers - 1}"
+        )
+    return drafter
+
+
+class _Seen:
+    """A drafter whose proposals are checked as they come."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.reads, self.name = drafter, drafter.reads, type(drafter).__qualname__
+
+    def session(self, target: Target, rows: int) -> Session:
+        self.inner = self.drafter.session(target, rows)
+        for method in ("propose", "observe"):
+            if not callable(getattr(self.inner, method, None)):
+                raise ValueError(f"drafter {self.name}: its session, {type(self.inner).__name__}, lacks {method}")
+        return self
+
+    def propose(self, context: Context) -> DraftTree:
+        tree = self.inner.propose(context)
+        where = f"drafter {self.name}: propose"
+        if not isinstance(tree, DraftTree):
+            raise ValueError(f"{where} returned a {type(tree).__name__}; it has to return a DraftTree")
+        shape, rows = list(tree.tokens.shape), len(context.roots)
+        if len(shape) != 2 or shape[0] != rows or not 1 <= shape[1] <= context.nodes:
+            raise ValueError(f"{where} returned tokens {shape}; expected [{rows}, 1 to {context.nodes}]")
+        for part, values in (("tokens", tree.tokens), ("parents", tree.parents)):
+            if values.dtype != torch.int64:
+                raise ValueError(f"{where} returned {part} of {values.dtype}; they have to be int64")
+        if not bool((tree.tokens[:, 0] == context.roots).all()):
+            raise ValueError(f"{where}: node 0 is not context.roots, the last emitted tokens")
+        if not bool(((tree.tokens >= 0) & (tree.tokens < context.target.vocab_size)).all()):
+            raise ValueError(f"{where} returned token ids outside of 0 to {context.target.vocab_size - 1}")
+        before = torch.arange(shape[1], device=tree.parents.device)
+        if tree.parents.shape[1] != shape[1] or not bool(((tree.parents >= -1) & (tree.parents < before)).all()):
+            raise ValueError(f"{where}: a node's parent has to stand before it (-1 for the root and spare nodes)")
+        if tree.scores is not None and not (tree.scores.is_floating_point() and bool(tree.scores.isfinite().all())):
+            raise ValueError(f"{where} returned scores that are not finite numbers; they are path probabilities [B, N]")
+        if tree.scores is None and tree.prunable and shape[1] > 1:
+            raise ValueError(
+                f"{where} returned a tree without scores, by which trees are cut and mixed; give it the nodes' path "
+                "probabilities [B, N], or prunable=False"
+            )
+        return tree
+
+    def observe(self, accepted: Accepted) -> None:
+        self.inner.observe(accepted)
+
+
+@torch.no_grad()
+def try_out(drafter: Drafter, target: Target) -> None:
+    """Draft a few tokens behind two short prompts. Raises ValueError naming what of the contract a proposal breaks,
+    before long work starts."""
+    was, name = drafter.training, type(drafter).__qualname__
+    drafter.eval()
+    prompts = [[0, 1, 0, 1, 0, 1], [1, 0, 1, 1]]
+    for temperature in (0.0, 1.0):
+        options = Options(5, Sampling(temperature), 1)
+        try:
+            found = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
+        except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
+            raise ValueError(f"drafter {name} fails when it drafts: {error!r}") from error
+        exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
+        if exact and found != autoregressive(target, prompts, options).token_ids:
+            raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
+    drafter.train(was)

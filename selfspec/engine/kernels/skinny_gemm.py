@@ -1,0 +1,236 @@
+"""Products of few rows with bfloat16 weights, and attention of few queries: kernels of our own for processors with
+AVX-512 and without tiles.
+
+There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
+The kernels (`products.cpp`, `attention.cpp`) read weights, keys and values in the layout they have, and add up in
+float32 in an order that does not depend on how many rows there are or where they lie: a node's numbers are the same in
+a pass over one node and over a tree. Measured: notebooks/LOG.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import ir
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import register_lowering
+from torch._inductor.select_algorithm import ExternKernelChoice
+
+MOST = 512  # rows, and queries of each head; more were not measured
+STEP = 32  # rows of weights, and heads, must be multiples of it
+SLOTS = 16  # the number of slots must be a multiple of it
+KERNELS = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
+    "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
+    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6, "float"],
+}
+SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *KERNELS)]
+_aten = torch.ops.aten
+_flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def served() -> bool:
+    """Whether this processor takes the kernels; measured on one with AVX-512 and without AMX alone."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_amx_tile_supported()
+
+
+def options() -> dict[str, Any]:
+    """What inductor is told. Numbers are rounded where the model rounds them, not where operations happen to be fused:
+    that differs from one number of nodes to another."""
+    if not served():
+        return {}
+    return {"post_grad_custom_pre_pass": FewRows(), "emulate_precision_casts": True, "size_asserts": False}
+
+
+@cache
+def _kernel(name: str) -> Callable[..., None]:
+    """One of KERNELS, compiled."""
+    source = "\n".join(path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name))
+    made: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(KERNELS[name], source)
+    return made
+
+
+def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
+    """given: left, one to three weights, and where biased the bias of the only one; sizes: B, M, K, and N of each."""
+    left, first, *more = given
+    bias = more.pop() if biased else first
+    second, third = (*more, first, first)[:2]
+    kernel = _kernel("products.cpp")
+    kernel(left, first, second, third, bias, out, *sizes, *[0] * (6 - len(sizes)), biased)
+    return out
+
+
+def few_rows(left: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> Tensor:
+    """left [M, K] times one to three weights [N, K], side by side; plus bias [N], with one weight. Or left [B, M, K]
+    times weights [B, N, K], each its own. All are contiguous, in bfloat16, on the CPU; K is a multiple of STEP."""
+    sizes = _sizes(left.shape, [weight.shape for weight in weights])
+    out = left.new_empty(*left.shape[:-1], sum(sizes[3:]))
+    return _multiply(left, *weights, *([] if bias is None else [bias]), sizes=sizes, biased=bias is not None, out=out)
+
+
+def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Shapes as `_multiply` takes them."""
+    return (1 if len(left) == 2 else int(left[0]), int(left[-2]), int(left[-1]), *(int(part[-2]) for part in weights))
+
+
+def _attend(*given: Tensor, sizes: tuple[int, ...], scale: float, out: Tensor) -> Tensor:
+    """given: query, keys, values, mask; sizes: rows, heads, nodes, slots, width, and rows of the mask."""
+    _kernel("attention.cpp")(*given, out, *sizes, scale)
+    return out
+
+
+def few_queries(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention [B, n, heads, D] of query [B, heads, n, D] over keys and values [B, heads, S, D] under an additive mask
+    [B or 1, 1, n, S]. All are contiguous, in bfloat16, on the CPU; D is a multiple of STEP, S of SLOTS."""
+    rows, heads, nodes, width = query.shape
+    sizes, out = (rows, heads, nodes, keys.shape[2], width, len(mask)), query.new_empty(rows, nodes, heads, width)
+    return _attend(query, keys, values, mask, sizes=sizes, scale=scale, out=out)
+
+
+_library = torch.library.Library("selfspec", "DEF")
+_library.define("few_rows(Tensor left, Tensor[] weights, Tensor? bias=None) -> Tensor")
+_library.define("few_queries(Tensor query, Tensor keys, Tensor values, Tensor mask, float scale) -> Tensor")
+_library.impl("few_rows", few_rows, "CPU")
+_library.impl("few_rows", lambda left, weights, bias=None: torch.cat([left @ w.mT for w in weights], -1), "Meta")
+_library.impl("few_queries", few_queries, "CPU")
+_library.impl("few_queries", lambda query, *_: query.transpose(1, 2).contiguous(), "Meta")
+_few_rows, _few_queries = torch.ops.selfspec.few_rows.default, torch.ops.selfspec.few_queries.default
+_products = ExternKernelChoice(_multiply, name="selfspec_few_rows")
+_attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
+
+
+@register_lowering(_few_rows, type_promotion_kind=None)
+def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
+    _kernel("products.cpp")  # an error belongs to compiling
+    sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
+    layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
+    parts = [left, *weights, *([] if bias is None else [bias])]
+    given = [ir.ExternKernel.require_contiguous(part) for part in parts]
+    return _products.bind(given, layout, sizes=sizes, biased=bias is not None).output_node()
+
+
+@register_lowering(_few_queries, type_promotion_kind=None)
+def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+    _kernel("attention.cpp")
+    rows, heads, nodes, width = (int(size) for size in query.get_size())
+    sizes = (rows, heads, nodes, int(keys.get_size()[2]), width, int(mask.get_size()[0]))
+    layout = ir.FixedLayout(query.get_device(), query.get_dtype(), [rows, nodes, heads, width])
+    given = [ir.ExternKernel.require_contiguous(part) for part in (query, keys, values, mask)]
+    return _attention.bind(given, layout, sizes=sizes, scale=scale).output_node()
+
+
+class FewRows(CustomGraphPass):
+    """Rewrites a graph of aten operations: what the kernels serve is run by them. Up to three products that read the
+    same rows, and inputs of the graph as weights, are one call."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        groups: dict[Hashable, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in (_aten.mm.default, _aten.addmm.default):
+                *bias, left, right = node.args
+                if node.kwargs or not _fits(*(part.meta["val"] for part in (left, right, *bias))):
+                    continue
+                viewed = left.target in (_aten.view.default, _aten.reshape.default)  # by each product anew
+                seen = left.args[0] if viewed else left, left.meta["val"].shape
+                alone = bias or _input(right) is None or len(groups.get(seen, [])) == 3
+                groups.setdefault(node if alone else seen, []).append(node)
+        for nodes in groups.values():
+            _rewrite(graph, nodes)
+        for target in (_aten.bmm.default, _aten.baddbmm.default):
+            for node in graph.find_nodes(op="call_function", target=target):
+                _rewrite_batch(graph, node)
+        for node in graph.find_nodes(op="call_function", target=_flash):
+            _rewrite_attention(graph, node)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__, *map(str, SOURCES)))
+
+
+def _alike(*parts: Tensor) -> bool:
+    """Whether all are of the dtype and device that the kernels serve."""
+    return all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in parts)
+
+
+def _fits(left: Tensor, right: Tensor, *bias: Tensor) -> bool:
+    """left: [M, K]; right: [K, N], which must be a weight [N, K] seen as columns; bias: maybe [N]."""
+    columns = right.stride() == (1, right.shape[0]) and all(part.dim() == 1 for part in bias)
+    return _alike(left, right, *bias) and columns and left.shape[0] <= MOST and right.shape[0] % STEP == 0
+
+
+def _input(right: fx.Node) -> fx.Node | None:
+    """The input of the graph that is seen as columns; None where it is something else."""
+    if right.target != _aten.permute.default or right.args[1] != [1, 0]:
+        return None
+    found = right.args[0]
+    return found if isinstance(found, fx.Node) and found.op == "placeholder" else None
+
+
+def _add(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A node of the graph, with its value's layout."""
+    made, values = graph.call_function(target, args), fx.map_arg(args, lambda arg: arg.meta["val"])
+    with next(arg for arg in values if isinstance(arg, Tensor)).fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*values)
+    return made
+
+
+def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """One call instead of products that read the same rows, at the place of the first."""
+    *bias, left, right = nodes[0].args
+    with graph.inserting_before(nodes[0]):
+        weights = [_input(node.args[-1]) for node in nodes]  # type: ignore[arg-type]
+        if weights[0] is None:
+            weights = [_add(graph, _aten.permute.default, right, [1, 0])]
+        found, start = _add(graph, _few_rows, left, weights, *bias), 0
+        for node in nodes:
+            stop = start + node.meta["val"].shape[1]
+            part = _add(graph, _aten.slice.Tensor, found, 1, start, stop) if len(nodes) > 1 else found
+            node.replace_all_uses_with(part)
+            start = stop
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:
+    """`_few_rows` instead of a product of batches [B, M, K] and [B, K, N], where weights [B, N, K] are seen as columns.
+    What is added to it is added afterwards."""
+    *more, left, right = node.args
+    rows, columns = left.meta["val"], right.meta["val"]  # type: ignore[union-attr]
+    seen = columns.stride()[1:] == (1, columns.shape[1]) and rows.shape[1] <= MOST and columns.shape[1] % STEP == 0
+    if node.kwargs or not (_alike(rows, columns) and seen):
+        return
+    with graph.inserting_before(node):
+        weight = _add(graph, _aten.permute.default, right, [0, 2, 1])
+        found = _add(graph, _few_rows, left, [weight])
+        if more:
+            found = _add(graph, _aten.add.Tensor, found, more[0])
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:
+    """`_few_queries` instead of the library's attention, where it serves it."""
+    if len(node.args) != 3 or not node.kwargs.keys() <= {"attn_mask", "scale"} or "attn_mask" not in node.kwargs:
+        return
+    given = [*node.args, node.kwargs["attn_mask"]]
+    query, keys, _, mask = shapes = [part.meta["val"] for part in given]  # type: ignore[union-attr]
+    if mask.dim() != 4:
+        return
+    fits = query.shape[2] <= MOST and query.shape[3] % STEP == 0 and keys.shape[2] % SLOTS == 0
+    same = keys.shape[:2] == query.shape[:2] and mask.shape[1:] == (1, query.shape[2], keys.shape[2])
+    if not (_alike(*shapes) and fits and same) or any(user.args[1] != 0 for user in node.users):
+        return
+    scale = node.kwargs.get("scale") or query.shape[3] ** -0.5
+    with graph.inserting_before(node):
+        found = graph.call_function(_few_queries, (*given, scale))
+        seen = graph.call_function(_aten.permute.default, (found, [0, 2, 1, 3]))
+    seen.meta["val"] = next(iter(node.users)).meta["val"]
+    found.meta["val"] = seen.meta["val"].permute(0, 2, 1, 3)
+    for user in list(node.users):
+        user.replace_all_uses_with(seen)
+        graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,53 @@
+"""From questions to prompts: a conversation's later turns stand behind the target's own answers to the earlier ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from selfspec.api import Spec
+from selfspec.data.questions import Question
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One turn of a question: everything before its answer. seed: of the answer; check: whether an answer is right
+    (None where it can not be checked)."""
+
+    ids: list[int]
+    seed: int = 0
+    group: str = "all"
+    question: str = ""
+    turn: int = 0
+    check: Callable[[str], bool] | None = None
+
+
+def prompts_of(
+    spec: Spec, questions: Sequence[Question], arguments: Figures, seed: int
+) -> tuple[list[Prompt], list[str]]:
+    """Every turn of every question as a prompt, and the turns that were left out since they or one before fill the
+    target's context. The seed of a prompt depends on `seed`, its question and its turn alone. The answers to earlier
+    turns are those of plain decoding with these arguments. Raises ValueError where all were left out."""
+    assert spec.tokenizer is not None
+    prompts: list[Prompt] = []
+    skipped: list[str] = []
+    bar = progress(questions, desc="questions", disable=all(len(q.turns) < 2 for q in questions))
+    for question in bar:
+        answers: list[str] = []
+        turns = max(1, len(question.turns))
+        for turn in range(turns):
+            ids = question.opening(turn, answers, spec.tokenizer)
+            if spec.target.max_positions is not None and len(ids) >= spec.target.max_positions:
+                skipped += [f"{question.id}, turn {t + 1} ({len(ids)} tokens)" for t in range(turn, turns)]
+                break
+            own = zlib.crc32(f"{seed} {question.group} {question.id} {turn}".encode())
+            check = question.checks[turn] if question.checks else None
+            prompts.append(Prompt(ids, own, question.group, question.id, turn, check))
+            if turn + 1 < turns:
+                answers.append(spec.autoregressive([ids], **arguments, seed=[own]).texts[0])
+    if not prompts:
+        raise ValueError(f"no usable example: all questions fill the target's {spec.target.max_positions} positions")
+    return prompts, skipped

@@ -1,0 +1,95 @@
+"""What `custom_generate/generate.py` of an exported folder calls: transformers' generate with selfspec's loop inside.
+
+`selfspec.json` in the folder says who drafts: its own `drafter`, alone or joined by + with kinds that train nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from selfspec.api import Spec
+from selfspec.checkpoints.hub import fetch
+from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, load_target
+from selfspec.utils.files import Figures
+
+OWN = "drafter"  # the folder's own, beside kinds that train nothing
+_OPENING = Lock()
+
+
+class _Kept:
+    """A Spec and its default nodes, kept with the model. Copying the model does not copy them."""
+
+    def __init__(self, spec: Spec, nodes: int | str | None) -> None:
+        self.spec, self.nodes = spec, nodes
+
+    def __deepcopy__(self, memo: Figures) -> _Kept:
+        return self
+
+
+def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: Any) -> Any:
+    """`model.generate(inputs, **arguments)` by speculative decoding, for a model that was loaded from an exported
+    folder. The first call loads the drafter. Further arguments: seed and nodes (see `Spec.__call__`). Dropout is off
+    during the call; afterwards the model is as it was.
+
+    Raises ValueError for a model from elsewhere, and for what speculative decoding can not serve.
+    """
+    training = [module for module in model.modules() if module.training]
+    config: GenerationConfig = model.generation_config
+    strings, config.stop_strings = config.stop_strings, None  # see below
+    model.eval()
+    try:
+        return _generated(model, inputs, {"stop_strings": strings, **arguments})
+    finally:
+        config.stop_strings = strings
+        for module in training:
+            module.training = True
+
+
+def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any]) -> Any:
+    with _OPENING:
+        kept: _Kept | None = vars(model).get("_selfspec")
+        # A copy of the model has the original's; one that was cast or moved since needs another
+        if kept is None or kept.spec.target.model is not model or kept.spec.target.changed:
+            kept = _opened(model)
+            vars(model)["_selfspec"] = kept
+    for name in ("custom_generate", "trust_remote_code"):  # which led here
+        arguments.pop(name, None)
+    if arguments.get("nodes") is None:
+        arguments["nodes"] = kept.nodes
+    config = arguments.get("generation_config")
+    if config is not None and config.stop_strings is not None:
+        # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
+        arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())
+        arguments["stop_strings"], config.stop_strings = config.stop_strings, None
+    # Not `model.generate`, which is this function where the model was loaded with trust_remote_code
+    return type(model).generate(model, inputs, custom_generate=kept.spec, **arguments)  # type: ignore[attr-defined]
+
+
+def _opened(model: PreTrainedModel) -> _Kept:
+    name = str(model.config.name_or_path)
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = fetch(name, getattr(model.config, "_commit_hash", None))
+    path = folder / EXPORTED
+    if not path.is_file():
+        raise ValueError(
+            f"the model was loaded from {name!r}, which is no folder that selfspec export --to transformers "
+            f"wrote ({EXPORTED} is missing); load the model from the folder that custom_generate names"
+        )
+    try:
+        told = json.loads(path.read_text())
+        names, nodes = str(told["drafter"]).split("+"), told["nodes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not what was written ({error}); export the drafter again") from error
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    target, tokenizer = load_target(model)
+    for parameter, flag in flags:
+        parameter.requires_grad_(flag)
+    members = {part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer) for part in names}
+    return _Kept(Spec(target, joined(target, members), tokenizer), nodes)

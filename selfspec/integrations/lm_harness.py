@@ -1,0 +1,142 @@
+"""lm-evaluation-harness over selfspec's decoding: its command, with one more model.
+
+python -m selfspec.integrations.lm_harness run --model selfspec \\
+    --model_args drafter=runs/mine,dtype=float32 --tasks gsm8k --output_path out/spec --log_samples                      # nodes=1 in model_args: plain decoding
+python -m selfspec.integrations.lm_harness compare out/plain out/spec      # equal texts? time saved?
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfspec.api import NODES, load
+from selfspec.hf_generate import spells
+from selfspec.utils.errors import one_line_errors
+from selfspec.utils.files import Figures
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f'{error}; pip install "selfspec[lm-eval]"') from error
+
+
+@register_model("selfspec")
+class Harness(HFLM):
+    """A drafter on its target: generates by speculative decoding, scores by the target itself. nodes: of the draft
+    tree, 1 for plain decoding, or auto; other arguments are those of the harness's own `hf` model."""
+
+    def __init__(
+        self,
+        drafter: str,
+        target: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        nodes: int | str = NODES,
+        engine: str = "eager",
+        **arguments: Any,
+    ) -> None:
+        # cuda is the command's own default
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None
+        self.spec = load(drafter, target, dtype, device, engine)
+        model, tokenizer = self.spec.target.model, self.spec.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"target {self.spec.target.name!r} has no tokenizer, which the harness needs")
+        self.nodes, self.drafter = nodes, drafter
+        self.counted = {"tokens": 0, "passes": 0, "seconds": 0.0}
+        super().__init__(pretrained=model, tokenizer=tokenizer, **arguments)
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
+        temperature = arguments.pop("temperature", 0.0)
+        if arguments.get("do_sample") is None:
+            arguments["do_sample"] = temperature > 0
+        if arguments["do_sample"]:
+            arguments["temperature"] = temperature
+        start = time.perf_counter()
+        out = self.model.generate(
+            context,
+            max_length=max_length,
+            stop_strings=[text for text in stop if spells(self.tokenizer, text)] or None,  # it cuts at all afterwards
+            pad_token_id=self.tokenizer.pad_token_id,
+            custom_generate=self.spec,
+            nodes=self.nodes,
+            return_dict_in_generate=True,
+            **arguments,
+        )
+        self.counted["seconds"] += time.perf_counter() - start
+        self.counted["tokens"] += out.stats.tokens
+        self.counted["passes"] += out.stats.passes
+        sequences: Tensor = out.sequences
+        return sequences
+
+    def get_model_info(self) -> Figures:
+        told = {"drafter": self.drafter, "nodes": self.nodes, **self.counted}
+        return {"selfspec": told, "model_dtype": str(self.spec.target.dtype), "model_source": "selfspec"}
+
+
+def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
+    """What a run counted, and its answers by task, from the harness's output folder.
+
+    Raises ValueError for a folder without a run of this model with its samples.
+    """
+    files = sorted(place.rglob("results_*.json"))
+    samples = sorted(place.rglob("samples_*.jsonl"))
+    if not files or not samples:
+        raise ValueError(f"{place} holds no results with samples; run with --output_path {place} --log_samples")
+    counted = json.loads(files[-1].read_text())["config"].get("selfspec")
+    if counted is None:
+        raise ValueError(f"{files[-1]} is of another model; run with --model selfspec")
+    if not counted["tokens"]:
+        raise ValueError(f"{files[-1]} holds no task that generates; give one, such as --tasks gsm8k")
+    answers: dict[str, list[str]] = {}
+    stamp = files[-1].stem.removeprefix("results_")
+    for path in samples:
+        if path.stem.endswith(stamp):
+            rows = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["doc_id"])
+            task = path.stem.removeprefix("samples_").removesuffix(f"_{stamp}")
+            answers[task] = [text for row in rows for part in row["resps"] for text in part]
+    return counted, answers
+
+
+def compare(one: Path, other: Path) -> str:
+    """A table of two runs: equal texts, passes, tokens per second. Raises ValueError for runs of different tasks."""
+    (first, ours), (second, theirs) = _read(one), _read(other)
+    if ours.keys() != theirs.keys() or any(len(ours[task]) != len(theirs[task]) for task in ours):
+        raise ValueError(f"{one} and {other} hold different tasks: {sorted(ours)} and {sorted(theirs)}")
+    pairs = [pair for task in ours for pair in zip(ours[task], theirs[task], strict=True)]
+    lines = ["| run | nodes | tokens | passes | seconds | tokens/s |", "|---|---|---|---|---|---|"]
+    for place, told in ((one, first), (other, second)):
+        rate = told["tokens"] / told["seconds"]
+        cells = [place.name, told["nodes"], told["tokens"], told["passes"], f"{told['seconds']:.1f}", f"{rate:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    same = sum(a == b for a, b in pairs)
+    saved = first["seconds"] - second["seconds"]
+    lines += ["", f"{same} of {len(pairs)} texts equal; {saved:.1f} s saved ({saved / first['seconds']:.0%})"]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] != ["compare"]:
+        cli_evaluate()
+        return
+    if len(sys.argv) != 4:
+        print(
+            "usage: python -m selfspec.integrations.lm_harness compare PLAIN SPECULATIVE   (output folders)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    with one_line_errors():
+        print(compare(Path(sys.argv[2]), Path(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

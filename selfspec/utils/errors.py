@@ -1,0 +1,41 @@
+"""Errors as one line, and the command that was typed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message on one line; of errors that only wrap another, the other's."""
+    while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):
+        error = error.__cause__
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, ImportError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        print(f"selfspec: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def command_line(processes: int = 1) -> str:
+    """What was typed to start this program, to be typed again."""
+    given = sys.orig_argv[1:]
+    for i, word in enumerate(given):
+        name = Path(word).name
+        if name == "selfspec":
+            return shlex.join(["selfspec", *given[i + 1 :]])
+        if name.endswith(".py") and processes == 1:
+            return shlex.join(["python", *given[i:]])
+    return "the same command"

@@ -1,0 +1,95 @@
+"""Files that are whole or absent, sections of documents, and where selfspec keeps what it measured."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
+    interruption leaves the old one or the new one, never half of one. Raises OSError where the disk is full, whatever
+    the writer made of that."""
+    scratch, old = (
+        path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
+    )
+    try:
+        yield scratch
+        if path.is_dir():
+            os.replace(path, old)
+        os.replace(scratch, path)
+    except Exception as error:
+        cut_short = getattr(error, "errno", None) in _FULL or "inline_container" in str(error)  # of torch's own files
+        if not cut_short and shutil.disk_usage(path.parent).free > _LITTLE:
+            raise
+        raise OSError(
+            f"no room to write {path} ({error}); what was there is kept, so make room and start the same command again"
+        ) from error
+    finally:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        for rest in (scratch, old):
+            shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as scratch:
+        scratch.write_text(text)
+
+
+def section(path: Path, name: str) -> tuple[str, str]:
+    """What stands before and behind the section `<!-- name -->` ... `<!-- end -->` of a Markdown file.
+
+    Raises ValueError where there is none, or no such file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file; give one that has lines <!-- {name} --> and <!-- end -->")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}); give a Markdown file for the tables") from error
+    head, mark, rest = text.partition(f"<!-- {name} -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not mark or not end:
+        raise ValueError(f"{path} has no lines <!-- {name} --> and <!-- end --> for the tables to stand between")
+    return head + mark, end + tail
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put tables into a section of a Markdown file."""
+    head, tail = section(path, name)
+    write_text(path, f"{head}{text}\n{tail}")
+
+
+def cache_folder() -> Path:
+    """Where selfspec keeps what it measured and compiled: SELFSPEC_CACHE, or selfspec in the user's cache folder."""
+    named = os.environ.get("SELFSPEC_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+
+
+@cache
+def code_hash(*folders: str) -> str:
+    """The SHA-256 of all code in these folders of the package, kernels included."""
+    package = Path(__file__).parents[1]
+    paths = sorted(path for folder in folders for path in (package / folder).rglob("*.*"))
+    code = b"".join(path.read_bytes() for path in paths if path.suffix in (".py", ".h", ".cpp"))
+    return hashlib.sha256(code).hexdigest()
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that writes, under `accelerate launch` or alone."""
+    return os.environ.get("RANK", "0") == "0"

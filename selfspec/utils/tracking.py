@@ -1,0 +1,193 @@
+"""Figures of a run: always JSON lines in the run folder, and W&B or TensorBoard through accelerate's trackers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from selfspec.utils.files import Figures, is_main_process, write_text
+
+LOGGERS = ("wandb", "tensorboard", "none")
+MODES = ("auto", "online", "offline", "disabled")
+
+
+@dataclass
+class WandbConfig:
+    """mode: of W&B: online, offline, disabled, or auto, which is online where an API key is at hand; project: of W&B;
+    entity: user or team; group: of runs (the sweep's name where null); tags: of the run; notes: on the run."""
+
+    mode: str = "auto"
+    project: str = "selfspec"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"wandb.mode={self.mode!r} must be one of {', '.join(MODES)}")
+
+
+@dataclass
+class Logged:
+    """name: of the run, which is its folder below runs/; logger: wandb, tensorboard or none, beside the JSON lines that
+    are always written."""
+
+    name: str = "???"  # omegaconf's mark of what has to be given
+    logger: str = "wandb"
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        if self.logger not in LOGGERS:
+            raise ValueError(f"logger={self.logger!r} must be one of {', '.join(LOGGERS)}")
+
+
+class RunLog:
+    """Context manager that appends records to `<folder>/<file>` and mirrors their numbers to the run's logger.
+
+    The logger starts with the first record, so that a run that is refused leaves nothing there. A run that is resumed
+    goes on under its W&B id, which is kept in its folder. Several runs can follow each other in one process.
+    """
+
+    def __init__(self, folder: Path, run: Logged, config: Figures, file: str, title: str = "") -> None:
+        """config: shown beside the run; title: instead of the run's name."""
+        self.path, self.folder, self.run, self.config = folder / file, folder, run, config
+        self.title, self.began = title or run.name, False
+        self.tracker: Any = None
+
+    def __enter__(self) -> RunLog:
+        if self.run.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+            raise ValueError("logger=tensorboard needs pip install tensorboard, or take another logger=")
+        mode = os.environ.get("WANDB_MODE") or self.run.wandb.mode
+        if self.run.logger == "wandb" and mode not in (*MODES, "dryrun", "run", "shared"):
+            raise ValueError(f"WANDB_MODE={mode!r} must be one of {', '.join(MODES[1:])}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.tracker is not None and kind is not None and self.run.logger == "wandb":
+            self.tracker.run.finish(exit_code=1)
+        elif self.tracker is not None:
+            self.tracker.finish()
+        self.tracker = None
+
+    def _begun(self) -> Any:
+        """accelerate's tracker, begun when it is first asked for; None where nothing is to be tracked."""
+        if self.began:
+            return self.tracker
+        self.began = True
+        wandb, logger = self.run.wandb, self.run.logger
+        mode = os.environ.get("WANDB_MODE") or wandb.mode
+        off = logger == "wandb" and "disabled" in (mode, wandb.mode)
+        if logger == "none" or off or not is_main_process():
+            return None
+        from accelerate import PartialState
+        from accelerate.tracking import TensorBoardTracker, WandBTracker
+
+        PartialState()  # which trackers ask
+
+        if logger == "tensorboard":
+            self.tracker = TensorBoardTracker("tensorboard", self.folder)
+            self.tracker.start()
+            self.tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
+            return self.tracker
+        import wandb as library  # slow to import
+
+        if mode == "auto":
+            mode = "online" if library.login(prompt=False) else "offline"
+        kept = self.folder / "wandb_id"
+        if not kept.exists() or not re.fullmatch(rb"[0-9a-z]{8}\s*", kept.read_bytes()):
+            write_text(kept, secrets.token_hex(4))
+        tracker = WandBTracker(
+            wandb.project,
+            id=kept.read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            entity=wandb.entity,
+            group=wandb.group,
+            tags=wandb.tags or None,
+            notes=wandb.notes,
+            name=self.title,
+            dir=str(self.folder),
+            config=self.config,
+            mode=mode,
+            reinit="finish_previous",
+            settings=library.Settings(silent=True),
+        )
+        try:
+            tracker.start()
+            self.tracker = tracker
+        except Exception as error:  # of W&B's server, or of an account: a run goes on without it
+            print(f"W&B did not start ({error}); the figures are in {self.path}")
+        return self.tracker
+
+    def write(self, record: Figures, step: int | None = None) -> None:
+        """Append one record; nested keys reach the logger as `outer/inner`."""
+        stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
+        with self.path.open("a") as f:
+            f.write(json.dumps(stamped) + "\n")
+        if (tracker := self._begun()) is not None:
+            tracker.log({key: value for key, value in flat(record) if value is not None}, step=step)
+
+    def rewind(self, step: int) -> None:
+        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
+        if self.path.exists():
+            kept = [line for line, record in whole_lines(self.path) if record.get("step", 0) <= step]
+            write_text(self.path, "".join(kept))
+
+    def images(self, paths: dict[str, Path]) -> None:
+        """Send saved plots to the logger."""
+        if self.tracker is None or not paths:
+            return
+        import numpy
+        from PIL import Image  # of matplotlib
+
+        opened = {key: Image.open(path).convert("RGB") for key, path in paths.items()}
+        if self.run.logger == "tensorboard":
+            arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
+            self.tracker.log_images(arrays, dataformats="NHWC")
+        else:
+            self.tracker.log_images({key: [image] for key, image in opened.items()})
+
+
+def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
+    """The lines of a run's records, each with its JSON. A last line that an interruption tore is left out; raises
+    ValueError for any other line that is no JSON."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            if not isinstance(found, dict):
+                raise ValueError(f"it is {found!r:.40}")
+        except ValueError as error:
+            if number == len(lines):
+                return
+            raise ValueError(
+                f"{path}, line {number}: no record in JSON ({error}); mend it, or choose another name="
+            ) from error
+        if line.endswith("\n"):
+            yield line, found
+
+
+def flat(record: Figures, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts and lists, by keys `outer/inner`."""
+    for key, value in record.items():
+        if isinstance(value, (dict, list)):
+            inner = value if isinstance(value, dict) else {str(i): v for i, v in enumerate(value)}
+            yield from flat(inner, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool)) else str(value)
