@@ -153,7 +153,7 @@ class Tracer:
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
-            "engine": "eager" if target.engine is None else "compiled",
+            "engine": target.engine.name,
             **told,
             **asdict(options.sampling),
             "seed": seed,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import compose_config, made, randomize, tiny_model
 
+import selfspec.core.target as target_file
 from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_audit
 from selfspec.core import generate
-from selfspec.core.cache import TreeCache
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.audit import (
@@ -52,15 +52,18 @@ def test_identical_output_is_called_identical(spec: Spec) -> None:
 
 
 def test_a_wrong_mask_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TreeCache.mask
+    right = target_file.tree_masks
 
-    def all_above(self: TreeCache, tree: object, window: int | None = None) -> torch.Tensor:
-        mask = right(self, tree, window)  # type: ignore[arg-type]
-        nodes = mask.shape[2]
-        mask[..., -nodes:] = torch.full((nodes, nodes), torch.finfo(mask.dtype).min, dtype=mask.dtype).triu(1)
-        return mask
+    def all_above(*given: Any) -> Any:
+        """Nodes see what was drafted beside them."""
+        depths, (mask,) = right(*given)
+        lengths, nodes = given[1], mask.shape[2]
+        mask[..., lengths[0] : lengths[0] + nodes] = torch.full(
+            (nodes, nodes), torch.finfo(mask.dtype).min, dtype=mask.dtype
+        ).triu(1)
+        return depths, [mask]
 
-    monkeypatch.setattr(TreeCache, "mask", all_above)  # nodes see what was drafted beside them
+    monkeypatch.setattr(target_file, "tree_masks", all_above)
     found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[1]))
     assert found.verdict == "BUG"
     worst = max(found.divergences, key=lambda d: d.margin)
@@ -83,15 +86,15 @@ def test_a_text_that_ends_early_is_called_a_bug(spec: Spec, monkeypatch: pytest.
 
 
 def test_a_bug_in_both_loops_is_called_one(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TreeCache.mask
+    right = target_file.tree_masks
 
-    def forgets(self: TreeCache, tree: object, window: int | None = None) -> torch.Tensor:
-        mask = right(self, tree, window).clone()  # type: ignore[arg-type]
+    def forgets(*given: Any) -> Any:
+        """The text's first token is never seen."""
+        depths, (mask,) = right(*given)
         mask[..., 0] = torch.finfo(mask.dtype).min
-        mask[..., -1, -1] = 0
-        return mask
+        return depths, [mask]
 
-    monkeypatch.setattr(TreeCache, "mask", forgets)  # the text's first token is never seen
+    monkeypatch.setattr(target_file, "tree_masks", forgets)
     found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=8, nodes=[4], batch_sizes=[1], temperatures=[0.0]))
     assert (found.verdict, found.deviation_plain > found.bound) == ("BUG", True)
 

@@ -14,7 +14,7 @@ import yaml
 from conftest import save_tiny, write_lines
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.cli.main import main as cli
+from selfspec.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 OWN_MODEL = (ROOT / "docs" / "own_model.md").read_text()
@@ -126,7 +126,7 @@ def test_a_target_that_is_gone_is_asked_for(
 
 
 def test_help_says_what_every_option_is() -> None:
-    from selfspec.cli.main import helptext
+    from selfspec.cli import helptext
     from selfspec.drafters.registry import config_class, drafter_class, kinds
 
     schemas = [*helptext._SCHEMAS.values(), *(config_class(drafter_class(kind)) for kind in kinds())]

@@ -15,7 +15,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation.arm_record import Record, Regime
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, bookkeeping, regime, run_arms
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, regime, run_arms
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
@@ -156,13 +156,13 @@ def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["medusa", "sequential"])
-def test_bookkeeping_is_what_no_module_takes(name: str) -> None:
+def test_host_overhead_is_what_no_module_takes(name: str) -> None:
     """Passes are counted once, though the decoder of a part runs alone while the prompt is read."""
     target = Target(tiny_model(dtype=torch.float32))
     drafter = made({"medusa": Medusa, "sequential": SequentialHeads}[name], target).eval()
     config = DecodeConfig(max_new_tokens=12)
     prompts = asked([5, 9, 2, 7] * 8, [8, 1, 30, 4])
-    assert 0 < bookkeeping(Spec(target, drafter), prompts, config, 6) < 0.9
+    assert 0 < host_overhead(Spec(target, drafter), prompts, config, 6) < 0.9
     assert not any(m._forward_hooks for m in target.model.modules())
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from selfspec.core.target import RowCache, Target
+from selfspec.core.cache import KVCache
+from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import Engine
 from selfspec.engine.kernels.skinny_gemm import MOST, FewRows, few_queries, few_rows, served
@@ -141,16 +142,16 @@ def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
     """In bfloat16, which rounds at every step: through every layer of a compiled model."""
     model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
     target = Target(model.to(torch.bfloat16))
-    target.engine = Engine(quiet=True)
+    target.engine = Engine("inductor", quiet=True)
     torch.manual_seed(0)
     vocabulary = model.config.vocab_size
     prompt, tokens = torch.randint(vocabulary, (1, 9)), torch.randint(vocabulary, (1, 8))
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 5]]))
 
-    def opened() -> RowCache:
+    def opened() -> KVCache:
         cache = target.cache(1, 64)
         target.forward(chain(prompt), cache, logits=False)
-        cache.keep([list(range(9))])
+        cache.commit([list(range(9))])
         return cache
 
     with torch.inference_mode():
@@ -160,7 +161,7 @@ def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
             cache = opened()
             for node in path:
                 alone = target.forward(chain(tokens[:, node : node + 1]), cache).logits
-                cache.keep([[0]])
+                cache.commit([[0]])
                 assert alone is not None
                 assert alone[0, 0].equal(found[0, node])
     assert not target.engine.failed

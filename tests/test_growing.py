@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, OlmoC
 from selfspec.checkpoints.drafter_folder import adapters, load_drafter, read_meta, save_drafter, weights_hash
 from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
-from selfspec.core.contract import Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain
+from selfspec.core.tree import chain
 from selfspec.drafters import sequential as sequential_module
 from selfspec.drafters.base import Drafter, Sample
 from selfspec.drafters.eagle3 import Eagle3
@@ -31,6 +30,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts import expansion as growth_module
 from selfspec.drafters.parts import static_tree as plan_module
 from selfspec.drafters.parts.expansion import Growth
+from selfspec.drafters.parts.feature_layer import LastLayer
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training import state as state_module
@@ -145,18 +145,20 @@ def test_sequential_scores_in_decoding_are_those_of_training(form: str, family: 
             torch.testing.assert_close(short, whole[k].gather(1, ids)[:, None].expand(-1, 2, -1))
 
 
-def test_prefix_layer_in_decoding_is_that_of_training(llama: Target) -> None:
+def test_prefix_layer_in_decoding_is_that_of_training(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the heads read at every root, against one pass over the text so far."""
     drafter = random_drafter(SequentialHeads, llama, heads=3, rank=4)
     read = []
 
-    class Spying(Watch):
-        def propose(self, context: Context) -> DraftTree:
-            tree = super().propose(context)
-            read.append(self.inner.state.hidden[:, 0].clone())
-            return tree
+    reading = LastLayer.read
 
-    watch = Spying(drafter)
+    def spied(self: LastLayer, *given: Any) -> Any:
+        root = reading(self, *given)
+        read.append(root.hidden[:, 0].clone())
+        return root
+
+    monkeypatch.setattr(LastLayer, "read", spied)
+    watch = Watch(drafter)
     speculative(llama, [PROMPT, PROMPT[:3]], Options(12), watch, 9)
     assert len(read) > 5
     for (texts, _), hidden in zip(watch.seen, read, strict=True):
@@ -241,7 +243,7 @@ def test_own_keys_and_values_are_those_of_verified_text(
     watch = Watch(drafter)
     speculative(llama, prompts, Options(40), watch, 9)
     session: Any = watch.inner
-    cache = session.cache if kind is EarlyExit else session.reader.cache
+    cache = session.cache if kind is EarlyExit else session.cache.cache
     assert cache is not None
     for place, text in enumerate(watch.seen[-1][0]):  # the rows of the last pass
         tokens = torch.tensor([text])
@@ -259,10 +261,12 @@ def test_own_keys_and_values_are_those_of_verified_text(
             tail, states = drafter.tail, out.features[0]
         with torch.inference_mode():
             own = tail.target.cache(1, 80)
-            tail.step(states, chain(tokens[:, : states.shape[1]]), own)
-            own.keep([list(range(states.shape[1]))])
-        for kept, wanted in zip(cache.storage, own.storage, strict=True):
-            torch.testing.assert_close(kept[:, place, :, :length], wanted[:, 0, :, :length])
+            layers = tail.layer, tail.layer + 1
+            tail.target.forward(chain(tokens[:, : states.shape[1]]), own, False, layers, states)
+            own.commit([list(range(states.shape[1]))])
+        for i in range(len(own.stores)):
+            held, wanted = cache._shaped(i)[:, place, :, :length], own._shaped(i)[:, 0, :, :length]
+            torch.testing.assert_close(held, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -321,7 +325,8 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> No
     with torch.no_grad():
         slow = tail.train().text(hidden, tokens)
         merged = tail.eval().text(hidden, tokens)
-        stepped = tail.step(hidden, chain(tokens), tail.target.cache(2, 7))
+        layers, cache = (tail.layer, tail.layer + 1), tail.target.cache(2, 7)
+        stepped = tail.target.forward(chain(tokens), cache, True, layers, hidden, (tail.layer,))
     for other in (merged, stepped):
         torch.testing.assert_close(other.logits, slow.logits)
         torch.testing.assert_close(other.hidden, slow.hidden)

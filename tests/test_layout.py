@@ -20,7 +20,8 @@ ROOMS = (
     ("drafters/", "budget/"),
     ("checkpoints/", "trace.py", "hf_generate.py", "encode.py", "output.py"),
     ("api.py",),
-    ("training/", "evaluation/", "integrations/"),
+    ("training/", "integrations/"),
+    ("evaluation/",),
     ("cli/", "served.py"),
     ("__init__.py", "__main__.py"),
 )

@@ -16,7 +16,6 @@ from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
-from selfspec.evaluation import limits
 from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
 from selfspec.evaluation.starts import start_costs
 
@@ -26,7 +25,7 @@ MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
 
 @pytest.fixture(autouse=True)
 def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "engine_for", lambda name, device: Engine(None))
+    monkeypatch.setattr(Target, "use_engine", lambda self, name: setattr(self, "engine", Engine()))
 
 
 def test_weights_are_those_that_a_pass_reads() -> None:

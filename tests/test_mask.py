@@ -41,7 +41,7 @@ def test_tree_rows_are_the_targets_own(name: str) -> None:
     for view, both in ((target, tree), (drafter.gated.behind(7, DEPTHS), DraftTree(tokens, parents))):
         cache = target.cache(2, 40)
         target.forward(chain(torch.arange(18).view(2, 9) % target.vocab_size), cache, logits=False)
-        cache.keep([list(range(9)), list(range(5))])
+        cache.commit([list(range(9)), list(range(5))])
         found.append(view.forward(both, cache))
     plain, ridden_ = found
     assert plain.logits is not None

@@ -49,21 +49,21 @@ def branch_logits(target: Target, node: int) -> torch.Tensor:
         return target.model(torch.cat([TOKENS[0], path])[None]).logits[0, -1]
 
 
-def check_branches(target: Target) -> None:
+def check_branches(target: Target, atol: float = 1e-7) -> None:
     with torch.no_grad():
         cache = target.cache(1, 8)
         target.forward(chain(TOKENS), cache, logits=False)
-        cache.keep([list(range(7))])
+        cache.commit([list(range(7))])
         out = target.forward(TREE, cache)
         for node in range(6):
-            torch.testing.assert_close(out.logits[0, node], branch_logits(target, node))
+            torch.testing.assert_close(out.logits[0, node], branch_logits(target, node), atol=atol, rtol=1e-6)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
     target.model.set_attn_implementation(attention)
     target.check()  # as every call does: parts follow
-    check_branches(target)
+    check_branches(target, 1e-7 if attention == "sdpa" else 1e-5)  # whose softmax is in float32
     target.model.set_attn_implementation("sdpa")
     target.check()
 
@@ -74,7 +74,7 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
         whole_cache, split_cache = target.cache(1, 16), target.cache(1, 16)
         for cache in (whole_cache, split_cache):
             target.forward(chain(TOKENS), cache, logits=False)
-            cache.keep([list(range(7))])
+            cache.commit([list(range(7))])
         whole = target.forward(TREE, whole_cache, reads=(0, stop - 1, 2))
         calls = [0] * target.n_layers
         stack = next(name for name, module in target.decoder.named_children() if module is target.layers)
@@ -82,7 +82,7 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
         handles = [
             layer.register_forward_hook(lambda m, a, o, i=i: calls.__setitem__(i, calls[i] + 1))
             for part, own in zip(parts, (range(stop), range(stop, target.n_layers)), strict=True)
-            for i, layer in enumerate(part.get_decoder().get_submodule(stack))
+            for i, layer in enumerate(part.module.get_decoder().get_submodule(stack))
             if i in own
         ]
         first = target.forward(TREE, split_cache, layers=(0, stop))
@@ -95,8 +95,10 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
     assert torch.equal(rest.logits, whole.logits)
     assert torch.equal(rest.hidden, whole.hidden)
     assert torch.equal(rest.features[2], whole.features[2])
-    for a, b in zip(whole_cache.storage, split_cache.storage, strict=True):
-        assert torch.equal(a, b)
+    whole_kv, split_kv = (cache.view(0, target.n_layers, 0).buffers for cache in (whole_cache, split_cache))
+    for a, b in zip(whole_kv, split_kv, strict=True):
+        assert torch.equal(a[0].flat, b[0].flat)
+        assert torch.equal(a[1].flat, b[1].flat)
 
 
 def test_parts_are_built_once_and_leave_the_model_alone(llama: Target) -> None:
@@ -106,8 +108,8 @@ def test_parts_are_built_once_and_leave_the_model_alone(llama: Target) -> None:
     assert list(llama.layers) == layers
     assert [name for name, _ in llama.model.named_modules()] == names
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.model.modules())
-    part = llama.part(1, 3, (2,))
-    assert llama.part(1, 3, (2, 2)) is part is not llama.model
+    part = llama.part(1, 3, (2,)).module
+    assert llama.part(1, 3, (2, 2)).module is part is not llama.model
     own = {p.data_ptr() for p in llama.model.parameters()}
     assert {p.data_ptr() for p in part.parameters()} <= own
 

@@ -41,7 +41,7 @@ def test_what_travels(unpacked: Path) -> None:
     there = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*") if path.is_file()}
     assert {path.relative_to(own / "configs") for path in (own / "configs").rglob("*") if path.is_file()} == there
     assert (own / "py.typed").is_file()
-    assert (own / "core" / "attention.cpp").is_file()
+    assert (own / "engine" / "kernels" / "attention.cpp").is_file()
     assert (own / "help" / "train.txt").is_file()
     assert not (own / "assets").exists()
     commands = next(unpacked.glob("*.dist-info")) / "entry_points.txt"
@@ -57,7 +57,7 @@ def test_training_and_inference_from_another_folder(unpacked: Path, tmp_path: Pa
     data = f"target.name={tiny_folder} data=text data.root=text data.validation_share=0.4 train.prompt_tokens=8"
     code = f"""
 import sys, selfspec
-from selfspec.cli.main import main as cli
+from selfspec.cli import main as cli
 assert selfspec.__file__.startswith({str(unpacked)!r}), selfspec.__file__
 sys.argv = "selfspec train name=mine logger=none {small} {data}".split()
 cli.main()

@@ -21,7 +21,6 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.engine.engine import bucket
 from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
 from selfspec.utils.progress import progress
 
@@ -56,8 +55,8 @@ def _identity(target: Target, rows: int) -> Figures:
         "dtype": str(target.dtype),
         "rows": rows,
         "torch": torch.__version__,
-        "engine": "eager" if target.engine is None else "compiled",
-        "code": code_hash("core")[:16],  # another version of what runs passes has costs of its own
+        "engine": target.engine.name,
+        "code": code_hash("core", "engine")[:16],  # another version of what runs passes has costs of its own
     }
 
 
@@ -105,9 +104,9 @@ def _made(folder: Path) -> bool:
 
 
 def _by_nodes(seconds: list[float], target: Target) -> list[float]:
-    """Costs of 0 to LARGEST nodes; a compiled engine runs as many as the next size that it compiles."""
+    """Costs of 0 to LARGEST nodes; a compiled pass runs as many as the next size that is compiled."""
     line = _interpolated(seconds)
-    return line if target.engine is None else [line[0], *(line[bucket(n)] for n in range(1, LARGEST + 1))]
+    return [line[0], *(line[target.engine.size(n)] for n in range(1, LARGEST + 1))]
 
 
 def _interpolated(seconds: list[float]) -> list[float]:

@@ -78,7 +78,7 @@ def adapters(drafter: Drafter) -> dict[str, nn.Module]:
 def own_state(drafter: Drafter) -> dict[str, Tensor]:
     """What is saved beside the adapters: parameters that training moves, and buffers of the drafter itself."""
     trained = {name: p for name, p in drafter.trained().items() if ".lora_A." not in name and ".lora_B." not in name}
-    return {**trained, **dict(drafter.named_buffers(recurse=False))}
+    return {**trained, **drafter.saved_buffers()}
 
 
 def save_drafter(

@@ -18,11 +18,10 @@ from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
 from selfspec.core.probe import probe
 from selfspec.core.support import refuse
-from selfspec.core.target import Target
+from selfspec.core.target import Target, check_engine
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
-from selfspec.engine.engine import check_engine, engine_for
 from selfspec.utils.files import Figures
 
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
@@ -103,7 +102,7 @@ def load_target(
     target = Target(model)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     probe(target)
-    target.engine = engine_for(engine, target.device)
+    target.use_engine(engine)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
     except (OSError, ValueError):

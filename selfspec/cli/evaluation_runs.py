@@ -36,7 +36,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.answers import answer_files, check_ids, write_answers
 from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
-from selfspec.evaluation.benchmark import bookkeeping, run_arms, write_traces
+from selfspec.evaluation.benchmark import host_overhead, run_arms, write_traces
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_tables import agreement_table, comparison_tables
@@ -111,7 +111,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
                 f"tree.nodes=auto: {nodes:.1f} nodes a pass, of which a speedup of {told['speedup']:.2f} was expected"
             )
         if own and run.decode.batch_size == 1 and run.decode.lossy is None:
-            point["speculative"]["bookkeeping"] = bookkeeping(spec, prompts[:8], run.decode, run.tree.nodes)
+            point["speculative"]["host_overhead"] = host_overhead(spec, prompts[:8], run.decode, run.tree.nodes)
         if own and run.decode.metrics:
             calibration = spec.drafter.calibration.get("sampled" if run.decode.temperature > 0 else "greedy")
             accuracy = [depth[0] for depth in calibration.acceptance] if calibration is not None else []

@@ -12,9 +12,9 @@ from typing import get_type_hints
 
 import yaml
 
+from selfspec.cli import config as schemas
 from selfspec.cli.config import config_folder
 from selfspec.cli.main import COMMANDS, Command
-from selfspec.cli.main import config as schemas
 from selfspec.drafters.registry import config_class, drafter_class, kinds
 
 _FOLDER = Path(__file__).parents[1] / "help"

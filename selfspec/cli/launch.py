@@ -17,6 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec.checkpoints.drafter_folder import read_meta
+from selfspec.cli import evaluation_runs as measures
+from selfspec.cli import training_runs as runs
 from selfspec.cli.config import (
     BAD_INPUT,
     clear_errors,
@@ -27,8 +29,6 @@ from selfspec.cli.config import (
     told,
     with_classes,
 )
-from selfspec.cli.main import evaluation_runs as measures
-from selfspec.cli.main import training_runs as runs
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, write_text

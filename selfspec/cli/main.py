@@ -112,7 +112,7 @@ def _start(name: str) -> None:
     command, given = COMMANDS[name], sys.argv[1:]
     if not command.config:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from selfspec.cli.main import terminal
+        from selfspec.cli import terminal
 
         getattr(terminal, name)(given)
     elif "--help" in given or "-h" in given:

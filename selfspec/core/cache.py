@@ -1,54 +1,52 @@
-"""The KV cache of tree decoding, and the attention masks over it. Only this file and `slots`, which serves the compiled
-engine, touch transformers' cache.
+"""The KV cache of tree decoding and the attention masks over it. Only this file touches transformers' cache.
+
+Keys and values lie in static buffers that passes write into by index. What changes from pass to pass is a tensor: how
+long each row is, which entries a pass writes, which nodes see which. So the same functions serve eager and compiled
+passes.
 
 A cache is what a stock model hands to each of its layers, so it also carries what a part of a model needs in one pass:
-the hidden states that enter its first layer, and the outputs of layers that are watched (see `selfspec.core.target`).
+the hidden states that enter its first layer, and the outputs of the layers that are read (see `selfspec.core.target`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from selfspec.core.tree import DraftTree
+from selfspec.engine.engine import Engine, bucket
+
+SMALLEST = 256  # entries of the smallest buffer
+STEP = 64  # eager passes attend over the filled entries, rounded up to a multiple of this
 
 
 class PassCache(Cache):
-    """given: hidden states [B, N, H] that enter the first layer of this pass, where it is not layer 0. seen: outputs
-    [B, N, H] of the layers watched in this pass, by index; -1 is the decoder's, after its final norm."""
+    """entering: hidden states [B, N, H] that enter the first layer of this pass, where it is not layer 0. outputs:
+    [B, N, H] of the layers read in this pass, by index; -1 is the decoder's, after its final norm."""
 
-    def __init__(self, layers: list[CacheLayerMixin]) -> None:
+    def __init__(self, layers: list[CacheLayerMixin], entering: Tensor | None = None) -> None:
         super().__init__(layers=layers)  # type: ignore[arg-type]
-        self.given: Tensor | None = None
-        self.seen: dict[int, Tensor] = {}
-
-    def enter(self, given: Tensor | None) -> None:
-        """Forget the pass before; `given` enters the next."""
-        self.given, self.seen = given, {}
+        self.entering = entering
+        self.outputs: dict[int, Tensor] = {}
 
 
-class _TextLayer(CacheLayerMixin):
-    """Passes keys and values through; with `kept`, behind those of the passes before."""
+class _Layer(CacheLayerMixin):
+    """What one layer sees in one pass. Sliding layers keep everything; their window is in the mask."""
 
     is_sliding = False
 
-    def __init__(self, kept: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.is_initialized = kept, True
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.kept:
-            if self.keys is not None and self.values is not None:
-                key_states = torch.cat([self.keys, key_states], 2)
-                value_states = torch.cat([self.values, value_states], 2)
-            self.keys, self.values = key_states, value_states
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -61,192 +59,289 @@ class _TextLayer(CacheLayerMixin):
         return -1
 
 
+class _GrowingLayer(_Layer):
+    """Keeps keys and values of all passes, one behind another."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is not None and self.values is not None:
+            key_states = torch.cat([self.keys, key_states], 2)
+            value_states = torch.cat([self.values, value_states], 2)
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
 class TextCache(PassCache):
     """For passes over whole texts without draft trees. With `kept`, keys and values of earlier passes stay visible;
     masks and positions are then the caller's."""
 
     def __init__(self, n_layers: int, kept: bool = False) -> None:
-        super().__init__([_TextLayer(kept) for _ in range(n_layers)])
+        super().__init__([_GrowingLayer() if kept else _Layer() for _ in range(n_layers)])
 
 
-class _Layer(CacheLayerMixin):
-    """What transformers sees of one layer: a window onto the cache's storage."""
+class Buffer(NamedTuple):
+    """Keys or values of one layer. flat: [rows * heads * capacity, D], which passes write into; shape: [rows, heads,
+    capacity, D]; filled: entries of each row that a pass attends over."""
 
-    is_sliding = False  # sliding layers keep everything here; their window is in the mask
+    flat: Tensor
+    shape: tuple[int, int, int, int]
+    filled: int
 
-    def __init__(self, cache: TreeCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cache = cache
-        self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
+class Buffers(list[tuple[Buffer, Buffer] | None]):
+    """Keys and values of each layer, None for layers that do not run. layout: stands for all of them where compiled
+    code is looked up; set once, other tensors are another list."""
+
+    layout: Hashable = None
+
+
+class KV(NamedTuple):
+    """A KV cache as tensors, for one pass. lengths: int64 [B], the kept entries of each row."""
+
+    buffers: Buffers
+    lengths: Tensor
+
+    @property
+    def size(self) -> int:
+        """Entries that a pass attends over."""
+        return next(pair[0].filled for pair in self.buffers if pair is not None)
+
+
+class _BufferLayer(_Layer):
+    """Writes the pass's nodes into buffers by index. places: where its entries go, by heads (see `_places`)."""
+
+    def __init__(self, keys: Buffer, values: Buffer, places: Tensor) -> None:
+        super().__init__()
+        self.buffers, self.places = (keys, values), places
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:  # the first pass: `keep` allocates storage from these
-            self.cache.first[self] = (key_states, value_states)
-            return key_states, value_states
-        return self.cache.append(self.keys, key_states), self.cache.append(self.values, value_states)
+        keys, values = (
+            _written(buffer, self.places, states)
+            for buffer, states in zip(self.buffers, (key_states, value_states), strict=True)
+        )
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self.cache.lengths) + self.cache.ran + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
+        return self.buffers[0].filled, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return self.buffers[0].filled
 
 
-class TreeCache(PassCache):
-    """Keys and values of B rows with one length each.
+def _written(buffer: Buffer, places: Tensor, states: Tensor) -> Tensor:
+    """The layer's entries [B, heads, filled, D] after `states` [B, heads, N, D] were written."""
+    buffer.flat.index_copy_(0, places, states.reshape(-1, states.shape[-1]))
+    return buffer.flat.view(buffer.shape)[:, :, : buffer.filled]
 
-    A pass appends N slots to every row behind that row's own length; `keep` compacts the slots of the accepted nodes
-    and drops the rest. All tensors of one shape live in one storage [G, B, heads, capacity, head_dim], so that
-    compaction is one gather and one copy, and storage grows by doubling. State changes in `begin`, `append`, `keep`,
-    `select` and `close` alone.
+
+def _places(entries: Tensor, heads: int, capacity: int) -> Tensor:
+    """int64 [B * heads * n]: where entries [B, n] of each row lie in a flat buffer."""
+    rows = torch.arange(len(entries), device=entries.device)[:, None] * heads
+    starts = (rows + torch.arange(heads, device=entries.device)) * capacity  # [B, heads]
+    return (starts[:, :, None] + entries[:, None]).flatten()
+
+
+def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None) -> PassCache:
+    """The cache that a model is given in one pass; entries: int64 [B, n], where its nodes are written."""
+    places: dict[tuple[int, torch.device], Tensor] = {}
+    layers: list[CacheLayerMixin] = []
+    for pair in kv.buffers:
+        if pair is None:
+            layers.append(_Layer())
+            continue
+        (_, heads, capacity, _), device = pair[0].shape, pair[0].flat.device
+        if (heads, device) not in places:
+            places[heads, device] = _places(entries, heads, capacity).to(device)
+        layers.append(_BufferLayer(*pair, places[heads, device]))
+    return PassCache(layers, entering)
+
+
+def tree_masks(
+    below: Tensor, lengths: Tensor, ran: int, size: int, windows: Sequence[int | None], dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Depths int64 [B, n] of the nodes behind the first `ran`, and for each window an additive mask [B, 1, n, size]: 0
+    or the dtype's lowest value.
+
+    below: bool [B, N, N], True where node i is node j or descends from it (see `tree.ancestors`); lengths: int64 [B],
+    kept entries of each row. A node sees every kept entry, its ancestors and itself; under a sliding window, only those
+    whose position is less than `window` behind its own.
+    """
+    depth = below.sum(-1) - 1
+    at = torch.arange(size, device=lengths.device) - lengths[:, None]  # [B, S]: each entry's node; negative: kept
+    node = at.clamp(0, below.shape[2] - 1)
+    inside, rows = (at >= 0) & (at < below.shape[2]), below[:, ran:]
+    seen = rows.gather(2, node[:, None].expand(-1, rows.shape[1], -1)) & inside[:, None] | (at < 0)[:, None]
+    masks = []
+    for window in windows:
+        allowed = seen
+        if window is not None:
+            behind = torch.where(at < 0, at, depth.gather(1, node))  # positions, counted from the root's
+            allowed = seen & (depth[:, ran:, None] - behind[:, None] < window)
+        masks.append(additive(allowed, dtype)[:, None])
+    return depth[:, ran:], masks
+
+
+def compact(stores: list[Tensor], heads: list[int], lengths: Tensor, paths: Tensor) -> None:
+    """Move the entries of the nodes `paths`, int64 [B, D], of the last pass to the end of each row's kept ones.
+
+    stores: [G, rows * heads * capacity, D] each, G buffers of one shape; heads: of each store.
+    """
+    to = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
+    for store, count in zip(stores, heads, strict=True):
+        groups, entries, width = store.shape
+        capacity = entries // (count * len(paths))
+        group = (torch.arange(groups, device=paths.device) * entries)[:, None]
+        source, place = (
+            (group + _places(at, count, capacity)).flatten().to(store.device) for at in (lengths[:, None] + paths, to)
+        )
+        flat = store.view(-1, width)
+        flat.index_copy_(0, place, flat.index_select(0, source))
+
+
+class KVCache:
+    """Keys and values of B rows with one length each, in static buffers of `capacity` entries, a power of two times
+    256.
+
+    A pass writes N entries behind every row's own length; `commit` compacts those of the accepted nodes and drops the
+    rest. Buffers have `Engine.size(B)` rows; those beyond B are idle.
     """
 
-    def __init__(self, n_layers: int, rows: int, capacity: int, dtype: torch.dtype, limit: int = 0) -> None:
-        """dtype: of masks; limit: slots per row that the whole generation will need (0: not known); MemoryError where
-        they would not fit."""
-        super().__init__([_Layer(self) for _ in range(n_layers)])
+    def __init__(
+        self,
+        like: Sequence[tuple[Tensor, Tensor] | None],
+        rows: int,
+        capacity: int,
+        limit: int,
+        engine: Engine,
+        device: torch.device,
+    ) -> None:
+        """like: keys and values [1, heads, 1, D] of one token in each layer, None where a layer keeps none; limit:
+        entries that the longest row will need at most; device: of the tokens."""
+        self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
-        self.capacity, self.limit, self.dtype = capacity, limit, dtype
-        self.storage: list[Tensor] = []
-        self.first: dict[_Layer, tuple[Tensor, Tensor]] = {}
-        self.ran = 0  # nodes of this pass's tree that its layers hold already
-        self._members: list[list[tuple[_Layer, str]]] = []
-        self._slots: tuple[Tensor, Tensor] | None = None  # (row, slot) of every appended node where lengths differ
-        self._below: tuple[Tensor, Tensor] | None = None  # parents of the last tree and its additive mask
+        self.idle = engine.size(rows) - rows
+        self.capacity = bucket(capacity, SMALLEST)
+        self.stores: list[Tensor] = []  # [G, rows * heads * capacity, D]
+        self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
+        self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._closed = False
 
-    def begin(self, tree: DraftTree, given: Tensor | None = None, ran: int = 0) -> None:
-        """Make room for a pass over `tree`, of which the first `ran` nodes went through the same layers before.
+    @property
+    def rows(self) -> int:
+        """Rows of the buffers."""
+        return len(self.lengths) + self.idle
 
-        Raises ValueError where the call that the cache was made for has ended.
+    def view(self, start: int, stop: int, nodes: int) -> KV:
+        """Layers start to stop - 1 with room for `nodes` entries more, for one pass: a later one may need larger
+        buffers.
+
+        Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
+        most does not fit.
         """
         if self._closed:
             raise ValueError(
                 "this call of generate has ended; a session and its context serve one call, make others by "
                 "drafter.session(target, rows)"
             )
-        self.enter(given)
-        nodes, device = tree.tokens.shape[1], tree.tokens.device
-        self.ran, longest = ran, max(self.lengths)
-        if longest + nodes > self.capacity:
-            self.capacity = max(min(2 * self.capacity, (self.limit or 2**62) + nodes), longest + nodes)
-            for i, old in enumerate(self.storage):  # one at a time, so that only one is held twice
-                new = old.new_zeros(*old.shape[:3], self.capacity, old.shape[4])
-                new[:, :, :, : old.shape[3]] = old
-                self.storage[i] = new
-                self._share()
-                del old
-        self._slots = None
-        if min(self.lengths) != longest:
-            lengths = torch.tensor(self.lengths, device=device)[:, None]
-            rows = torch.arange(len(self.lengths), device=device)[:, None]
-            self._slots = (rows, lengths + torch.arange(ran, nodes, device=device))
-        elif self._below is None or self._below[0] is not tree.parents:
-            self._below = (tree.parents, additive(tree.mask, self.dtype)[:, None])
+        need = max(self.lengths) + nodes
+        if need > self.capacity:
+            self._grow(bucket(need, SMALLEST))
+        filled = min(self.capacity, -(-need // STEP) * STEP) if self.engine.eager else self.capacity
+        if (start, stop, filled) not in self._views:
+            self._allocate(start, stop)
+            self._views[start, stop, filled] = self._buffers(start, stop, filled)
+        return KV(self._views[start, stop, filled], self.row_lengths(self.device))
 
-    def positions(self, tree: DraftTree) -> Tensor:
-        """int64 [B, N]: each node's position, which is its row's length plus its depth, not its slot."""
-        if len(set(self.lengths)) == 1:
-            return tree.depth + self.lengths[0]
-        return tree.depth + torch.tensor(self.lengths, device=tree.tokens.device)[:, None]
+    def row_lengths(self, device: torch.device) -> Tensor:
+        """int64 [rows]."""
+        return torch.tensor(self.lengths + [0] * self.idle, device=device)
 
-    def close(self) -> None:
-        """The call is over; a later pass is refused."""
-        self._closed = True
+    def _buffers(self, start: int, stop: int, filled: int) -> Buffers:
+        parts = {member: (s, i) for s, group in enumerate(self.members) for i, member in enumerate(group)}
+        pairs: list[tuple[Buffer, Buffer] | None] = []
+        for layer, like in enumerate(self.like):
+            if like is None or not start <= layer < stop:
+                pairs.append(None)
+                continue
+            made = []
+            for which in (0, 1):
+                (store, place), (_, heads, _, width) = parts[layer, which], like[which].shape
+                made.append(Buffer(self.stores[store][place], (self.rows, heads, self.capacity, width), filled))
+            pairs.append((made[0], made[1]))
+        buffers = Buffers(pairs)
+        buffers.layout = tuple(
+            None if pair is None else tuple((b.shape, b.filled, b.flat.dtype, b.flat.device) for b in pair)
+            for pair in pairs
+        )
+        return buffers
 
-    def append(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Write new [B, heads, N, D] behind every row's length and what ran before; returns the row up to there."""
-        end = max(self.lengths) + self.ran + new.shape[2]
-        if self._slots is None:
-            kept[:, :, end - new.shape[2] : end] = new
-        else:
-            rows, slots = (index.to(new.device) for index in self._slots)
-            kept[rows, :, slots] = new.transpose(1, 2)
-        return kept[:, :, :end]
+    def _allocate(self, start: int, stop: int) -> None:
+        """Stores for the layers of this range that have none: one for all of a shape in eager passes, so that a commit
+        is one copy; one for each in compiled ones, which must not write to a part of an input."""
+        known = {member for group in self.members for member in group}
+        groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+        for layer, like in enumerate(self.like):
+            for which in (0, 1):
+                if like is not None and start <= layer < stop and (layer, which) not in known:
+                    part = like[which]
+                    alike = (part.shape[1], part.shape[3], part.dtype, part.device)
+                    groups.setdefault(alike if self.engine.eager else (*alike, layer, which), []).append((layer, which))
+        entries, sizes = bucket(max(self.limit, self.capacity), SMALLEST), dict[torch.device, int]()
+        for (heads, width, dtype, device, *_), group in groups.items():
+            size = len(group) * self.rows * heads * entries * width * dtype.itemsize
+            sizes[device] = sizes.get(device, 0) + size
+        enough(sizes, self.rows, entries)
+        for (heads, width, dtype, device, *_), group in groups.items():
+            flat = len(group), self.rows * heads * self.capacity, width
+            self.stores.append(torch.zeros(flat, dtype=dtype, device=device))
+            self.members.append(group)
 
-    def keep(self, paths: list[list[int]]) -> None:
+    def _shaped(self, store: int) -> Tensor:
+        """A store as [G, rows, heads, capacity, D]."""
+        whole = self.stores[store]
+        return whole.view(len(whole), self.rows, self._heads(store), self.capacity, whole.shape[2])
+
+    def _heads(self, store: int) -> int:
+        layer, which = self.members[store][0]
+        like = self.like[layer]
+        assert like is not None
+        return like[which].shape[1]
+
+    def _grow(self, capacity: int) -> None:
+        for store in range(len(self.stores)):  # one at a time, so that only one is held twice
+            old = self._shaped(store)
+            new = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+            new[:, :, :, : self.capacity] = old
+            self.stores[store] = new.view(len(new), -1, old.shape[4])
+            self._views = {}
+            del old
+        self.capacity, self._views = capacity, {}
+
+    def commit(self, paths: list[list[int]]) -> None:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
-        if not self.storage:
-            self._allocate()
-        depth = max(map(len, paths))
-        if len(paths) == 1 and paths[0] != list(range(depth)):
-            first = self.lengths[0]
-            for store in self.storage:
-                source = torch.tensor([first + node for node in paths[0]], device=store.device)
-                store[:, :, :, first : first + depth] = store.index_select(3, source)
-        elif any(path != list(range(len(path))) for path in paths):
-            # Rows that keep fewer copy their last slot again; it lies beyond their length and is overwritten later.
-            padded = [path + [path[-1] if path else 0] * (depth - len(path)) for path in paths]
-            for store in self.storage:
-                start = torch.tensor(self.lengths, device=store.device)[:, None]
-                source = start + torch.tensor(padded, device=store.device)
-                rows = torch.arange(len(paths), device=store.device)[:, None]
-                target = start + torch.arange(depth, device=store.device)
-                store[:, rows, :, target] = store[:, rows, :, source]
+        if self.stores and any(path != list(range(len(path))) for path in paths):
+            depth = self.engine.size(max(map(len, paths)))
+            assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
+            # Rows that keep fewer copy further entries onto themselves.
+            padded = [path + list(range(len(path), depth)) for path in paths] + [list(range(depth))] * self.idle
+            for device in {store.device for store in self.stores}:
+                at = [i for i, store in enumerate(self.stores) if store.device == device]
+                stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
+                moved = self.row_lengths(device), torch.tensor(padded, device=device)
+                self.engine.run(compact, stores, heads, *moved)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B']."""
-        self.storage = [s.index_select(1, rows.to(s.device)) for s in self.storage]
-        self.lengths = [self.lengths[r] for r in rows.tolist()]
-        self._share()
+        left = rows.tolist()
+        idle = self.engine.size(len(left)) - len(left)
+        whole = torch.tensor(left + left[:1] * idle)
+        for i, store in enumerate(self.stores):
+            self.stores[i] = self._shaped(i)[:, whole.to(store.device)].flatten(1, 3)
+        self.lengths, self.idle, self._views = [self.lengths[row] for row in left], idle, {}
 
-    def mask(self, tree: DraftTree, window: int | None = None) -> Tensor:
-        """Additive attention mask [B or 1, 1, N - ran, S] for the pass over `tree` that `begin` prepared: 0 or the
-        dtype's lowest value.
-
-        A node sees every kept slot, its ancestors and itself; under a sliding `window`, only those whose position is
-        less than `window` behind its own.
-        """
-        nodes, longest = tree.tokens.shape[1], max(self.lengths)
-        device = tree.tokens.device
-        if self._slots is None and window is None:
-            assert self._below is not None
-            below = self._below[1]
-            kept = below.new_zeros(1, 1, 1, 1).expand(*below.shape[:3], longest)
-            return torch.cat([kept, below], -1)[:, :, self.ran :]
-        lengths = torch.tensor(self.lengths, device=device)[:, None, None]
-        slots = torch.arange(longest + nodes, device=device)
-        allowed = (slots < lengths).expand(-1, nodes, -1).clone()
-        index = (lengths + torch.arange(nodes, device=device)).expand(-1, nodes, -1)
-        allowed.scatter_(2, index, tree.mask.expand(len(self.lengths), -1, -1))
-        if window is not None:
-            own = self.positions(tree).expand(len(self.lengths), -1)
-            positions = slots.expand(len(self.lengths), -1).clone().scatter_(1, index[:, 0], own)
-            allowed &= own[:, :, None] - positions[:, None, :] < window
-        return additive(allowed, self.dtype)[:, None, self.ran :]
-
-    def _allocate(self) -> None:
-        groups: dict[tuple[Any, ...], list[tuple[_Layer, str, Tensor]]] = {}
-        for layer, pair in self.first.items():
-            for name, tensor in zip(("keys", "values"), pair, strict=True):
-                key = (tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
-                groups.setdefault(key, []).append((layer, name, tensor))
-        slots, sizes = max(self.capacity, self.limit), dict[torch.device, int]()
-        for key, members in groups.items():
-            need = len(members) * key[0] * key[1] * key[2].itemsize * len(self.lengths) * slots
-            sizes[key[3]] = sizes.get(key[3], 0) + need
-        enough(sizes, len(self.lengths), slots)
-        for (heads, width, dtype, device), members in groups.items():
-            rows, nodes = members[0][2].shape[0], members[0][2].shape[2]
-            store = torch.zeros(len(members), rows, heads, self.capacity, width, dtype=dtype, device=device)
-            for i, (_, _, tensor) in enumerate(members):
-                store[i, :, :, :nodes] = tensor
-            self.storage.append(store)
-            self._members.append([(layer, name) for layer, name, _ in members])
-        self.first = {}
-        self._share()
-
-    def _share(self) -> None:
-        for store, members in zip(self.storage, self._members, strict=True):
-            for i, (layer, name) in enumerate(members):
-                setattr(layer, name, store[i])
+    def close(self) -> None:
+        """The call is over; a later pass is refused."""
+        self._closed = True
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,12 +365,12 @@ def restarting(documents: Tensor) -> Tensor:
     return at - at.where(new, torch.zeros_like(at)).cummax(1).values
 
 
-def enough(sizes: dict[torch.device, int], rows: int, slots: int) -> None:
-    """Raises MemoryError where a cache of so many rows and slots, of `sizes` bytes on each device, does not fit."""
+def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:
+    """Raises MemoryError where a cache of so many rows and entries, of `sizes` bytes on each device, does not fit."""
     for device, size in sizes.items():
         if size > (free := free_memory(device)):
             raise MemoryError(
-                f"the cache of {rows} rows of {slots} tokens needs {size / 2**30:.1f} GiB on {device}, "
+                f"the cache of {rows} rows of {entries} tokens needs {size / 2**30:.1f} GiB on {device}, "
                 f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
             )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from selfspec.core.cache import KVCache
 from selfspec.core.sampling import Noise
-from selfspec.core.target import RowCache, Target
+from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 
 
@@ -27,9 +29,14 @@ class Context:
     temperature: float
     noise: Noise | None
     target: Target
-    cache: RowCache
+    cache: KVCache
     rate: float = 0.0
     notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def temperature_tensor(self) -> Tensor:
+        """float64 [], for functions that the engine runs."""
+        return torch.tensor(self.temperature, dtype=torch.float64, device=self.roots.device)
 
     @property
     def mode(self) -> str:

@@ -16,15 +16,13 @@ from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, Seen, check, integer
 from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
-from selfspec.core.slots import Picking
 from selfspec.core.stats import Stats
 from selfspec.core.target import Pass, Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.verify import read_walk, verify
-from selfspec.engine.engine import bucket
+from selfspec.core.verify import WalkNoise, read_walk, verify
 
-PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
-CHUNKS = (16, 64, 256)  # prompt tokens per pass of a compiled engine, which compiles each of these once
+PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per eager pass; largest draft tree
+CHUNKS = (16, 64, 256)  # prompt tokens per compiled pass; each of these is compiled once
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
@@ -45,7 +43,6 @@ class _Rows:
     """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
-        check(target, prompts, options)
         if isinstance(options.seed, int):
             seeds, ids = [options.seed] * len(prompts), list(range(len(prompts)))
         else:
@@ -59,12 +56,15 @@ class _Rows:
         self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
         self.warpers = options.sampling.warpers() if options.processors is None else options.processors
         self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
-        # Passes of a compiled engine walk their trees if nothing warps but a temperature and no logits are recorded.
+        # Passes walk their trees if nothing warps but a temperature and no logits are recorded.
         self.recording = options.record or options.watch is not None
         unseen = not (options.relaxed or self.recording or self.rules.processors)
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
-        self.walks = target.engine is not None and unseen and plain
+        self.walks = unseen and plain
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+        warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
+        temperature = 1.0 if warper is None else warper.temperature
+        self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)
         self.noise: Noise | None = None
         if options.sampling.temperature > 0:
             self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
@@ -85,15 +85,14 @@ class _Rows:
         noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 
-    def picking(self, tree: DraftTree) -> Picking | None:
-        """What a pass over this tree needs to walk it; None where the walk is the loop's."""
+    def walk_noise(self, tree: DraftTree) -> WalkNoise | None:
+        """What a pass over this tree needs to walk it; None where `accepted` picks node by node."""
         if not self.walks:
             return None
         if self.noise is None:
-            return Picking(None, 1.0)
-        noise = self.noise.ahead([n + 1 for n in self.cache.lengths], bucket(tree.levels + 1))
-        warper = next(iter(self.warpers), None)
-        return Picking(noise, warper.temperature if isinstance(warper, TemperatureLogitsWarper) else 1.0)
+            return WalkNoise()
+        values = self.noise.ahead([n + 1 for n in self.cache.lengths], self.target.engine.size(tree.levels + 1))
+        return WalkNoise(values.contiguous(), self.temperature)
 
     def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]]]:
         """Each row's path and what it emits, after a pass."""
@@ -124,7 +123,7 @@ class _Rows:
             tree = chain(padded)  # what stands behind a row's own part is never kept
             out = self.target.forward(tree, self.cache, False, reads=reads)
             paths = [list(range(len(part))) for part in parts]
-            self.cache.keep(paths)
+            self.cache.commit(paths)
             if session is not None:
                 session.observe(Accepted(out.hidden, out.features, list(range(len(parts))), paths))
 
@@ -178,9 +177,9 @@ class _Rows:
 
 
 def piece(target: Target, left: int) -> tuple[int, int]:
-    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has. Of a compiled
-    engine, whose passes have one of few sizes, at most a third of the nodes are spare, but for the smallest size."""
-    if target.engine is None:
+    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has. Compiled passes
+    have one of few sizes; at most a third of their nodes are spare, but for the smallest size."""
+    if target.engine.eager:
         return PREFILL, min(PREFILL, left)
     whole = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
     if whole > 1.5 * left and whole > CHUNKS[0]:
@@ -199,6 +198,7 @@ def autoregressive(
 ) -> Result:
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
     nodes are ignored; the signature is that of `speculative`."""
+    check(target, prompts, options)
     stats = Stats()
     result: list[list[int]] = [[] for _ in prompts]
     t0, compiled = clock(target.device), target.compiled
@@ -208,7 +208,7 @@ def autoregressive(
     t1 = clock(target.device)
     stats.seconds_prefill = t1 - t0
     while rows.alive:
-        out = target.forward(root, rows.cache, picking=rows.picking(root))
+        out = target.forward(root, rows.cache, noise=rows.walk_noise(root))
         t2 = clock(target.device)
         if out.walked is not None:
             _, emitted = read_walk(out.walked)
@@ -217,7 +217,7 @@ def autoregressive(
             picked, _ = rows.picker(out.logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
             emitted = [[token] for token in picked.tolist()]
         before = rows.alive, rows.cache.lengths
-        rows.cache.keep([[0]] * len(rows.alive))
+        rows.cache.commit([[0]] * len(rows.alive))
         tokens, going = rows.advance(emitted)
         for row, cut in zip(rows.alive, tokens, strict=True):
             stats.count(0, len(cut))
@@ -266,7 +266,6 @@ def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
     return session
 
 
-@torch.inference_mode()
 def speculative_steps(
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -276,9 +275,24 @@ def speculative_steps(
     stats: Stats,
     records: list[list[tuple[Tensor, Tensor]]] | None = None,
 ) -> Iterator[Added]:
-    """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way."""
+    """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way. Bad arguments
+    are refused before the first step."""
+    check(target, prompts, options)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
+    return _steps(target, prompts, options, drafter, nodes, stats, records)
+
+
+@torch.inference_mode()
+def _steps(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    drafter: Drafts,
+    nodes: int,
+    stats: Stats,
+    records: list[list[tuple[Tensor, Tensor]]] | None,
+) -> Iterator[Added]:
     t0, compiled = clock(target.device), target.compiled
     rows = _Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
@@ -297,13 +311,13 @@ def speculative_steps(
             )
             assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
             t2 = clock(target.device)
-            picking, layers = rows.picking(tree), (tree.start, target.n_layers)
+            noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
-            out = runner.forward(tree, cache, True, layers, tree.hidden, reads, picking=picking)
+            out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             t3 = clock(target.device)
             paths, emitted = rows.accepted(tree, out)
             before = rows.alive, cache.lengths
-            cache.keep(paths)
+            cache.commit(paths)
             tokens, going = rows.advance(emitted)
             added: Added = []
             for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):

@@ -26,7 +26,7 @@ def probe(target: Target) -> None:
     )
     cache = target.cache(1, 16)
     target.forward(chain(prompt), cache, logits=False)
-    cache.keep([list(range(prompt.shape[1]))])
+    cache.commit([list(range(prompt.shape[1]))])
     drafted = target.forward(tree, cache).logits
     assert drafted is not None
     deviations = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from selfspec.engine.engine import Engine, filled
+from selfspec.engine.engine import Engine
 
 # SplitMix64 (Steele, Lea, Flood 2014): increment and the two multipliers of its mixer, as signed 64-bit integers.
 _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -110,7 +110,7 @@ class Noise:
         device: torch.device,
         engine: Engine | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine = engine or Engine()
         self.seeds = torch.tensor([s - 2**64 if s >= 2**63 else s for s in seeds], device=device)[:, None, None]
         self.sequences = torch.tensor(list(sequences), device=device)[:, None, None]
         self.ids = torch.arange(vocab, device=device)
@@ -126,10 +126,8 @@ class Noise:
             first = torch.tensor(positions, device=self.ids.device)[:, None, None]
             steps = torch.arange(max(self.width, count), device=self.ids.device)[:, None]
             of_rows = self.seeds, self.sequences, first + steps
-            if self.engine is None:
-                self.block = _block(*of_rows, self.ids)
-            else:
-                self.block = self.engine.run(_block, *map(filled, of_rows), self.ids)[: len(positions)]
+            padded = map(self.engine.padded, of_rows)
+            self.block = self.engine.run(_block, *padded, self.ids)[: len(positions)]
         if len(set(offsets)) == 1:
             return self.block[:, offsets[0] : offsets[0] + count]
         at = torch.tensor(offsets, device=self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)

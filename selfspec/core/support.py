@@ -52,6 +52,18 @@ def view(module: M) -> M:
     return copy.deepcopy(module, shared)
 
 
+def unhooked(module: M) -> M:
+    """A view without hooks, for passes that look at the model: its hooks are for its own passes. Those of
+    torch.distributed stay, which gather weights."""
+    copied = view(module)
+    for part in copied.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            for handle, hook in list(hooks.items()):
+                if not str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
+                    del hooks[handle]
+    return copied
+
+
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """The model's decoder layers. Raises ValueError where its decoder has no single stack of them."""
     count = model.config.get_text_config().num_hidden_layers
@@ -61,6 +73,17 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
             f"{type(model).__name__}: expected one stack of {count} layers in its decoder, found {len(stacks)}"
         )
     return stacks[0]
+
+
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def cache_argument(module: nn.Module) -> tuple[int, str]:
+    """Where a decoder or one of its layers takes the cache: the position and the name of the argument. Families name it
+    differently."""
+    names = list(inspect.signature(module.forward).parameters)
+    name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])  # else among **kwargs
+    return names.index(name) if name in names else len(names), name
 
 
 def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
@@ -82,10 +105,7 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
 def returns_tuples(model: PreTrainedModel) -> bool:
     """Whether the model's layers return tuples, as those of older families do: by a pass over one token."""
     seen: list[bool] = []
-    model = view(model)
-    for module in model.modules():  # hooks on the model are for its own passes, not for this one
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
+    model = unhooked(model)
     layer_stack(model)[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.get_output_embeddings().weight.device)

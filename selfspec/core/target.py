@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import PassCache, TextCache, TreeCache, restarting, within
-from selfspec.core.slots import Opened, Picking, SlotCache, padded, static_pass
-from selfspec.core.support import layer_stack, longest_context, refuse, returns_tuples, view
-from selfspec.core.tree import DraftTree
-from selfspec.engine.engine import Engine
+from selfspec.core.cache import KV, KVCache, PassCache, TextCache, pass_cache, restarting, tree_masks, within
+from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
+from selfspec.core.tree import DraftTree, ancestors
+from selfspec.core.verify import WalkNoise, walk
+from selfspec.engine.engine import Engine, check_engine, engine_for
 
-RowCache = TreeCache | SlotCache  # the cache of a call: of the eager engine, of a compiled one
+__all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
+
+LONG = 32  # longer chains get a triangular mask without products
 
 
 @dataclass(frozen=True)
@@ -32,35 +34,92 @@ class Pass:
     walked: Tensor | None = None
 
 
-def _carrier(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
-    """The cache among a layer's arguments, which families pass under different names."""
-    return next(a for a in (*kwargs.values(), *args) if isinstance(a, PassCache))
-
-
 _ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of PEFT's layers
 
 
-class _Absent(nn.Module):
-    """Stands in a view for a layer below a part's first. Returns its input; the last one returns the hidden states that
-    came with the cache. Per-layer attributes that decoders read, such as attention_type, are the layer's."""
+class _Skipped(nn.Module):
+    """Stands in a view for a layer below a part's first and returns its input. Decoders read plain attributes of their
+    layers, such as attention_type; they are the layer's."""
 
-    def __init__(self, layer: nn.Module, entry: bool, tuples: bool) -> None:
+    def __init__(self, layer: nn.Module, tuples: bool) -> None:
         super().__init__()
-        self.__dict__.update(layer=layer, entry=entry, tuples=tuples)
+        self.__dict__.update({k: v for k, v in vars(layer).items() if isinstance(v, (str, int)) and k != "training"})
+        self.tuples = tuples
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if self.__dict__["entry"]:
-            hidden = _carrier(args, kwargs).given
-        return (hidden, None, None) if self.__dict__["tuples"] else hidden
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None, None) if self.tuples else hidden_states
 
 
-def _note(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+class _Entry(_Skipped):
+    """The last of them, which returns the hidden states that enter with the cache."""
+
+    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+        super().__init__(layer, tuples)
+        self.cache_at = cache_argument(layer)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        entering = _cache_of(self.cache_at, (hidden_states, *args), kwargs).entering
+        return super().forward(hidden_states if entering is None else entering)
+
+
+def _cache_of(at: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
+    """The cache among a module's arguments; at: its position and its name, see `cache_argument`."""
+    index, name = at
+    cache: PassCache = kwargs[name] if name in kwargs else args[index]
+    return cache
+
+
+def _read(
+    index: int, at: tuple[int, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     """A forward hook: the output goes into the cache that came with the call."""
-    _carrier(args, kwargs).seen[index] = output if isinstance(output, Tensor) else output[0]
+    _cache_of(at, args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
+
+
+class Part(NamedTuple):
+    """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
+    windows: by layer type; last: the largest position; dtype: of masks."""
+
+    module: nn.Module
+    windows: dict[str, int | None]
+    last: int
+    dtype: torch.dtype
+
+
+def tree_pass(
+    part: Part,
+    kv: KV,
+    hidden: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor | None,
+    ran: int = 0,
+    noise: WalkNoise | None = None,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """One pass of a part over trees: logits, the outputs of the layers read, and the walk (see `verify.walk`).
+
+    hidden: states [B, n, H] that enter, where the part does not begin at layer 0; tokens: int64 [B, n] of the nodes
+    behind the first `ran`, which were run in an earlier pass over the same tree; parents: int64 [B, N] of the whole
+    tree, None for a chain; noise: None where nothing is walked.
+    """
+    rows, nodes = tokens.shape
+    if parents is None:
+        below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
+    else:
+        below = ancestors(parents)[:, : ran + nodes]
+    start = kv.lengths[:, None]
+    depth, masks = tree_masks(below, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
+    cache = pass_cache(kv, start + torch.arange(ran, ran + nodes, device=tokens.device), hidden)
+    out = part.module(
+        input_ids=tokens,
+        attention_mask=dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0],
+        position_ids=(start + depth).clamp(max=part.last),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor | None = getattr(out, "logits", None)
+    if noise is None or logits is None or parents is None:
+        return logits, cache.outputs, None
+    return logits, cache.outputs, walk(logits, tokens, parents, below, noise)
 
 
 class Target:
@@ -104,7 +163,7 @@ class Target:
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
         self._built_from = self._structure()
-        self._tuples, self.engine = tuples, engine
+        self._tuples, self.engine = tuples, engine or Engine()
         self._like: list[tuple[Tensor, Tensor] | None] | None = None
 
     @property
@@ -156,8 +215,7 @@ class Target:
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""
-        if self.engine is not None:
-            self.engine.forget([module for pair in self._parts.values() for module in pair])
+        self.engine.forget([module for pair in self._parts.values() for module in pair])
 
     @property
     def tuples(self) -> bool:
@@ -169,120 +227,112 @@ class Target:
     @property
     def compiled(self) -> int:
         """How many functions its engine has compiled or read from disk."""
-        return 0 if self.engine is None else len(self.engine.made)
+        return len(self.engine.made)
 
-    def cache(self, rows: int, capacity: int, limit: int = 0) -> RowCache:
-        """An empty cache for `capacity` slots a row; its first pass raises MemoryError where `limit` slots would not
-        fit."""
-        if self.engine is not None:
-            return SlotCache(self._one_token(), rows, capacity, limit, self.engine)
-        return TreeCache(self.n_layers, rows, capacity, self.dtype, limit)
+    def use_engine(self, name: str) -> None:
+        """Run passes by the engine of this name from now on; see `engine_for` for the errors."""
+        self.engine = engine_for(name, self.device)
+
+    def cache(self, rows: int, capacity: int, limit: int = 0) -> KVCache:
+        """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would
+        not fit."""
+        return KVCache(self._one_token(), rows, capacity, limit, self.engine, self.device)
 
     @torch.no_grad()
     def _one_token(self) -> list[tuple[Tensor, Tensor] | None]:
         """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made."""
         if self._like is None:
             cache = TextCache(self.n_layers, kept=True)
-            self.text(torch.zeros(1, 1, dtype=torch.long, device=self.device), False, cache=cache)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            unhooked(self.model).get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
             kept = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
             self._like = [None if k is None or v is None else (k, v) for k, v in kept]
         return self._like
 
-    def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> nn.Module:
-        """A view of the model that runs layers start to stop - 1 on what its cache was given, notes the outputs of
-        layers `reads`, of layer stop - 1 and of the decoder in that cache, and leaves out all other layers; its decoder
-        where no logits are wanted."""
-        key, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
-        if key not in parts:
+    def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> Part:
+        """A view of the model that runs layers start to stop - 1 on what enters with the cache, puts the outputs of
+        layers `reads`, of layer stop - 1 and of the decoder into that cache, and leaves out all other layers."""
+        name, parts = (start, stop, tuple(sorted(set(reads)))), self._parts
+        if name not in parts:
             model = view(self.model)
             model.config.return_dict = True
             layers = layer_stack(model)
+            at = cache_argument(layers[0])
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
-                layers[i] = _Absent(layers[i], i == start - 1, self.tuples)
+                layers[i] = (_Entry if i == start - 1 else _Skipped)(layers[i], self.tuples)
             del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
-                layers[i].register_forward_hook(partial(_note, i), with_kwargs=True)
+                layers[i].register_forward_hook(partial(_read, i, at), with_kwargs=True)
             decoder = model.get_decoder()
-            decoder.register_forward_hook(partial(_note, -1), with_kwargs=True)
-            parts[key] = model, decoder
-        return parts[key][0 if logits else 1]
+            decoder.register_forward_hook(partial(_read, -1, cache_argument(decoder)), with_kwargs=True)
+            parts[name] = model, decoder
+        module = parts[name][0 if logits else 1]
+        return Part(module, self.windows, (self.max_positions or 2**62) - 1, self.dtype)
 
     def forward(
         self,
         tree: DraftTree,
-        cache: RowCache,
+        cache: KVCache,
         logits: bool = True,
         layers: tuple[int, int] | None = None,
         hidden: Tensor | None = None,
         reads: tuple[int, ...] = (),
         ran: int = 0,
-        picking: Picking | None = None,
+        noise: WalkNoise | None = None,
     ) -> Pass:
         """One pass over a tree of B rows and N nodes.
 
-        Appends N slots to the cache; the caller says with `cache.keep` which stay. `layers=(start, stop)` runs only
+        Appends N entries to the cache; the caller says with `cache.commit` which stay. `layers=(start, stop)` runs only
         those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
         the number of layers the result holds that layer's output, no final norm and no logits. `reads` are the layers
-        whose outputs are wanted. Nodes below `ran` were already run through the same layers in an earlier pass over the
-        same tree, with nothing kept since; N then counts only the remaining ones. With `picking`, which a compiled
-        engine serves, the pass walks the tree as well.
+        whose outputs are wanted. Nodes below `ran` were run through the same layers in an earlier pass over the same
+        tree; N counts the remaining ones. With `noise` the pass walks the tree as well.
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
             raise ValueError(
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
-        if isinstance(cache, SlotCache):
-            return self._static(tree, cache, logits, (start, stop), hidden, reads, ran, picking)
-        cache.begin(tree, hidden, ran)
-        positions = cache.positions(tree)
-        if self.max_positions is not None:  # nodes past the last position exist only to be cut off
-            positions = positions.clamp(max=self.max_positions - 1)
-        masks = self.per_type(partial(cache.mask, tree))
-        return self._run(cache, tree.tokens[:, ran:], logits, (start, stop), reads, masks, positions[:, ran:])
-
-    def opened(
-        self, cache: SlotCache, layers: tuple[int, int], reads: tuple[int, ...], logits: bool, nodes: int
-    ) -> Opened:
-        """What passes inside a graph need of some layers and their cache, with room for `nodes` more slots a row."""
-        return Opened(
-            self.part(*layers, reads, logits),
-            cache.begin(*layers, nodes),
-            cache.row_lengths(self.device),
-            self.windows,
-            (self.max_positions or 2**62) - 1,
-            self.dtype,
-        )
-
-    def _static(
-        self,
-        tree: DraftTree,
-        cache: SlotCache,
-        logits: bool,
-        layers: tuple[int, int],
-        hidden: Tensor | None,
-        reads: tuple[int, ...],
-        ran: int,
-        picking: Picking | None,
-    ) -> Pass:
-        """`forward` by the engine: sizes are rounded up to those that passes are compiled for."""
-        (start, stop), rows = layers, len(cache.lengths)
-        tokens, parents, nodes = padded(tree, ran, rows + cache.idle)
-        wide = max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1])
-        opened = self.opened(cache, layers, reads, logits and stop == self.n_layers, wide)
+        rows, idle = len(cache.lengths), cache.idle
+        tokens, parents = self._sized(tree, ran, idle)
+        nodes = tree.tokens.shape[1] - ran
+        kv = cache.view(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]))
         if hidden is not None and hidden.shape[:2] != tokens.shape:
-            hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, cache.idle))
-        drawn = None if picking is None else picking.tensors(cache.idle, self.dtype)
-        at = torch.tensor(ran, device=tokens.device)
-        out, seen, walked = cache.engine.run(static_pass, opened, hidden, tokens, parents, at, drawn)
-        seen = {layer: found[:rows, :nodes] for layer, found in seen.items()}
+            hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, idle))
+        if noise is not None and noise.values is not None and idle:
+            noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
+        part = self.part(start, stop, reads, logits and stop == self.n_layers)
+        given = part, kv, hidden, tokens, parents, ran, noise
+        out, outputs, walked = self.engine.run(tree_pass, *given)
+        self._check_outputs(outputs, start, stop)
+        outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:
-            seen = {start - 1: hidden[:rows, :nodes], **seen}
-        features, final = {i: seen[i] for i in reads}, seen[-1 if stop == self.n_layers else stop - 1]
+            outputs[start - 1] = hidden[:rows, :nodes]
+        features, final = {i: outputs[i] for i in reads}, outputs[-1 if stop == self.n_layers else stop - 1]
         if out is not None:
             out = out[:rows, :nodes]
         return Pass(out, final, features, None if walked is None else walked[:rows])
+
+    def _sized(self, tree: DraftTree, ran: int, idle: int) -> tuple[Tensor, Tensor | None]:
+        """Tokens [B + idle, n] of the nodes behind `ran` and parents [B + idle, N] of a tree (None: a long chain), with
+        spare nodes up to sizes that passes are compiled for."""
+        nodes = tree.tokens.shape[1] - ran
+        n = self.engine.size(nodes)
+        wide = self.engine.size(ran + n)
+        tokens, parents = tree.tokens[:, ran:], tree.parents
+        if n > nodes or idle:
+            tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
+        if not ran and n > LONG and tree.is_chain:
+            return tokens.contiguous(), None
+        if wide > parents.shape[1] or idle:
+            parents = nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
+        return tokens.contiguous(), parents.contiguous()
+
+    def _check_outputs(self, outputs: dict[int, Tensor], start: int, stop: int) -> None:
+        """Raises ValueError where the model's forward is not its own: its decoder was not called with the cache."""
+        if (-1 if stop == self.n_layers else stop - 1) not in outputs:
+            raise ValueError(f"the forward of {type(self.model).__name__} was replaced; load the model as it came")
 
     def text(
         self,
@@ -303,29 +353,17 @@ class Target:
         cache = TextCache(self.n_layers) if cache is None else cache
         if documents is not None:
             masks, positions = self.per_type(partial(within, documents, self.dtype)), restarting(documents)
-        cache.enter(hidden)
-        return self._run(cache, tokens, logits, layers or (0, self.n_layers), reads, masks, positions)
-
-    def _run(
-        self,
-        cache: PassCache,
-        tokens: Tensor,
-        logits: bool,
-        layers: tuple[int, int],
-        reads: tuple[int, ...],
-        masks: Tensor | dict[str, Tensor] | None,
-        positions: Tensor | None,
-    ) -> Pass:
-        start, stop = layers
+        start, stop = layers or (0, self.n_layers)
         whole = logits and stop == self.n_layers
-        out = self.part(start, stop, reads, whole)(
+        cache.entering, cache.outputs = hidden, {}
+        out = self.part(start, stop, reads, whole).module(
             input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        seen = cache.seen if cache.given is None else {start - 1: cache.given, **cache.seen}
-        cache.enter(None)
-        if (final := -1 if stop == self.n_layers else stop - 1) not in seen:
-            raise ValueError(f"the forward of {type(self.model).__name__} was replaced; load the model as it came")
-        return Pass(out.logits if whole else None, seen[final], {i: seen[i] for i in reads})
+        outputs = cache.outputs if hidden is None else {start - 1: hidden, **cache.outputs}
+        cache.entering, cache.outputs = None, {}
+        self._check_outputs(outputs, start, stop)
+        final = outputs[-1 if stop == self.n_layers else stop - 1]
+        return Pass(out.logits if whole else None, final, {i: outputs[i] for i in reads})
 
     def per_type(self, mask: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
         """Masks as the model takes them, made by `mask` of each layer type's window: one, or one for each type."""

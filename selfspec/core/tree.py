@@ -69,15 +69,7 @@ class DraftTree:
     @cached_property
     def mask(self) -> Tensor:
         """bool [B, N, N], True where node i is node j or descends from it."""
-        rows, nodes = self.parents.shape
-        mask = torch.eye(nodes, nodes + 1, dtype=torch.bool, device=self.parents.device).repeat(rows, 1, 1)
-        up = (
-            self.parents
-        )  # one ancestor further up each round; walks past a root mark the extra column, which is cut off
-        while bool((up >= 0).any()):
-            mask.scatter_(2, (up % (nodes + 1))[:, :, None], True)
-            up = self.parents.gather(1, up.clamp(min=0)).where(up >= 0, up)
-        return mask[:, :, :nodes]
+        return ancestors(self.parents)
 
     @cached_property
     def depth(self) -> Tensor:
@@ -139,14 +131,17 @@ _DEFAULTS = {field.name: field.default for field in fields(DraftTree)}
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """bool [B, N, N], True where node i is node j or descends from it, of parents int64 [B, N]: `DraftTree.mask` by
-    log2(N) products instead of a loop that ends where the tree does."""
+    """bool [B, N, N], True where node i is node j or descends from it, of parents int64 [B, N]: each of log2(N)
+    products doubles the levels that are seen."""
     nodes = parents.shape[1]
     each = torch.arange(nodes, device=parents.device)
     seen = (each == parents[:, :, None]) | (each == each[:, None])
+    if nodes == 1:
+        return seen
+    reached = seen.float()
     for _ in range((nodes - 1).bit_length()):
-        seen = (seen.float() @ seen.float()) > 0.5
-    return seen
+        reached = (reached @ reached).gt_(0.5)
+    return reached.bool()
 
 
 def chain(tokens: Tensor) -> DraftTree:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from selfspec.core.sampling import nothing_to_pick
-from selfspec.core.tree import DraftTree, ancestors
+from selfspec.core.tree import DraftTree
+
+CHUNK = 1 << 17  # scores of all nodes at once, in float64, would leave the processor's cache
 
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from
@@ -49,29 +52,47 @@ def verify(
     return paths, emitted
 
 
-def walk(logits: Tensor, tokens: Tensor, parents: Tensor, noise: Tensor | None, temperature: Tensor | None) -> Tensor:
+class WalkNoise(NamedTuple):
+    """The noise that a pass picks its tokens with. values: float64 [B, D, V] at the positions behind each row's root,
+    for D above every depth, None when greedy; temperature: float64 [], that logits are divided by."""
+
+    values: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+def _noisy(logits: Tensor, depth: Tensor, noise: WalkNoise) -> tuple[Tensor, Tensor]:
+    """The largest noisy scores [B, n] of logits [B, n, V] at nodes of these depths, int64 [B, n], and their tokens."""
+    assert noise.values is not None
+    assert noise.temperature is not None
+    at_node = noise.values[torch.arange(len(depth), device=depth.device)[:, None], depth]
+    at_node += logits.to(torch.promote_types(logits.dtype, torch.float32)) / noise.temperature
+    best, picks = at_node.max(-1)
+    return best, picks
+
+
+def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: WalkNoise) -> Tensor:
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
-    logits: [B, N, V]; tokens, parents: int64 [B, N]; noise: float64 [B, D, V] of the positions behind the root, for D
-    above every depth; temperature: [], in the dtype that logits are warped in. Returns int64 [B, 2, N]: the target's
-    pick at every node (-1 where no token has a finite score), and 1 where the node is on the path. A child is right if
-    it holds the pick of its parent and no sibling before it does; a node is on the path if it and all its ancestors are
-    right.
+    logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N] (see `tree.ancestors`). Returns int64 [B, 2, N]: the target's pick at every node (-1 where
+    no token has a finite score), and 1 where the node is on the path. A child is accepted if it holds the pick of its
+    parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
     """
-    seen = ancestors(parents)
-    if noise is not None and temperature is not None:
-        depth = (seen.sum(-1) - 1).clamp(max=noise.shape[1] - 1)  # mask rows stand deeper than any walk gets
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        best, picks = (scores + noise.gather(1, depth[:, :, None].expand(-1, -1, logits.shape[-1]))).max(-1)
+    if noise.values is not None and noise.temperature is not None:
+        depth = (below.sum(-1) - 1).clamp(max=noise.values.shape[1] - 1)  # mask rows stand deeper than any walk gets
+        step = max(1, CHUNK // logits.shape[-1])
+        parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
+        best, picks = (torch.cat(found, 1) for found in zip(*parts, strict=True))
     else:
         best, picks = logits.max(-1)
     picks = torch.where(best.isfinite(), picks, -1)
+    if tokens.shape[1] == 1:  # the root alone is the path
+        return torch.stack([picks, torch.ones_like(picks)], 1)
     each = torch.arange(tokens.shape[1], device=tokens.device)
     wanted = picks.gather(1, parents.clamp(min=0))
     alike = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     first = ~(alike & (each < each[:, None])).any(-1)
-    right = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
-    on_path = ~(seen & ~right[:, None]).any(-1)
+    accepted = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
+    on_path = ~(below & ~accepted[:, None]).any(-1)
     return torch.stack([picks, on_path.long()], 1)
 
 

@@ -123,6 +123,11 @@ class Drafter(nn.Module, ABC):
         """All parameters that training moves."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Buffers of the drafter itself that are saved; packed weights are not."""
+        buffers = self.named_buffers(recurse=False)
+        return {name: buffer for name, buffer in buffers if name not in self._non_persistent_buffers_set}
+
 
 class Trained(Drafter):
     """A drafter with a loss."""
@@ -146,19 +151,11 @@ class Trained(Drafter):
         with the text between as the path."""
 
 
-class Ready(nn.Module):
-    """Weights laid out for decoding, made anew whenever a drafter leaves training mode. They are buffers, so that
-    whoever asks a drafter for its storage finds them, and are neither trained nor saved."""
-
-    def __init__(self, *weights: Tensor) -> None:
-        super().__init__()
-        for i, weight in enumerate(weights):
-            self.register_buffer(f"weight_{i}", weight, persistent=False)
-        self.count = len(weights)
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, f"weight_{i}") for i in range(self.count))
+def pack(module: nn.Module, **weights: Tensor | None) -> None:
+    """Set weights that are laid out for decoding (None in training) as buffers of a module, so that whoever asks for
+    its storage finds them; they are neither trained nor saved."""
+    for name, weight in weights.items():
+        module.register_buffer(name, weight, persistent=False)
 
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:

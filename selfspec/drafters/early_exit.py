@@ -16,20 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.slots import Opened, SlotCache, static_pass
-from selfspec.core.target import RowCache, Target
+from selfspec.core.target import Part, Target, tree_pass
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import Tail
-from selfspec.engine.engine import bucket
 
-# The layers below the exit with the target's cache, and the block's cache: as objects, or as tensors inside a graph
-Below = tuple[Target, RowCache] | Opened
-Block = RowCache | Opened | None
+Open = tuple[Part, KV]  # layers of a target over their cache, as the drafting function takes them
 
 
 @dataclass
@@ -95,11 +92,11 @@ class EarlyExit(Trained):
 
 
 def tree_of(
-    drafter: EarlyExit, growth: Growth, ranking: Ranking, below: Below, block: Block, late: Tensor, behind: Tensor
+    drafter: EarlyExit, growth: Growth, ranking: Ranking, below: Open, block: Open | None, late: Tensor, behind: Tensor
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, the exit's hidden states [B, N, H] on it, and the nodes that the block ran on; see
-    `drafted_by`. late: [B, 1, H], an accepted leaf's hidden state; behind: int64 [B], 1 where the block has not yet run
-    on that leaf."""
+    `drafted_by`. below: the layers below the exit; block: the exit block, None for a drafter without one; late: [B, 1,
+    H], an accepted leaf's hidden state; behind: int64 [B], 1 where the block has not yet run on that leaf."""
     hidden, roots = _below(drafter, below, chain(growth.tokens), 0), growth.tokens
 
     def step(growth: Growth, d: int) -> tuple[Tensor, None]:
@@ -107,7 +104,9 @@ def tree_of(
         if d == 0:
             states = torch.cat([torch.where(behind[:, None, None] > 0, late, hidden), hidden], 1)
             both = _block(drafter, block, states, chain(roots.expand(-1, 2)), 0)
-            block = _kept(block, behind)
+            if block is not None:
+                part, kv = block
+                block = part, kv._replace(lengths=kv.lengths + behind + 1)
             return both.gather(1, behind[:, None, None].expand(-1, 1, both.shape[-1])), None
         stem, ran = growth.stem(), growth.expanded.shape[1]
         new = _below(drafter, below, stem, ran)
@@ -122,35 +121,19 @@ def tree_of(
     return *nodes, hidden, growth.expanded
 
 
-def _below(drafter: EarlyExit, below: Below, tree: DraftTree, ran: int) -> Tensor:
+def _below(drafter: EarlyExit, below: Open, tree: DraftTree, ran: int) -> Tensor:
     """The exit's hidden states [B, n, H] on the nodes behind `ran`."""
-    if isinstance(below, Opened):
-        at = torch.tensor(ran, device=tree.tokens.device)
-        return static_pass(below, None, tree.tokens[:, ran:], tree.parents, at)[1][drafter.config.exit - 1]
-    target, cache = below
-    return target.forward(tree, cache, False, (0, drafter.config.exit), ran=ran).hidden
+    return tree_pass(*below, None, tree.tokens[:, ran:], tree.parents, ran)[1][drafter.config.exit - 1]
 
 
-def _block(drafter: EarlyExit, block: Block, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
+def _block(drafter: EarlyExit, block: Open | None, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
     """Logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
-    if isinstance(block, Opened):
-        at = torch.tensor(ran, device=hidden.device)
-        logits = static_pass(block, hidden, tree.tokens[:, ran:], tree.parents, at)[0]
-    elif block is not None:
-        logits = drafter.tail.step(hidden, tree, block, ran).logits
-    else:
-        logits = drafter.along(hidden, tree.tokens[:, ran:])
+    tokens = tree.tokens[:, ran:]
+    if block is None:
+        return drafter.along(hidden, tokens)
+    logits = tree_pass(*block, hidden, tokens, tree.parents, ran)[0]
     assert logits is not None
     return logits
-
-
-def _kept(block: Block, behind: Tensor) -> Block:
-    """The block's cache with late leaves and roots in it."""
-    if isinstance(block, Opened):
-        return block._replace(lengths=block.lengths + behind + 1)
-    if block is not None:
-        block.keep([list(range(n + 1)) for n in behind.tolist()])
-    return block
 
 
 class EarlyExitSession:
@@ -160,38 +143,31 @@ class EarlyExitSession:
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
-        self.cache: RowCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
+        self.cache: KVCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
         self.late = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
         self.behind = [0] * rows
         self.ran = 0
 
     def propose(self, context: Context) -> DraftTree:
-        drafter, config = self.drafter, self.drafter.config
+        drafter, config, engine = self.drafter, self.drafter.config, context.target.engine
         if not max(context.lengths) or context.nodes == 1:  # one-token prompts: the cache is not made yet
             self.ran = 0
             return chain(context.roots[:, None])
-        below, block = self._entered(context)
-        behind = torch.tensor(self.behind, device=context.roots.device)
-        given = (below, block, self.late, behind)
-        found = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob, reserve=True)
-        tokens, parents, scores, hidden, expanded = found
-        if isinstance(self.cache, SlotCache):
-            self.cache.keep([list(range(n + 1)) for n in self.behind])
+        tail, exit = drafter.tail, config.exit
+        below = context.target.part(0, exit, logits=False), context.cache.view(0, exit, context.nodes)
+        tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        block: Open | None = None
+        if self.cache is not None:
+            layers = tail.layer, tail.layer + 1
+            part = tail.target.part(*layers, (tail.layer,))
+            block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
+        given = below, block, self.late, torch.tensor(self.behind, device=context.roots.device)
+        nodes = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob, reserve=True)
+        tokens, parents, scores, hidden, expanded = nodes
+        if self.cache is not None:
+            self.cache.commit([list(range(n + 1)) for n in self.behind])
         self.ran, self.behind = expanded.shape[1], [0] * len(self.behind)
-        return trusted(tokens, parents, scores, prunable=False, start=config.exit, hidden=hidden)
-
-    def _entered(self, context: Context) -> tuple[Below, Block]:
-        """The layers below the exit and the block, as `tree_of` takes them."""
-        target, cache, exit = context.target, context.cache, self.drafter.config.exit
-        if not isinstance(cache, SlotCache):
-            return (target, cache), self.cache
-        below = target.opened(cache, (0, exit), (), False, context.nodes)
-        tail = self.drafter.tail
-        if not isinstance(self.cache, SlotCache):
-            tail.target.part(tail.layer + 1, tail.layer + 1)  # norm and lm_head alone; no view is built inside a graph
-            return below, None
-        layers = (tail.layer, tail.layer + 1)
-        return below, tail.target.opened(self.cache, layers, (tail.layer,), True, bucket(context.nodes) + 2)
+        return trusted(tokens, parents, scores, prunable=False, start=exit, hidden=hidden)
 
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:
@@ -202,11 +178,11 @@ class EarlyExitSession:
             self.cache.select(torch.tensor(accepted.rows, device=states.device))
             states = states[accepted.rows]
         if not self.ran:  # a part of the prompt, or a pass that nothing was drafted for
-            tree = chain(states.new_zeros(states.shape[:2], dtype=torch.long))
-            self.drafter.tail.step(states, tree, self.cache, logits=False)
-            self.cache.keep(accepted.paths)
+            tail, tree = self.drafter.tail, chain(states.new_zeros(states.shape[:2], dtype=torch.long))
+            tail.target.forward(tree, self.cache, False, (tail.layer, tail.layer + 1), states)
+            self.cache.commit(accepted.paths)
             self.late, self.behind = states[:, :1], [0] * len(states)
             return
-        self.cache.keep([[node - 1 for node in path[1:] if node < self.ran] for path in accepted.paths])
+        self.cache.commit([[node - 1 for node in path[1:] if node < self.ran] for path in accepted.paths])
         last = [path[-1] for path in accepted.paths]
         self.late, self.behind = states[range(len(last)), last][:, None], [int(n >= self.ran) for n in last]

@@ -7,6 +7,7 @@ product with the shared weights serves all heads; `projection="full"` gives each
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, one_of, positive, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, pack, positive, training_dtype, whole
 from selfspec.drafters.parts.losses import check_loss, heads_loss
-from selfspec.drafters.parts.static_tree import PlanSession
+from selfspec.drafters.parts.static_tree import StaticTreeSession
 from selfspec.drafters.parts.views import SharedHeads
 
 
@@ -49,6 +50,10 @@ class Medusa(Trained):
     """K heads on a frozen target. Parameters: blocks K*L*(H*H + H); projection "lora" K*rank*(H + V), "full" K*H*V."""
 
     config: MedusaConfig
+    blocks: Tensor
+    biases: Tensor
+    narrow: Tensor  # of LoRA; of `full`, the whole projection
+    wide: Tensor
 
     def __init__(self, target: Target, config: MedusaConfig) -> None:
         super().__init__(config, depth=config.heads)
@@ -64,7 +69,7 @@ class Medusa(Trained):
             self.view = view(target.lm_head)  # keeps a bias, should the target have one
             self.full = nn.Parameter(self.view.weight.detach().to(dtype).repeat(heads, 1, 1))
         self.compute_dtype = target.dtype
-        self.ready: Ready | None = None
+        pack(self, blocks=None, biases=None, narrow=None, wide=None)
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Block weights [L, K, H, H], biases [L, K, 1, H]; then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
@@ -78,14 +83,14 @@ class Medusa(Trained):
         memory, as the target's are."""
         super().train(mode)
         with torch.no_grad():
-            ready = (w.detach().to(self.compute_dtype) for w in self._weights())
-            self.ready = None if mode else Ready(*ready)
+            weights = () if mode else [w.detach().to(self.compute_dtype) for w in self._weights()]
+        pack(self, **dict(zip_longest(("blocks", "biases", "narrow", "wide"), weights)))
         return self
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """Logits [K, n, V] of the first `heads` heads for hidden states [n, H] (post-norm, as lm_head reads them)."""
         heads = heads or self.depth
-        weights = self._weights() if self.ready is None else self.ready.weights
+        weights = self._weights() if self.training else (self.blocks, self.biases, self.narrow, self.wide)
         x = hidden.expand(heads, -1, -1)  # [K, n, H]
         for weight, bias in zip(weights[0], weights[1], strict=True):
             x = x + F.silu(torch.baddbmm(bias[:heads].to(x.dtype), x, weight[:heads].to(x.dtype)))
@@ -93,7 +98,7 @@ class Medusa(Trained):
             logits = x @ weights[2][:heads].to(x.dtype)
             own: Tensor | None = self.view.bias
             return logits if own is None else logits + own
-        projected: Tensor = self.shared(x, *weights[2:])
+        projected: Tensor = self.shared(x, *weights[2:4])
         return projected
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -106,4 +111,4 @@ class Medusa(Trained):
         return logits
 
     def session(self, target: Target, rows: int) -> Session:
-        return PlanSession(self)
+        return StaticTreeSession(self)

@@ -27,17 +27,17 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import (
     Batch,
     DrafterConfig,
-    Ready,
     Sample,
     Trained,
     one_of,
+    pack,
     positive,
     share,
     training_dtype,
     whole,
 )
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed
-from selfspec.drafters.parts.feature_layer import LastLayer, Read, Reader, Unread
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, LastLayer, PendingRows
 from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
@@ -78,30 +78,26 @@ class SequentialConfig(DrafterConfig):
         share("min_prob", self.min_prob)
 
 
-class _Weights:
-    """What decoding multiplies with, by name; all [out, in] and contiguous, what all heads share side by side.
-
-    narrow: [K, r, H], and columns: [K, V, r], LoRA of all heads; start: [K*H, H], for hydra [K*H, 2H], the first block
-    and the root's part of the path; bias: [L, K, 1, H]; deep: [L - 1, K, H, H]; path: per head, of the drafted tokens'
-    embeddings; correction: [V, correction] (markov).
-    """
-
-    def __init__(self, ready: Ready, heads: int) -> None:
-        weights = ready.weights
-        self.narrow, self.columns, self.start, self.bias, self.deep = weights[:5]
-        self.path = weights[5 : 5 + heads]
-        self.correction = weights[5 + heads] if len(weights) > 5 + heads else None
-
-
 class SequentialHeads(Trained):
     """K heads on a frozen target, each reading its path.
 
     Parameters: hydra K*blocks*(H*H + H) + K*(K+1)/2*H*H + K*rank*(H + V);
     markov K*blocks*(H*H + H) + K*H*correction + correction*V + K*rank*(H + V);
     prefix adds 3*H*H and a decoder layer.
+
+    Packed for decoding, all [out, in], what all heads share side by side: narrow [K, r, H] and columns [K, V, r], LoRA
+    of all heads; start [K*H, H], for hydra [K*H, 2H], the first block and the root's part of the path; biases [L, K, 1,
+    H]; deep [L - 1, K, H, H]; path_0, ...: per head, of the drafted tokens' embeddings; corrected [V, correction]
+    (markov).
     """
 
     config: SequentialConfig
+    narrow: Tensor
+    columns: Tensor
+    start: Tensor
+    biases: Tensor
+    deep: Tensor
+    corrected: Tensor | None
 
     def __init__(self, target: Target, config: SequentialConfig) -> None:
         super().__init__(config, depth=config.heads)
@@ -125,31 +121,42 @@ class SequentialHeads(Trained):
         self.shared = SharedHeads(target, heads, config.rank, dtype)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.compute_dtype = target.dtype
-        self.laid: Ready | None = None
+        self._pack(None)
 
     def train(self, mode: bool = True) -> SequentialHeads:
         """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
         with torch.no_grad():
-            self.laid = None if mode else self._laid_out()
+            self._pack(None if mode else self.compute_dtype)
         return self
 
-    def _laid_out(self) -> Ready:
-        """In the order of `_Weights`."""
+    def _pack(self, dtype: torch.dtype | None) -> None:
+        """Packed weights in a dtype, or none."""
+        names = ["narrow", "columns", "start", "biases", "deep", "corrected", *map(self._path_name, range(self.depth))]
+        if dtype is None:
+            pack(self, **dict.fromkeys(names))
+            return
 
         def ready(weight: Tensor) -> Tensor:
-            return weight.detach().to(self.compute_dtype).contiguous()
+            return weight.detach().to(dtype).contiguous()
 
         width = self.weight.shape[-1]
         a, b = self.shared.weights()
-        start, correction = ready(self.weight[0].flatten(0, 1)), []
+        start, corrected = ready(self.weight[0].flatten(0, 1)), None
         if self.config.form == "hydra":  # the root's part is known to all heads at once, the drafted tokens' is not
             roots = torch.cat([w[:width].t() for w in self.path])
-            start, path = torch.cat([start, ready(roots)], 1), [ready(w[width:].t()) for w in self.path]
+            start, paths = torch.cat([start, ready(roots)], 1), [ready(w[width:].t()) for w in self.path]
         else:
-            path, correction = list(ready(self.path[0].transpose(1, 2))), [ready(self.path[1].t())]
-        shared = ready(a.mT), ready(b.mT), start, ready(self.bias), ready(self.weight[1:])
-        return Ready(*shared, *path, *correction)
+            paths, corrected = list(ready(self.path[0].transpose(1, 2))), ready(self.path[1].t())
+        shared = ready(a.mT), ready(b.mT), start, ready(self.bias), ready(self.weight[1:]), corrected
+        pack(self, **dict(zip(names, [*shared, *paths], strict=True)))
+
+    def _path_name(self, head: int) -> str:
+        return f"path_{head}"
+
+    def _path(self, head: int) -> Tensor:
+        packed: Tensor = getattr(self, self._path_name(head))
+        return packed
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
@@ -159,11 +166,6 @@ class SequentialHeads(Trained):
         unit: Tensor = found * scale
         return unit.to(found.dtype)
 
-    @property
-    def ready(self) -> _Weights:
-        assert self.laid is not None, "call eval() before decoding"
-        return _Weights(self.laid, self.depth)
-
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The products of decoding, called as a module so that benchmarks can time them: `from_root` of two tensors,
         `on_shortlist` of four."""
@@ -172,31 +174,30 @@ class SequentialHeads(Trained):
     def from_root(self, hidden: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
         """From hidden states [B, H] and embedded roots [B, H] alone: the first layer's sums [B, K, H], and all heads'
         logits [K, B, V] with no path but the root."""
-        w = self.ready
         known = torch.cat([hidden, roots], 1) if self.config.form == "hydra" else hidden
-        first = F.linear(known, w.start, w.bias[0].flatten()).view(len(hidden), self.depth, -1)
+        first = F.linear(known, self.start, self.biases[0].flatten()).view(len(hidden), self.depth, -1)
         x = hidden + F.silu(first.transpose(0, 1))  # [K, B, H]
-        for weight, bias in zip(w.deep, w.bias[1:], strict=True):
+        for weight, bias in zip(self.deep, self.biases[1:], strict=True):
             x = x + F.silu(torch.baddbmm(bias, x, weight.mT))
-        logits: Tensor = self.shared(x, w.narrow.mT, w.columns.mT)
-        if w.correction is not None:  # only the first head's parent is the root
-            logits[0] += F.linear(F.linear(roots, w.path[0]), w.correction)
+        logits: Tensor = self.shared(x, self.narrow.mT, self.columns.mT)
+        if self.corrected is not None:  # only the first head's parent is the root
+            logits[0] += F.linear(F.linear(roots, self._path(0)), self.corrected)
         return first, logits
 
     def on_shortlist(self, hidden: Tensor, first: Tensor, path: Tensor, ids: Tensor) -> Tensor:
         """Head k's logits [B, m, C] of a shortlist int64 [B, C] from hidden states [B, H], the sums [B, K, H] of
         `from_root` and embedded paths [B, m, k, H] beyond the root."""
-        w, k = self.ready, path.shape[2]
+        k = path.shape[2]
         sums = first[:, k, None]
         if self.config.form == "hydra":
-            sums = sums + F.linear(path.flatten(2), w.path[k])
+            sums = sums + F.linear(path.flatten(2), self._path(k))
         x = hidden[:, None] + F.silu(sums.expand(-1, path.shape[1], -1))
-        for weight, bias in zip(w.deep, w.bias[1:], strict=True):
+        for weight, bias in zip(self.deep, self.biases[1:], strict=True):
             x = x + F.silu(F.linear(x, weight[k], bias[k, 0]))
         logits = _choose(x, self.shared.base.weight, ids)
-        logits += _choose(F.linear(x, w.narrow[k]), w.columns[k], ids)
-        if w.correction is not None:
-            logits += _choose(F.linear(path[:, :, -1], w.path[k]), w.correction, ids)
+        logits += _choose(F.linear(x, self.narrow[k]), self.columns[k], ids)
+        if self.corrected is not None:
+            logits += _choose(F.linear(path[:, :, -1], self._path(k)), self.corrected, ids)
         bias = self.shared.base.bias
         return logits if bias is None else logits + bias[ids][:, None]
 
@@ -250,14 +251,10 @@ class SequentialHeads(Trained):
         return SequentialSession(self)
 
 
-def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | Read | Unread) -> Nodes:
+def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | PendingRows) -> Nodes:
     """A tree behind roots from the states [B, H] before them, or what the prefix layer reads up to there; see
     `drafted_by`."""
-    if isinstance(state, Tensor):
-        hidden = state
-    else:
-        assert drafter.prefix is not None
-        hidden = drafter.prefix.behind(state, False).hidden[:, 0]
+    hidden = state if isinstance(state, Tensor) else drafter.prefix.read(state, False).hidden[:, 0]  # type: ignore[union-attr]
     first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
     ranked = logits
     if ranking.noise is not None:
@@ -281,28 +278,28 @@ def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: T
 
 
 class SequentialSession:
-    """What one call keeps. state: what the heads read before each row's root: hidden states [B, H], or what the prefix
-    layer reads up to there."""
+    """What one call keeps. hidden: the state [B, H] before each row's root; cache: of the prefix layer, which reads it
+    instead."""
 
     def __init__(self, drafter: SequentialHeads) -> None:
         self.drafter = drafter
-        self.state: Tensor | Read | Unread | None = None
-        self.reader = None if drafter.prefix is None else Reader(drafter.prefix)
+        self.hidden: Tensor | None = None
+        self.cache = None if drafter.prefix is None else DraftLayerCache(drafter.prefix)
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config = self.drafter, self.drafter.config
-        if self.reader is not None and self.reader.ready and context.nodes > 1:
-            self.state = self.reader.read(context, False, drafter.depth)
-        if self.state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
+        state: Tensor | PendingRows | None = self.hidden
+        if self.cache is not None and self.cache.ready and context.nodes > 1:
+            state = self.cache.rows(context, False, drafter.depth)
+        if state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        return trusted(*drafted_by(tree_of, drafter, context, (self.state,), config.width, config.min_prob))
+        return trusted(*drafted_by(tree_of, drafter, context, (state,), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
-        if self.reader is None:
-            self.state = accepted.last_hidden(self.state)  # type: ignore[arg-type]  # no prefix layer, so a tensor
+        if self.cache is None:
+            self.hidden = accepted.last_hidden(self.hidden)
         else:
-            self.reader.observe(accepted)
-            self.state = None
+            self.cache.observe(accepted)
 
 
 def _choose(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:

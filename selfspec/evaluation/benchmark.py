@@ -12,14 +12,11 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from selfspec.api import Spec
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
-from selfspec.core.slots import compact
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Asking
 from selfspec.evaluation.arm_record import Record, Regime
@@ -213,70 +210,21 @@ def _text(spec: Spec, ids: list[int]) -> str:
     return str(spec.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def bookkeeping(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:
-    """Share of a call's time that is neither a pass of the target nor a product of the drafter: trees, masks, noise,
-    choices, the walk, the cache. Passes and products are calls of modules, told apart by hooks, or compiled functions
-    (all but those that move what the cache holds); they are measured in runs of their own that no speedup counts. Not
-    for compiled functions on a GPU, whose launches say nothing of their time: NaN."""
-    depth, start, inside = 0, 0.0, 0.0
-
-    def enter(*_: object) -> None:
-        nonlocal depth, start
-        if depth == 0:
-            _wait(spec)
-            start = time.perf_counter()
-        depth += 1
-
-    def leave(*_: object) -> None:
-        nonlocal depth, inside
-        depth -= 1
-        if depth == 0:
-            _wait(spec)
-            inside += time.perf_counter() - start
+def host_overhead(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:
+    """Share of a call's time outside the functions that the engine runs, which are passes, drafts and noise: lists,
+    n-grams, checks, the loop. Measured in runs of its own that no speedup counts. Not on a GPU, whose launches say
+    nothing of their time: NaN."""
 
     def run(prompt: Prompt) -> Stats:
         return spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes).stats
 
-    if (engine := spec.target.engine) is not None:
-        if spec.target.device.type == "cuda":
-            return float("nan")
-        run(prompts[0])
-        engine.busy.clear()
-        seconds = sum(run(prompt).seconds for prompt in prompts)
-        return 1 - sum(took for name, took in engine.busy.items() if name != compact.__name__) / seconds
-    handles = [
-        hook
-        for module in _outermost(lambda: run(prompts[0]))
-        for hook in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
-    ]
-    try:
-        spent = [run(prompt) for prompt in prompts]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return 1 - inside / sum(s.seconds for s in spent)
-
-
-def _outermost(call: Callable[[], object]) -> list[nn.Module]:
-    """The modules that a call runs, but for those inside others."""
-    found: dict[int, nn.Module] = {}
-    depth = [0]
-
-    def enter(module: nn.Module, *_: object) -> None:
-        if depth[0] == 0:
-            found[id(module)] = module
-        depth[0] += 1
-
-    def leave(*_: object) -> None:
-        depth[0] -= 1
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        call()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(found.values())
+    if spec.target.device.type == "cuda":
+        return float("nan")
+    run(prompts[0])
+    busy = spec.target.engine.busy
+    busy.clear()
+    seconds = sum(run(prompt).seconds for prompt in prompts)
+    return 1 - sum(busy.values()) / seconds
 
 
 def _wait(spec: Spec) -> None:

@@ -19,14 +19,12 @@ from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import Accepted, Context, Riding, Session
 from selfspec.core.generate import MAX_NODES, clock, speculative
 from selfspec.core.options import Options
-from selfspec.core.sampling import Sampling, pick
-from selfspec.core.slots import Picking
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.verify import read_walk, verify
+from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.static_tree import static_tree
-from selfspec.engine.engine import engine_for
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
@@ -134,16 +132,14 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
     for name, target in targets.items():
         cache = target.cache(1, _CONTEXT + 2 * max(sizes))
         target.forward(chain(_tree(_CONTEXT, target.vocab_size, target.device).tokens), cache, False)
-        cache.keep([list(range(_CONTEXT))])
+        cache.commit([list(range(_CONTEXT))])
         for n in sizes:
             tree = _tree(n, target.vocab_size, target.device)
 
             def run(target: Target = target, cache: Any = cache, tree: DraftTree = tree) -> object:
-                out = target.forward(tree, cache, picking=Picking(None, 1.0))
-                if out.walked is not None:
-                    return read_walk(out.walked)
-                assert out.logits is not None
-                return verify(tree, out.logits, lambda logits, rows, ahead: (pick(logits, None), logits))
+                walked = target.forward(tree, cache, noise=WalkNoise()).walked
+                assert walked is not None
+                return read_walk(walked)
 
             run()  # compiles
             calls[name, n] = run
@@ -161,9 +157,9 @@ def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) 
 def step_seconds(
     target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int
 ) -> tuple[float, float, float, float]:
-    """Median seconds of a draft, of a pass until what it kept is known, of a whole step, and of the bookkeeping in it,
-    over short calls: what a compiled engine spends outside of compiled functions, the eager one outside of drafts and
-    passes. The first draft of a call, which reads the prompt, does not count as a draft."""
+    """Median seconds of a draft, of a pass until what it kept is known, of a whole step, and of the host overhead
+    in it (outside the engine's functions), over short calls. The first draft of a call reads the prompt and does not
+    count."""
     made = random.Random(1)
     prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
     drafts: list[float] = []
@@ -178,7 +174,7 @@ def step_seconds(
             drafts += timed.seconds[1:]
             passes += timed.passes[1:]
             seconds = stats.seconds - stats.seconds_prefill
-            other = stats.seconds_other if target.engine is None else seconds - (timed.busy() - timed.before)
+            other = seconds - (timed.busy() - timed.before)
             steps.append(seconds / stats.calls)
             others.append(other / stats.calls)
         seed += 1
@@ -198,7 +194,7 @@ class _Timed:
 
     def busy(self) -> float:
         """Seconds in compiled functions so far."""
-        return 0.0 if self.target.engine is None else sum(self.target.engine.busy.values())
+        return sum(self.target.engine.busy.values())
 
     def session(self, target: Target, rows: int) -> Session:
         self.inner, self.device = self.drafter.session(target, rows), target.device
@@ -239,7 +235,8 @@ def measure_limits(
     """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those that are not trained
     have no table of acceptance by depth and are left out of the forecast."""
     eager = Target(model)
-    fast = Target(model, tuples=eager.tuples, engine=engine_for("compiled", eager.device))
+    fast = Target(model, tuples=eager.tuples)
+    fast.use_engine("compiled")
     targets = {"eager": eager, "compiled": fast}
     size, products = weights_of(eager)
     machine = {"bandwidth": bandwidth(size, eager.device), "peak": peak(eager.dtype, eager.device)}
@@ -269,7 +266,6 @@ def measure_limits(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
                         | {"pass": one, "step": step, "other": other, "speedup": ratio}
                     )
-    assert fast.engine is not None
     made = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
     figures = {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
     return figures | {"compiled": made, "failed": fast.engine.failed}

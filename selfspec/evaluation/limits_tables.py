@@ -41,7 +41,7 @@ def limits_tables(figures: Figures) -> str:
         for f in best.values()
     ]
     columns = ["drafter", "engine", "T", "best size", "τ promised", "draft, ms", "pass, ms"]
-    columns += ["step, ms", "bookkeeping, ms", "of the step", "expected"]
+    columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
     told = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
     return f"{text}\n\nExpected over plain decoding of the same engine ({told}):\n\n" + markdown(columns, lines)
 

@@ -29,8 +29,8 @@ try:  # where there is none, ru_maxrss, which begins at what the process that st
     told["megabytes"] = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 except OSError:
     told["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-told["functions"] = 0 if engine is None else len(engine.compiled)
-told["compiling"] = 0.0 if engine is None else sum(took for _, took, _ in engine.made)
+told["functions"] = len(engine.compiled)
+told["compiling"] = sum(took for _, took, _ in engine.made)
 print(json.dumps(told))
 """
 

@@ -141,7 +141,7 @@ COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
             lambda s: "/".join(f"{100 * s['share_of_step'][part]:.0f}" for part in ("draft", "target", "other")) + " %",
         ),
     ),
-    ("bookkeeping", lambda p: _speculative(p, lambda s: f"{100 * s['bookkeeping']:.1f} %")),
+    ("host overhead", lambda p: _speculative(p, lambda s: f"{100 * s['host_overhead']:.1f} %")),
     ("identical", _same),
     ("entropy", lambda p: _text(p, "entropy")),
     ("top-1", lambda p: _text(p, "top1")),

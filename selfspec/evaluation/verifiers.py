@@ -197,7 +197,7 @@ def acceptance_length(
         cache = spec.target.cache(1, len(prompt) + new_tokens + len(parents))
         hidden = spec.target.forward(chain(torch.tensor([prompt[:-1]], device=device)), cache, logits=False).hidden
         hidden = hidden[:, -1]
-        cache.keep([list(range(len(prompt) - 1))])
+        cache.commit([list(range(len(prompt) - 1))])
         root, made = prompt[-1], 0
         while made < new_tokens:
             guesses = _distributions(heads(hidden), warpers)
@@ -207,7 +207,7 @@ def acceptance_length(
             assert out.logits is not None
             p = _distributions(out.logits[0], warpers)
             path, root = verifier(tree, list(p), q, chance)
-            cache.keep([path])
+            cache.commit([path])
             hidden = out.hidden[:, path[-1]]
             count = min(len(path), new_tokens - made)
             stats.count(min(len(path) - 1, count), count)

@@ -240,7 +240,7 @@ def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopCon
 def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
     """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
     ValueError, with `name`, where they are not of the same kind and shapes."""
-    own, given = ({**d.trained(), **dict(d.named_buffers(recurse=False))} for d in (drafter, source))
+    own, given = ({**d.trained(), **d.saved_buffers()} for d in (drafter, source))
     shapes = [{key: list(p.shape) for key, p in found.items()} for found in (own, given)]
     if drafter.kind != source.kind or shapes[0] != shapes[1]:
         odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))

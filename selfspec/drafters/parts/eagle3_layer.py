@@ -16,10 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import Ready
+from selfspec.drafters.base import pack
 from selfspec.drafters.parts.feature_layer import FeatureLayer
 from selfspec.drafters.parts.views import Block
-from selfspec.engine.engine import Engine
 
 
 class _NoEmbedding(nn.Module):
@@ -89,12 +88,12 @@ class _DraftBlock(Block):
         model.set_input_embeddings(_NoEmbedding(config.hidden_size, norm))
         model.set_output_embeddings(head)
         self._most = target.max_positions  # not its own, which a long text may exceed
-        self._views = {True: self._opened(model, target.engine)}  # by whether it trains; a dict: they are no submodules
+        self._views = {True: self._target(model, target)}  # by whether it trains; a dict: they are no submodules
 
-    def _opened(self, model: LlamaForCausalLM, engine: Engine | None) -> Target:
-        made = Target(model, frozen=False, tuples=False, engine=engine)
-        made.max_positions = self._most
-        return made
+    def _target(self, model: LlamaForCausalLM, like: Target) -> Target:
+        target = Target(model, frozen=False, tuples=False, engine=like.engine)
+        target.max_positions = self._most
+        return target
 
     @property
     def target(self) -> Target:
@@ -112,7 +111,7 @@ class _DraftBlock(Block):
                         if parameter.dtype != self.dtype:
                             cast = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
                             setattr(part, name, cast)
-            self._views[False] = self._opened(model, trained.engine)
+            self._views[False] = self._target(model, trained)
             if old is not None:
                 old.forget()
         return self
@@ -124,6 +123,8 @@ class Eagle3Layer(FeatureLayer):
     Parameters: F*H*H for F features, those of `DraftLayer`, H of the final norm, F*H for norms of features where asked
     for, and those of a head of its own.
     """
+
+    packed_fc: Tensor | None
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class Eagle3Layer(FeatureLayer):
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target_head = view(target.lm_head)
         self.draft = _DraftBlock(target, config, self.midlayer, self.norm, self.head)
-        self.ready: Ready | None = None
+        pack(self, packed_fc=None)
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
@@ -198,7 +199,7 @@ class Eagle3Layer(FeatureLayer):
     def train(self, mode: bool = True) -> Eagle3Layer:
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
-        self.ready = None if mode else Ready(self.fc.weight.detach().to(self.draft.dtype))
+        pack(self, packed_fc=None if mode else self.fc.weight.detach().to(self.draft.dtype))
         return self
 
     def fused(self, stacked: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ class Eagle3Layer(FeatureLayer):
         if self.fc_norm:
             parts = stacked.chunk(len(self.layers), -1)
             stacked = torch.cat([_normed(norm, part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return F.linear(stacked, self.fc.weight.to(stacked.dtype) if self.ready is None else self.ready.weights[0])
+        return F.linear(stacked, self.fc.weight.to(stacked.dtype) if self.packed_fc is None else self.packed_fc)
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([F.embedding(tokens.to(self.embedding.device), self.embedding).to(states), states], -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ class Growth:
 Step = Callable[[Growth, int], tuple[Tensor, Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     """How raw scores become log probabilities. factors: inverse temperature of each depth; noise: float64 [B, depth, V]
     of the positions behind the root, None when greedy."""
 

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import piece
-from selfspec.core.slots import Opened, SlotCache, static_pass
-from selfspec.core.target import Pass, RowCache, Target
+from selfspec.core.target import Part, Target, tree_pass
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.base import Ready
+from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail
-from selfspec.engine.engine import bucket, filled
-
-_FEW = 16  # entries that the eager engine reads together with the root's; those before are read without logits
 
 
 class FeatureLayer(nn.Module, ABC):
@@ -54,40 +51,41 @@ class FeatureLayer(nn.Module, ABC):
         """The outputs of the layers asked for, side by side [..., F*H]."""
         return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
 
-    def behind(self, read: Read | Unread, logits: bool) -> Read:
-        """What was read, or is read now, at each row's root."""
-        if isinstance(read, Read):
-            return read
-        stacked = torch.cat(read.features, -1)
-        stacked = stacked.gather(1, read.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
-        given, start = self.entry(self.fused(stacked), read.tokens), torch.tensor(0, device=read.tokens.device)
-        _, seen, _ = static_pass(read.opened, given, read.tokens, chain(read.tokens).parents, start)
-        at = read.last[:, None, None].expand(-1, 1, stacked.shape[-1] // len(self.layers))
-        hidden, outputs = seen[-1].gather(1, at), seen[self.block.layer].gather(1, at)
-        found = self.block.text(outputs, read.tokens[:, :1], block=False).logits if logits else None
-        after = read.opened._replace(module=read.drafting, lengths=read.opened.lengths + read.last + 1)
-        return Read(found, hidden, self.carried(outputs, hidden), after)
+    def read(self, pending: PendingRows, logits: bool) -> RootState:
+        """Read pending rows, up to each row's root. Runs inside a function of the engine."""
+        stacked = torch.cat(pending.features, -1)
+        stacked = stacked.gather(1, pending.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
+        given = self.entry(self.fused(stacked), pending.tokens)
+        _, outputs, _ = tree_pass(pending.part, pending.kv, given, pending.tokens, None)
+        at = pending.last[:, None, None].expand(-1, 1, self.width)
+        hidden, output = outputs[-1].gather(1, at), outputs[self.block.layer].gather(1, at)
+        found = self.block.text(output, pending.tokens[:, :1], block=False).logits if logits else None
+        kv = pending.kv._replace(lengths=pending.kv.lengths + pending.last + 1)
+        return RootState(found, hidden, self.carried(output, hidden), pending.drafting, kv)
 
     def step(
-        self, entries: Entries, states: Tensor, tree: DraftTree, count: int
+        self, root: RootState, states: Tensor, tree: DraftTree, count: int
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The layer on the last `count` nodes of a tree: logits (None where they are not wanted), hidden states behind
-        the final norm, and what stands for the nodes, all [B, count, ...]. states: [B, count, H]."""
+        """The layer on the last `count` nodes of a tree behind a root: logits (None where they are not wanted), hidden
+        states behind the final norm, and what stands for the nodes, all [B, count, ...]. states: [B, count, H]."""
         tokens = tree.tokens[:, -count:]
         given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
-        if isinstance(entries, Opened):
-            at = torch.tensor(ran, device=tokens.device)
-            logits, seen, _ = static_pass(entries, given, tokens, tree.parents, at)
-            return logits, seen[-1], self.carried(seen[self.block.layer], seen[-1])
-        cache, wanted = entries
-        out = self.block.step(given, tree, cache, ran, wanted)
-        return out.logits, out.hidden, self.carried(out.features[self.block.layer], out.hidden)
+        logits, outputs, _ = tree_pass(root.part, root.kv, given, tokens, tree.parents, ran)
+        return logits, outputs[-1], self.carried(outputs[self.block.layer], outputs[-1])
+
+    @property
+    def width(self) -> int:
+        """Numbers of a state."""
+        return int(self.block.target.hidden_size)
 
 
 class LastLayer(FeatureLayer):
     """A view of the target's last decoder layer, with LoRA or trained in full, behind two products: one fuses the
     features of a position, the other mixes in the embedding of the token after it. Final norm and lm_head are views as
     they are. Parameters: F*H*H + 2*H*H for F features, and those of the layer, or of its LoRA."""
+
+    packed_fuse: Tensor | None
+    packed_mix: Tensor | None
 
     def __init__(self, target: Target, layers: Sequence[int], rank: int, full: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -102,14 +100,13 @@ class LastLayer(FeatureLayer):
         self.mix = nn.Parameter(torch.zeros(2 * hidden, hidden, device=target.device, dtype=dtype))
         self.tail = Tail(target, 0 if full else rank, dtype, "feature", full=full)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
-        self.ready: Ready | None = None
+        pack(self, packed_fuse=None, packed_mix=None)
 
     def train(self, mode: bool = True) -> LastLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
         super().train(mode)
-        self.ready = None
-        if not mode:
-            self.ready = Ready(*(w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix)))
+        fuse, mix = (w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix))
+        pack(self, packed_fuse=None if mode else fuse, packed_mix=None if mode else mix)
         return self
 
     @property
@@ -117,71 +114,70 @@ class LastLayer(FeatureLayer):
         return self.tail
 
     def fused(self, stacked: Tensor) -> Tensor:
-        return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.ready is None else self.ready.weights[0])
+        return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.packed_fuse is None else self.packed_fuse)
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         after = F.rms_norm(F.embedding(tokens.to(self.embedding.device), self.embedding), states.shape[-1:]).to(states)
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
-        weight = self.mix.t().to(states.dtype) if self.ready is None else self.ready.weights[1]
+        weight = self.mix.t().to(states.dtype) if self.packed_mix is None else self.packed_mix
         return states + F.linear(both, weight)
 
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
         return outputs
 
 
-# Where a layer's entries are: its cache and whether logits are wanted, or both as tensors for passes inside a graph
-Entries = tuple[RowCache, bool] | Opened
+class PendingRows(NamedTuple):
+    """Features of verified positions that a draft layer has not read yet, up to each row's root. part, kv: the layer
+    without lm_head, and its KV cache; drafting: the part that later steps run; features: [B, n, H] of each layer read;
+    paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after them; last: int64 [B], which of the t is
+    the root's."""
 
-
-class Read(NamedTuple):
-    """What a layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states behind the
-    final norm and what stands for the root, both [B, 1, H]; entries: what `FeatureLayer.step` needs to go on. What is
-    written through them is temporary: the next pass writes over it."""
-
-    logits: Tensor | None
-    hidden: Tensor
-    states: Tensor
-    entries: Entries
-
-
-class Unread(NamedTuple):
-    """Entries that a graph is still to read, up to each row's root. opened: the layer without lm_head, and its cache;
-    drafting: the module that later steps take; features: [B, n, H] of each layer; paths: int64 [B, t], which of the n
-    are read; tokens: int64 [B, t] after them; last: int64 [B], which of the t is the root's."""
-
-    opened: Opened
-    drafting: nn.Module
+    part: Part
+    kv: KV
+    drafting: Part
     features: tuple[Tensor, ...]
     paths: Tensor
     tokens: Tensor
     last: Tensor
 
 
-class Reader:
-    """What a feature layer has read of the rows of one call: its keys and values, and entries it is still to read.
-    pending: features per row [n, F*H]; late: what the last pass kept, which comes after them."""
+class RootState(NamedTuple):
+    """What a draft layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states
+    behind the final norm and what stands for the root, both [B, 1, H]; part, kv: what later steps run on. Their entries
+    are temporary: the next pass writes over them."""
+
+    logits: Tensor | None
+    hidden: Tensor
+    states: Tensor
+    part: Part
+    kv: KV
+
+
+class DraftLayerCache:
+    """The KV cache of a draft layer in one call, and its pending rows: features of verified positions that the layer
+    has not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them."""
 
     def __init__(self, layer: FeatureLayer) -> None:
         self.layer = layer
-        self.cache: RowCache | None = None
+        self.cache: KVCache | None = None
         self.pending: list[Tensor] = []
         self.late: Accepted | None = None
 
     def observe(self, accepted: Accepted) -> None:
-        """Take in the features of what a pass kept."""
+        """Take in the features of what a pass accepted."""
         if self.cache is not None and len(accepted.rows) < len(accepted.hidden):
             self.cache.select(torch.tensor(accepted.rows, device=accepted.hidden.device))
         self._settle()
         self.late = accepted
 
     def _settle(self) -> None:
-        """What the last pass kept is pending."""
+        """What the last pass accepted is pending."""
         if self.late is None:
             return
         new = self.layer.stacked(self.late.features)
         before = self.pending or [new[0, :0]] * len(new)
-        kept = zip(self.late.rows, self.late.paths, strict=True)
-        self.pending, self.late = [torch.cat([before[row], new[row, path]]) for row, path in kept], None
+        accepted = zip(self.late.rows, self.late.paths, strict=True)
+        self.pending, self.late = [torch.cat([before[row], new[row, path]]) for row, path in accepted], None
 
     @property
     def ready(self) -> bool:
@@ -191,68 +187,21 @@ class Reader:
         self._settle()
         return bool(self.pending) and min(map(len, self.pending)) > 0
 
-    def read(self, context: Context, logits: bool, depth: int, more: int = 0) -> Read | Unread:
-        """Read all that is pending and keep it in the cache; a compiled engine leaves the last entries to the graph
-        that drafts: at most as many as a walk through `depth` levels keeps. more: entries that drafting writes."""
+    def rows(self, context: Context, logits: bool, depth: int, more: int = 0) -> PendingRows:
+        """The pending rows of a pass, for the function that drafts. A long backlog, such as a prompt, is read at once
+        but for the last rows, of which a walk through `depth` levels accepts no more. logits: whether later steps want
+        them; more: entries that drafting writes. In compiled passes shapes depend on the budget and the depth alone."""
+        engine, block, late = context.target.engine, self.layer.block, self.late
         if self.cache is None:
-            made = context.cache
-            self.cache = self.layer.block.target.cache(len(context.lengths), made.capacity, made.limit)
-        if isinstance(self.cache, SlotCache):
-            return self._unread(context, self.cache, logits, depth, more)
-        self._settle()
-        self._read_but(context, _FEW)
-        count = [len(part) for part in self.pending]
-        out = self._read(context, count, logits)
-        rows, last = torch.arange(len(count)), torch.tensor(count) - 1
-        found = None if out.logits is None else out.logits[rows, last][:, None]
-        outputs = out.features[self.layer.block.layer][rows, last][:, None]
-        hidden = out.hidden[rows, last][:, None]
-        return Read(found, hidden, self.layer.carried(outputs, hidden), (self.cache, logits))
-
-    def _read_but(self, context: Context, few: int) -> None:
-        """Read what is pending until no row has more than `few` entries left."""
-        while (longest := max(map(len, self.pending))) > few:
-            self._read(context, [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending], False)
-
-    def _read(self, context: Context, count: list[int], logits: bool) -> Pass:
-        """Read the next `count` entries of each row."""
-        assert self.cache is not None
-        stacked = self._features(count, max(count))
-        tokens = self._tokens(context, count, max(count))
-        given = self.layer.entry(self.layer.fused(stacked), tokens)
-        out = self.layer.block.step(given, chain(tokens), self.cache, 0, logits)
-        self._keep(count)
-        return out
-
-    def _features(self, count: list[int], width: int) -> Tensor:
-        """The next `count` entries' features of each row, [B, width, F*H]."""
-        stacked = self.pending[0].new_zeros(len(count), width, self.pending[0].shape[-1])
-        for row, (part, n) in enumerate(zip(self.pending, count, strict=True)):
-            stacked[row, :n] = part[:n]
-        return stacked
-
-    def _tokens(self, context: Context, count: list[int], width: int) -> Tensor:
-        """The tokens after the next `count` entries of each row, int64 [B, width]."""
-        assert self.cache is not None
-        ends = zip(context.tokens, self.cache.lengths, count, strict=True)
-        found = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
-        return torch.tensor(found, device=self.layer.device)
-
-    def _keep(self, count: list[int]) -> None:
-        """The next `count` entries of each row are in the cache."""
-        assert self.cache is not None
-        self.cache.keep([list(range(n)) for n in count])
-        self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
-
-    def _unread(self, context: Context, cache: SlotCache, logits: bool, depth: int, more: int) -> Unread:
-        """`read` by a compiled engine. Shapes depend on the budget and the depth alone."""
-        block, width, late = self.layer.block, bucket(context.nodes), self.late
-        most = min(bucket(depth + 1), width)
+            verified = context.cache
+            self.cache = block.target.cache(len(context.lengths), verified.capacity, verified.limit)
+        most = min(engine.size(depth + 1), engine.size(context.nodes))
+        width = engine.size(0 if late is None else late.width, context.nodes)
         if late is None or any(map(len, self.pending)) or max(map(len, late.paths)) > most or late.width > width:
             self._settle()
             self._read_but(context, most)
             paths = [list(range(len(part))) for part in self.pending]
-            stacked = self._features([len(path) for path in paths], width)
+            stacked = self._stacked([len(path) for path in paths], engine.size(most, context.nodes))
             features = list(stacked.split(stacked.shape[-1] // len(self.layer.layers), -1))
         else:
             paths, features = late.paths, [late.features[layer] for layer in self.layer.layers]
@@ -261,13 +210,41 @@ class Reader:
             if late.width < width:
                 features = [F.pad(part, (0, 0, 0, width - late.width)) for part in features]
         count, device = [len(path) for path in paths], self.layer.device
-        places = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=device)
-        tokens, last = self._tokens(context, count, most), torch.tensor([n - 1 for n in count], device=device)
+        read = engine.size(max(count), most)
+        places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
+        tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
         layers, target = (block.layer, block.layer + 1), block.target
-        opened = target.opened(cache, layers, (block.layer,), False, most + more)
-        drafting = target.part(*layers, (block.layer,)) if logits else opened.module
+        part, kv = target.part(*layers, (block.layer,), logits=False), self.cache.view(*layers, read + more)
+        drafting = target.part(*layers, (block.layer,)) if logits else part
         target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
-        cache.keep([list(range(n)) for n in count])
+        self.cache.commit([list(range(n)) for n in count])
         self.pending, self.late = [], None
-        given = tuple(filled(part.to(device)) for part in features)
-        return Unread(opened, drafting, given, filled(places), filled(tokens), filled(last))
+        padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
+        return PendingRows(part, kv, drafting, tuple(padded[:-3]), *padded[-3:])
+
+    def _read_but(self, context: Context, few: int) -> None:
+        """Read what is pending until no row has more than `few` left."""
+        block = self.layer.block
+        assert self.cache is not None
+        while (longest := max(map(len, self.pending))) > few:
+            count = [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending]
+            tokens = self._tokens(context, count, max(count))
+            given = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
+            layers = block.layer, block.layer + 1
+            block.target.forward(chain(tokens), self.cache, False, layers, given, (block.layer,))
+            self.cache.commit([list(range(n)) for n in count])
+            self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
+
+    def _stacked(self, count: list[int], width: int) -> Tensor:
+        """The features of the next `count` positions of each row, [B, width, F*H]."""
+        stacked = self.pending[0].new_zeros(len(count), width, self.pending[0].shape[-1])
+        for row, (part, n) in enumerate(zip(self.pending, count, strict=True)):
+            stacked[row, :n] = part[:n]
+        return stacked
+
+    def _tokens(self, context: Context, count: list[int], width: int) -> Tensor:
+        """The tokens after the next `count` positions of each row, int64 [B, width]."""
+        assert self.cache is not None
+        ends = zip(context.tokens, self.cache.lengths, count, strict=True)
+        ids = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
+        return torch.tensor(ids, device=self.layer.device)

@@ -12,7 +12,6 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import ahead, perturbed
-from selfspec.engine.engine import filled
 
 Acceptance = tuple[tuple[float, ...], ...]
 
@@ -78,7 +77,7 @@ def drafted(
     depth: int,
     choices: int,
     noise: Tensor | None,
-    temperature: Tensor | float,
+    temperature: Tensor,
 ) -> Tensor:
     """Tokens int64 [B, N] of a static tree: each depth's best `choices` behind hidden states [B, H], placed by `index`.
     noise: float64 [B, depth, V], None when greedy."""
@@ -89,7 +88,7 @@ def drafted(
     return torch.cat([roots[:, None], ranked.flatten(1)], 1)[:, index]
 
 
-class PlanSession:
+class StaticTreeSession:
     """The session of heads that guess each depth on its own from the last hidden state: a static tree in every pass.
 
     The drafter's forward takes hidden states [B, H] and a number of heads K, and gives logits [K, B, V].
@@ -107,14 +106,11 @@ class PlanSession:
         shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
         if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        noise, made = ahead(context, shape.depth), (shape.index, shape.depth, shape.choices)
-        if (engine := context.target.engine) is None:
-            tokens = drafted(self.drafter, self.hidden, context.roots, *made, noise, context.temperature)
-        else:
-            rows, temperature = len(context.lengths), torch.tensor(context.temperature, device=context.roots.device)
-            given = (filled(self.hidden), filled(context.roots), *made, None if noise is None else filled(noise))
-            tokens = engine.run(drafted, self.drafter, *given, temperature)[:rows]
-        return shape.tree.with_tokens(tokens)
+        engine, noise = context.target.engine, ahead(context, shape.depth)
+        rows = [None if part is None else engine.padded(part) for part in (self.hidden, context.roots, noise)]
+        sizes, temperature = (shape.index, shape.depth, shape.choices), context.temperature_tensor
+        tokens = engine.run(drafted, self.drafter, *rows[:2], *sizes, rows[2], temperature)
+        return shape.tree.with_tokens(tokens[: len(context.lengths)])
 
     def observe(self, accepted: Accepted) -> None:
         self.hidden = accepted.last_hidden(self.hidden)

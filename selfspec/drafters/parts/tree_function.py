@@ -1,10 +1,10 @@
-"""Trees that a drafter grows from tensors alone: step by step in the eager engine, in one graph in a compiled one."""
+"""Trees that a drafter grows from tensors alone, by one function that the engine runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from selfspec.core.contract import Context
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead
 from selfspec.drafters.parts.static_tree import Acceptance, static_tree
-from selfspec.engine.engine import filled
 
 # Grows a tree from its root on: (the drafter, the growth, how scores are ranked, what else it is given)
 Grower = Callable[..., tuple[Tensor, ...]]
@@ -31,34 +30,33 @@ def drafted_by(
     """The nodes of a tree, as `Growth.best` gives them, and what else the grower of a drafter gives, all with rows
     first. given: what the grower needs beside, tensors with rows first; the rest is of `Growth`.
 
-    The eager engine expands nodes as long as they are worth it, `width` at each depth at most. A graph can not end
+    Eager passes expand nodes as long as their probability says so, `width` at each depth at most. A graph can not end
     early: how many nodes it expands at each depth is set in advance, by the static tree for the drafter's calibration.
     """
-    engine, noise = context.target.engine, ahead(context, drafter.depth)
-    calibration, device = drafter.calibration[context.mode], context.roots.device
-    if engine is None:
-        growth = Growth(context.roots, context.nodes, width, min_prob, reserve)
-        return grower(drafter, growth, Ranking(calibration.inverse_temperature, noise, context.temperature), *given)
-    widths = expanded(tuple(map(tuple, calibration.acceptance)), context.nodes, width)
-    factors = torch.tensor(calibration.inverse_temperature, device=device)
-    temperature = torch.tensor(context.temperature, device=device)
-    ranking = (factors, None if noise is None else filled(noise), temperature)
-    rows, padded = len(context.roots), [filled(part) if isinstance(part, Tensor) else part for part in given]
-    made = (filled(context.roots), context.nodes, widths, reserve)
-    return tuple(part[:rows] for part in engine.run(_graph, grower, drafter, *made, ranking, *padded))
+    engine, calibration = context.target.engine, drafter.calibration[context.mode]
+    noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
+    if not engine.eager:
+        widths, min_prob = expanded(tuple(map(tuple, calibration.acceptance)), context.nodes, width), 0.0
+    factors = torch.tensor(calibration.inverse_temperature, device=context.roots.device)
+    ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
+    padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
+    shape = context.nodes, widths, min_prob, reserve
+    result = engine.run(_grown, grower, drafter, engine.padded(context.roots), *shape, ranking, *padded)
+    return tuple(part[: len(context.roots)] for part in result)
 
 
-def _graph(
+def _grown(
     grower: Grower,
     drafter: Trained,
     roots: Tensor,
     nodes: int,
-    widths: tuple[int, ...],
+    widths: int | tuple[int, ...],
+    min_prob: float,
     reserve: bool,
-    ranking: tuple[Tensor, Tensor | None, Tensor],
+    ranking: Ranking,
     *given: Any,
 ) -> tuple[Tensor, ...]:
-    return grower(drafter, Growth(roots, nodes, widths, reserve=reserve), Ranking(*ranking), *given)
+    return grower(drafter, Growth(roots, nodes, widths, min_prob, reserve), ranking, *given)
 
 
 @lru_cache(maxsize=256)

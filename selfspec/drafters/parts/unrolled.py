@@ -24,9 +24,9 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Ready, Sample, Trained, positive, share, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, pack, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import FeatureLayer, Read, Reader, Unread
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 
@@ -82,16 +82,17 @@ class UnrolledConfig(DrafterConfig):
 
 class Unrolled(Trained):
     """A drafter of one such layer. layer: reads and continues features; vocabulary: int64, the only tokens it can draft
-    (None: all); few: lm_head's rows of the draft vocabulary, for decoding; None where all tokens can be drafted or
-    lm_head has only those rows."""
+    (None: all); draft_head: lm_head's rows of the draft vocabulary, for decoding; None where all tokens can be drafted
+    or lm_head has only those rows."""
 
     config: UnrolledConfig
     layer: FeatureLayer
     vocabulary: Tensor | None
+    draft_head: Tensor | None
 
     def __init__(self, target: Target, config: UnrolledConfig) -> None:
         super().__init__(config, config.depth)
-        self.few: Ready | None = None
+        pack(self, draft_head=None)
         self.tokens = target.vocab_size
         if config.vocabulary is not None:
             why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.vocabulary=null"
@@ -132,7 +133,7 @@ class Unrolled(Trained):
         Raises ValueError for a map of the draft vocabulary that names a token twice or one that does not exist.
         """
         super().train(mode)
-        self.few = None
+        pack(self, draft_head=None)
         if not mode and (ids := self.vocabulary) is not None:
             if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.tokens:
                 raise ValueError(
@@ -140,7 +141,7 @@ class Unrolled(Trained):
                     f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
                 )
             if self.head.out_features == self.tokens:
-                self.few = Ready(self.head.weight.detach()[ids])
+                pack(self, draft_head=self.head.weight.detach()[ids])
         return self
 
     def unrolled(
@@ -206,10 +207,11 @@ class Unrolled(Trained):
         return UnrolledSession(self)
 
 
-def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, read: Read | Unread) -> Nodes:
+def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows) -> Nodes:
     """A tree behind roots, from what the layer reads up to there; see `drafted_by`."""
-    vocabulary, few = drafter.vocabulary, drafter.few
-    logits, hidden, states, entries = drafter.layer.behind(read, few is None)
+    vocabulary, draft_head = drafter.vocabulary, drafter.draft_head
+    root = drafter.layer.read(pending, draft_head is None)
+    logits, hidden, states = root.logits, root.hidden, root.states
     ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
     before: Tensor | int = 0  # the first of the nodes expanded last
 
@@ -219,10 +221,10 @@ def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, read: Read | Un
             stem = growth.stem()
             above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
             states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
-            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the root's entry is kept already
-            logits, hidden, states = drafter.layer.step(entries, states, tree, growth.frontier.shape[1])
+            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the layer has read the root
+            logits, hidden, states = drafter.layer.step(root, states, tree, growth.frontier.shape[1])
             before = growth.frontier[0, 0]
-        scores = logits if few is None else F.linear(hidden, few.weights[0])
+        scores = logits if draft_head is None else F.linear(hidden, draft_head)
         assert scores is not None
         return scores, ids
 
@@ -230,17 +232,17 @@ def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, read: Read | Un
 
 
 class UnrolledSession:
-    """What one call keeps: what the layer has read of each row."""
+    """What one call keeps: the draft layer's cache."""
 
     def __init__(self, drafter: Unrolled) -> None:
-        self.drafter, self.reader = drafter, Reader(drafter.layer)
+        self.drafter, self.cache = drafter, DraftLayerCache(drafter.layer)
 
     def propose(self, context: Context) -> DraftTree:
-        drafter, reader, config = self.drafter, self.reader, self.drafter.config
-        if not reader.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
+        drafter, config = self.drafter, self.drafter.config
+        if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
-        read = reader.read(context, drafter.few is None, config.depth, config.depth * config.width)
-        return trusted(*drafted_by(tree_of, drafter, context, (read,), config.width, config.min_prob))
+        pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
+        return trusted(*drafted_by(tree_of, drafter, context, (pending,), config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
-        self.reader.observe(accepted)
+        self.cache.observe(accepted)

@@ -16,8 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.cache import TextCache
 from selfspec.core.support import layer_stack, view
-from selfspec.core.target import Pass, RowCache, Target
-from selfspec.core.tree import DraftTree
+from selfspec.core.target import Pass, Target
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:
@@ -108,11 +107,6 @@ class Block(Adapted, ABC):
         return self.target.text(
             tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents
         )
-
-    def step(self, hidden: Tensor, tree: DraftTree, cache: RowCache, ran: int = 0, logits: bool = True) -> Pass:
-        """The same on the nodes of a tree behind `ran`, for decoding; `cache` is the layer's own."""
-        layers = (self.layer, self.layer + 1)
-        return self.target.forward(tree, cache, logits, layers, hidden, (self.layer,), ran)
 
 
 class Tail(Block):

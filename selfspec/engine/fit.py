@@ -1,0 +1,116 @@
+"""What decides that compiled code fits a call: in this process by `key`, on disk by `file_name`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.utils.files import code_hash
+
+_PLAIN = (bool, int, float, str, torch.dtype)
+_ADAPTER = ("scaling", "_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+
+
+def key(function: Callable[..., Any], args: tuple[Any, ...]) -> Hashable:
+    """All that compiled code depends on within one process: the function, torch's modes, and of the arguments the
+    layouts of tensors and the identity of modules. Whoever changes a module's structure drops its code
+    (`Engine.forget`)."""
+    return (function, modes(), *map(layout, args))
+
+
+def file_name(function: Callable[..., Any], args: tuple[Any, ...], backend: str) -> str:
+    """The same across processes: sources, versions, the machine, modes, structures of modules, layouts of tensors.
+    Raises TypeError for an argument that has no description."""
+    parts = [_described(function), backend, _machine(), str(modes()), *map(_described, args)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def modes() -> tuple[Hashable, ...]:
+    """Settings of torch that change what is compiled."""
+    grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return (*grad, *autocast, torch.get_num_threads(), torch.get_default_dtype())
+
+
+def layout(argument: Any) -> Hashable:
+    """Shape, strides, dtype and device of a tensor, or the layout that a list brings along; anything else stands for
+    itself."""
+    if isinstance(argument, Tensor):
+        shape = argument.shape  # the stride of a dimension of size 1 has no effect
+        if argument.is_contiguous():
+            return shape, None, argument.dtype, argument.device
+        strides = tuple(s if n > 1 else 0 for n, s in zip(shape, argument.stride(), strict=True))
+        return shape, strides, argument.dtype, argument.device
+    if isinstance(argument, (list, tuple)):
+        return getattr(argument, "layout", None) or tuple(map(layout, argument))
+    if isinstance(argument, dict):
+        return tuple((name, layout(part)) for name, part in argument.items())
+    return argument
+
+
+@cache
+def _machine() -> str:
+    from torch._inductor import config as inductor  # slow to import
+
+    from selfspec.engine.kernels.skinny_gemm import served  # code read from disk finds its kernel there
+
+    sources = code_hash("core", "engine", "drafters")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = [torch.backends.cpu.get_cpu_capability(), served(), *devices]
+    settings = inductor.get_config_copy()
+    return f"{sources} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, nn.Module):
+        return structure(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"({', '.join(map(_described, argument))})"
+    if isinstance(argument, dict):
+        return f"({', '.join(f'{name}: {_described(part)}' for name, part in argument.items())})"
+    if isinstance(argument, (Tensor, torch.dtype, str, int, float, type(None))):
+        return str(layout(argument))
+    if hasattr(argument, "__qualname__"):
+        return f"{argument.__module__}.{argument.__qualname__} {_source(argument.__module__)}"
+    if isinstance(argument, partial):
+        return f"{_described(argument.func)} {_described(argument.args)}"
+    raise TypeError(f"a compiled function is given {argument!r}, by which its code can not be found again on disk")
+
+
+@cache
+def _source(module: str) -> str:
+    """The hash of a module's source, where it has a file."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def structure(module: nn.Module) -> str:
+    """What the graph of a module depends on beside its inputs: classes and their sources, configs, layouts of tensors,
+    hooks, and the numbers and names that its parts hold."""
+    lines, configs = [], dict[int, Any]()
+    for name, part in module.named_modules():
+        numbers = {k: v for k, v in sorted(vars(part).items()) if _plain(v) or k in _ADAPTER}
+        tensors = {k: layout(t) for k, t in (*part._parameters.items(), *part._buffers.items()) if t is not None}
+        hooks = [_described(h) for h in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+        lines.append(f"{name} {_described(type(part))} {numbers} {tensors} {hooks}")
+        if (config := getattr(part, "config", None)) is not None:
+            configs[id(config)] = config
+    for config in configs.values():
+        kernels = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+        values = config.to_dict() if hasattr(config, "to_dict") else {"": repr(config)}
+        values.pop("_name_or_path", None)  # where it was loaded from
+        lines.append(f"{sorted(values.items(), key=str)} {kernels}")
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_plain, value)))
