@@ -21,7 +21,6 @@ SCRIPTS = {
     "decode": "eval/decode.py",
     "compare": "eval/compare.py",
     "audit": "eval/audit.py",
-    "verifiers": "eval/verifiers.py",
     "report": "eval/report.py",
     "limits": "eval/limits.py",
 }
@@ -185,8 +184,6 @@ CASES = [
     ("decode", f"{EVAL} decode.prompt_tokens=100000", "prompts of 100000 tokens fit into the documents"),
     ("audit", f"{EVAL} audit.nodes=[]", "audit.nodes is empty"),
     ("audit", f"{EVAL} audit.seeds=[1180591620717411303424]", "does not fit into 64 bits"),
-    ("verifiers", f"{EVAL} verifiers.temperatures=[0]", "must all be above 0"),
-    ("verifiers", "drafter=prompt_lookup target=target data=text data.root=text", "is of kind prompt_lookup"),
     ("compare", "target=target compare.drafters=[]", "compare.drafters is empty"),
     ("compare", "target=target compare.methods=[vllm]", "compare.methods holds ['vllm']"),
     ("compare", "target=target compare.results=file", "has no lines <!-- compare --> and <!-- end -->"),

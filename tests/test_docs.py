@@ -126,15 +126,35 @@ def test_a_target_that_is_gone_is_asked_for(
 
 
 def test_help_says_what_every_option_is() -> None:
-    from selfspec.cli import helptext
+    """Help is read from source; the dataclasses themselves are the judge of names and defaults."""
+    from dataclasses import fields, is_dataclass
+    from typing import get_type_hints
+
+    from selfspec.cli import config, help
+    from selfspec.cli.commands import COMMANDS
     from selfspec.drafters.registry import config_class, drafter_class, kinds
 
-    schemas = [*helptext._SCHEMAS.values(), *(config_class(drafter_class(kind)) for kind in kinds())]
-    assert [head for schema in schemas for head, told in helptext.options(schema) if not told] == []
-    for name, text in helptext.pages().items():
-        assert (ROOT / "selfspec" / "help" / f"{name}.txt").read_text() == text, "run python -m selfspec.cli.helptext"
-        assert text.startswith(f"selfspec {name}: ")
-    train = (ROOT / "selfspec" / "help" / "train.txt").read_text()
+    def real(kind: type, prefix: str = "") -> dict[str, str]:
+        found: dict[str, str] = {}
+        for f in fields(kind):
+            inner = get_type_hints(kind)[f.name]
+            if is_dataclass(inner):
+                found |= real(inner, f"{prefix}{f.name}.")
+                continue
+            value = f.default if callable(f.default_factory) is False else f.default_factory()
+            text = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+            found[prefix + f.name] = text.replace("'", "").replace(", ", ",")
+        return found
+
+    schemas = {name: getattr(config, name) for name in help._SCHEMAS.values()}
+    schemas |= {name: config_class(drafter_class(kind)) for kind, name in help.drafter_configs().items()}
+    assert set(help.drafter_configs()) == set(kinds())
+    for name, kind in schemas.items():
+        rows = help.options(name)
+        assert dict(head.split("=", 1) for head, _ in rows) == real(kind)
+        assert [head for head, said in rows if not said] == []
+    assert all(help.text(name).startswith(f"selfspec {name}: ") for name, c in COMMANDS.items() if c.config)
+    train = help.text("train")
     assert "+experiment=tiny_medusa" in train
     assert "+experiment=tiny_target" not in train  # of another script
 

@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from selfspec.cli.config import _folder_name, constant, flags_first
 from selfspec.cli import main as cli
+from selfspec.cli.config import _folder_name, constant, flags_first
 from selfspec.cli.training_runs import run_folder
 from selfspec.cli.training_runs import typed as typed_config
 from selfspec.data.store import Corpus, joined

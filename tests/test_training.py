@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import compose_config
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter, weights_hash
@@ -376,36 +375,6 @@ def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_ro
             small("odd", tiny_folder, source_root, "drafter.heads=2", f"train.init_from={tmp_path / 'first'}"),
             tmp_path / "odd",
         )
-
-
-def test_rounds_decode_with_the_present_drafter_and_resume_bit_equal(
-    tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounds = ("train.rounds.count=2", "train.rounds.rows=20", "loop.checkpoint_every=2", "train.distill.rows=40")
-
-    def run(folder: Path, stop: int = 0) -> Any:
-        config = small("rounds", tiny_folder, source_root, *OWN[1:], *rounds, "loop.steps=6")
-        with monkeypatch.context() as patch:
-            if stop:
-                kept = state_module._save
-                patch.setattr(state_module, "_save", lambda path, state: stop_after(kept, path, state, stop))
-            return run_training(config, folder)
-
-    whole = run(tmp_path / "whole")
-    found = load_file(tmp_path / "whole/rounds/round_1.safetensors")
-    assert len(found["starts"]) == 21
-    for start, end in zip(found["starts"], found["starts"][1:], strict=False):
-        roots, mask = (found[name][start:end] for name in ("roots", "mask"))
-        first = int(mask.int().argmax())
-        assert roots[first - 1]  # the prompt's last token
-        assert not roots[: first - 1].any()
-    for stop in (2, 4):  # before and after the texts were decoded
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / f"cut{stop}", stop)
-        assert (tmp_path / f"cut{stop}/rounds/round_1.safetensors").exists() == (stop == 4)
-        assert run(tmp_path / f"cut{stop}")["loss"] == whole["loss"]
-    with pytest.raises(ValueError, match=r"train\.rounds\.count=2 decodes self-distillation texts"):
-        run_training(small("x", tiny_folder, source_root, "train.rounds.count=2"), tmp_path / "none")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "feature"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -11,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import compose_config, made, randomize, tiny_model
+from conftest import made, randomize, tiny_model
 
 from selfspec.api import Spec
-from selfspec.cli.evaluation_runs import run_verifiers
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.static_tree import static_tree
-from selfspec.evaluation import verifiers
-from selfspec.evaluation.verifiers import (
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebooks" / "experiments"))
+import verifiers
+from verifiers import (
     Random,
-    VerifiersConfig,
     acceptance_length,
     block_verification,
     draft,
@@ -199,29 +200,17 @@ def test_random_choices_follow_their_weights() -> None:
     assert abs(sum(chance.flip(0.3) for _ in range(8000)) / 8000 - 0.3) < 0.03
 
 
-def test_the_command_writes_one_table(tmp_path: Path, heads_folder: Path, source_root: Path) -> None:
-    config = compose_config(
-        "verifiers",
-        f"drafter={heads_folder}",
-        f"data.root={source_root}",
-        "verifiers.prompts=2",
-        "verifiers.prompt_tokens=12",
-        "verifiers.max_new_tokens=14",
-        "verifiers.nodes=6",
-        "verifiers.measured_prompts=2",
-        "verifiers.temperatures=[0.5,1.0]",
-    )
-    rows = run_verifiers(config, tmp_path)
+def test_the_experiment_prints_one_table() -> None:
+    target = Target(tiny_model())
+    drafter = made(Medusa, target, heads=3, rank=4)
+    randomize(drafter)
+    spec, prompts = Spec(target, drafter), [[5, 9, 2, 7], [8, 1, 30, 4]]
+
+    def heads(hidden: torch.Tensor) -> torch.Tensor:
+        return drafter(hidden)[:, 0]
+
+    rows = verifiers.compare(spec, heads, prompts, prompts, [0.5, 1.0], 6, 14)
     assert len(rows) == 16
     assert all(1 <= row["low"] <= row["tau"] <= row["high"] < 5 for row in rows)
     assert {row["nodes"] for row in rows} == {4, 6}
-    assert len((tmp_path / "table.md").read_text().splitlines()) == 10
-    assert (tmp_path / "verifiers.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [({"temperatures": [0.0]}, "above 0"), ({"nodes": 0}, "verifiers.nodes=0")]
-)
-def test_bad_settings_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VerifiersConfig(**change)
+    assert len(verifiers.rules_table(rows).splitlines()) == 10

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -29,7 +28,6 @@ from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.page import PageConfig
 from selfspec.evaluation.show import ShowConfig
-from selfspec.evaluation.verifiers import VerifiersConfig
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
@@ -154,11 +152,6 @@ class AuditRun(Measurement):
     audit: AuditConfig = field(default_factory=AuditConfig)
 
 
-@dataclass
-class VerifiersRun(Measurement):
-    verifiers: VerifiersConfig = field(default_factory=VerifiersConfig)
-
-
 def _folder_name(text: str) -> str:
     """A text as the name of one folder, of at most 200 bytes."""
     flat = text.replace("/", "_") or "default"
@@ -169,12 +162,6 @@ def _folder_name(text: str) -> str:
 
 # When this module is imported: workers of a sweep import it, and never call `register`.
 OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
-
-
-def config_folder() -> Path:
-    """Where the configs lie: inside the package where it was installed from a wheel, beside it in a clone."""
-    inside = Path(__file__).parents[1] / "configs"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def register(drafters: bool = False) -> None:
@@ -194,7 +181,7 @@ def register(drafters: bool = False) -> None:
             except Exception as error:  # of another package, which this run may not need
                 print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
     nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
-    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "verifiers": VerifiersRun, "page": PageRun}
+    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "page": PageRun}
     for name, node in nodes.items():
         store.store(name=f"{name}_schema", node=node)
 

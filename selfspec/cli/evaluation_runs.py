@@ -17,20 +17,9 @@ from selfspec.api import Spec, load
 from selfspec.budget.cost import device_name, pass_costs
 from selfspec.checkpoints.drafter_folder import shaped_as
 from selfspec.checkpoints.loading import drafter_folder, find_drafter, load_target
-from selfspec.cli.config import (
-    AuditRun,
-    CompareRun,
-    EvalRun,
-    LimitsRun,
-    Measurement,
-    PageRun,
-    ShowRun,
-    VerifiersRun,
-    clear_errors,
-)
+from selfspec.cli.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun, clear_errors
 from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target
-from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.questions import SETS, Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.answers import answer_files, check_ids, write_answers
@@ -47,20 +36,11 @@ from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.page import page_data, write_page
-from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points, plot_rules
+from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
-from selfspec.evaluation.tables import (
-    Column,
-    audit_report,
-    group_table,
-    own_columns,
-    rules_table,
-    table,
-    training_table,
-)
-from selfspec.evaluation.verifiers import compare
+from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, section, write_section, write_text
 from selfspec.utils.tracking import RunLog
@@ -174,31 +154,6 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
         log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
     return figures
-
-
-def run_verifiers(config: DictConfig, folder: Path) -> list[Figures]:
-    """Compare shared noise with the published verifiers: verifiers.json and table.md in `folder`."""
-    run = typed(VerifiersRun, config)
-    spec = _loaded(run)
-    if spec.drafter.kind != "medusa":
-        raise ValueError(
-            f"drafter={run.drafter!r} is of kind {spec.drafter.kind}; this comparison needs heads that guess each "
-            "depth without the tokens before it (medusa)"
-        )
-    prompts = [prompt.ids for prompt in asked(spec, config.data, run.verifiers, {}, 0)[1]]
-    tokenizer = tokenizer_of(spec.target, spec.tokenizer)
-    documents = build_data(config.data, tokenizer).validation()
-    measured = cut_prompts(documents, tokenizer, run.verifiers.measured_prompts, run.verifiers.prompt_tokens)
-    done = folder / "verifiers.json"
-    with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
-        rows = compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], measured, prompts, run.verifiers)
-        write_text(folder / "verifiers.json", json.dumps({"rows": rows, "config": plain}, indent=1) + "\n")
-        write_text(folder / "table.md", rules_table(rows) + "\n")
-        for row in rows:
-            log.write(row)
-        log.images({"verifiers": plot_rules(rows, folder / "verifiers.png")})
-    print(f"\n{rules_table(rows)}\n{folder}")
-    return rows
 
 
 def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:

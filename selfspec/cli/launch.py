@@ -19,16 +19,8 @@ from omegaconf import DictConfig
 from selfspec.checkpoints.drafter_folder import read_meta
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import (
-    BAD_INPUT,
-    clear_errors,
-    config_folder,
-    constant,
-    flags_first,
-    register,
-    told,
-    with_classes,
-)
+from selfspec.cli.config import BAD_INPUT, clear_errors, constant, flags_first, register, told, with_classes
+from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, write_text
@@ -168,11 +160,6 @@ def limits(config: DictConfig, folder: Path) -> None:
 
 
 @_task
-def verifiers(config: DictConfig, folder: Path) -> None:
-    measures.run_verifiers(config, folder)
-
-
-@_task
 def page(config: DictConfig, folder: Path) -> None:
     measures.run_page(config)
 
@@ -182,4 +169,4 @@ def report(config: DictConfig, folder: Path) -> None:
     measures.run_report(config)
 
 
-TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, verifiers, page, report)}
+TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, page, report)}

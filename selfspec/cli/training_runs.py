@@ -31,7 +31,7 @@ from selfspec.training.check import check
 from selfspec.training.loop import checkpoint_path, default_device
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.rows import distilled, texts_folder, writer_of
-from selfspec.training.train_drafter import check_training, train_drafter, warm_start
+from selfspec.training.train_drafter import DrafterRun, check_training, train_drafter, warm_start
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
 from selfspec.utils.tracking import RunLog, flat, whole_lines
@@ -179,8 +179,8 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
         texts = _tokenized(data, tokenizer, str(target.device))
         with RunLog(folder, run, plain, "train.jsonl", title) as log:
-            settings = run.train, run.loop
-            figures = train_drafter(target, run.target.name, tokenizer, drafter, *texts, *settings, folder, log)
+            given = target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log
+            figures = train_drafter(DrafterRun(*given))
             if is_main_process():
                 from selfspec.evaluation.plots import plot_training  # slow to import
 

@@ -73,8 +73,9 @@ def _noisy(logits: Tensor, depth: Tensor, noise: WalkNoise) -> tuple[Tensor, Ten
 def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: WalkNoise) -> Tensor:
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
-    logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N] (see `tree.ancestors`). Returns int64 [B, 2, N]: the target's pick at every node (-1 where
-    no token has a finite score), and 1 where the node is on the path. A child is accepted if it holds the pick of its
+    logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N], see `tree.ancestors`. Returns int64
+    [B, 2, N]: the target's pick at every node (-1 where no token has a finite score), and 1 where the node is on the
+    path. A child is accepted if it holds the pick of its
     parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
     """
     if noise.values is not None and noise.temperature is not None:

@@ -44,14 +44,12 @@ class Stream:
 @dataclass(frozen=True)
 class Corpus(Stream):
     """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
-    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts; roots:
-    bool [T], tokens that were the root of a pass (None: not known)."""
+    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts."""
 
     starts: Tensor
     talks: Tensor
     counted: int
     key: str
-    roots: Tensor | None = None
 
     def document(self, i: int) -> Stream:
         part = slice(int(self.starts[i]), int(self.starts[i + 1]))
@@ -134,14 +132,12 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Corpus:
     )
 
 
-def joined(
-    tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0, roots: Tensor | None = None
-) -> Corpus:
+def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
     """A corpus of tensors, its figures counted."""
     key = hashlib.sha256()
     for part in (tokens, mask, starts):
         key.update(part.contiguous().numpy().tobytes())
-    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest(), roots)
+    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest())
 
 
 # -- files

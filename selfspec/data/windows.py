@@ -105,7 +105,6 @@ class Packed:
         tokens = torch.full((len(numbers), self.length), self.pad)
         mask = torch.zeros(len(numbers), self.length, dtype=torch.bool)
         documents = torch.full((len(numbers), self.length), -1)
-        roots = torch.zeros_like(mask)
         for i, row in enumerate(numbers):
             end = 0
             for n, member in enumerate(self.members[self.ends[row - 1] if row else 0 : self.ends[row]].tolist()):
@@ -114,11 +113,8 @@ class Packed:
                 tokens[i, place] = self.corpus.tokens[start : start + count].long()
                 mask[i, place] = self.corpus.mask[start : start + count]
                 documents[i, place] = n
-                if self.corpus.roots is not None:
-                    roots[i, place] = self.corpus.roots[start : start + count]
                 end += count
-        found = {"tokens": tokens, "mask": mask, "documents": documents, "rows": torch.tensor(numbers)}
-        return found if self.corpus.roots is None else {**found, "roots": roots}
+        return {"tokens": tokens, "mask": mask, "documents": documents, "rows": torch.tensor(numbers)}
 
     @property
     def filled(self) -> float:

@@ -48,7 +48,7 @@ class Batch:
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
     layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
     states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
-    one); roots: bool [B, S], the tokens behind which the loss is taken of drafts (None: all); average: the mean of a
+    one); average: the mean of a
     tensor over all processes that train on parts of the same batch."""
 
     tokens: Tensor
@@ -58,17 +58,15 @@ class Batch:
     features: dict[int, Tensor]
     cache: TextCache | None
     documents: Tensor | None = None
-    roots: Tensor | None = None
     average: Callable[[Tensor], Tensor] = itself
 
-    def counted(self, ahead: int, root: int = 1) -> Tensor:
+    def counted(self, ahead: int) -> Tensor:
         """bool [B, S - ahead]: for every position, whether the token `ahead` places later counts and is of the same
-        document; with roots, only where the token `root` places later is one. root: 1 for drafters that read the hidden
-        state before the root, 0 for those that run the root itself."""
+        document."""
         counts = self.mask[:, ahead:]
         if self.documents is not None:
             counts = counts & (self.documents[:, ahead:] == self.documents[:, :-ahead])
-        return counts if self.roots is None else counts & self.roots[:, root : self.roots.shape[1] - ahead + root]
+        return counts
 
 
 @dataclass(frozen=True)

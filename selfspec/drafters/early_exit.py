@@ -80,7 +80,7 @@ class EarlyExit(Trained):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
         losses = distance(self.config.loss, draft[:, :-1], batch.logits[:, :-1], batch.tokens[:, 1:])
-        return decayed(self.config.loss, masked_mean(losses[None], batch.counted(1, root=0)[None], batch.average), 1.0)
+        return decayed(self.config.loss, masked_mean(losses[None], batch.counted(1)[None], batch.average), 1.0)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)

@@ -175,10 +175,9 @@ class Mask(Trained):
         tokens, masks = batch.tokens, self.config.masks
         if batch.cache is None:
             raise ValueError("mask tokens read the target's keys and values, which are not kept; take train.cache=none")
-        root = 1 if self.config.passes == 1 else 0  # a pass of their own stands behind the root itself
         room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
         # Random positions, those first whose next tokens count.
-        keys = random_rows(tokens, room) + batch.counted(2, root)[:, :room]
+        keys = random_rows(tokens, room) + batch.counted(2)[:, :room]
         anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
         draft = self.along(tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
         losses, counts = [], []
@@ -187,7 +186,7 @@ class Mask(Trained):
             parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
             wanted = batch.logits.gather(1, at[:, :, None].expand(-1, -1, batch.logits.shape[-1]))
             losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
-            counts.append(batch.counted(2 + j, root).gather(1, anchors))
+            counts.append(batch.counted(2 + j).gather(1, anchors))
         means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
         return decayed(self.config.loss, means, self.config.depth_decay)
 

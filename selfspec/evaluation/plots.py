@@ -38,11 +38,6 @@ def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -
     return _saved(path, _margins, margins, bound)
 
 
-def plot_rules(rows: list[Figures], path: Path) -> Path:
-    """Acceptance length of verification rules against the temperature, with intervals."""
-    return _saved(path, _rules, rows)
-
-
 def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
     """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
     of a pass, and the speedup by group of text."""
@@ -196,17 +191,6 @@ def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
     )
     axes.set(ylabel="speedup over plain decoding", title=f"T={rows[0]['T']:g}, best size of each")
     axes.legend(fontsize=7)
-
-
-def _rules(axes: Axes, rows: list[Figures]) -> None:
-    for i, rule in enumerate(dict.fromkeys(row["rule"] for row in rows)):
-        own = [row for row in rows if row["rule"] == rule]
-        errors = [[r["tau"] - r["low"] for r in own], [r["high"] - r["tau"] for r in own]]
-        at = [r["T"] + 0.006 * i for r in own]
-        style = "o:" if "chain" in rule else "o-"
-        axes.errorbar(at, [r["tau"] for r in own], yerr=errors, fmt=style, capsize=2, label=f"{rule}")
-    axes.set(xlabel="temperature", ylabel="tokens per pass")
-    axes.legend(fontsize=6)
 
 
 def _saved(path: Path, draw: Callable[..., None], *data: object, height: float = 3.6, width: float = 6.4) -> Path:

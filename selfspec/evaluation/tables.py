@@ -192,14 +192,3 @@ def audit_report(audit: Audit, tests: list[DistributionTest]) -> str:
         rows = [[t.name, str(t.samples), str(t.bins), f"{t.statistic:.1f}", f"{t.p:.2g}"] for t in tests]
         parts.append(markdown(["test", "texts", "bins", "chi-square", "p"], rows))
     return "\n\n".join(parts)
-
-
-def rules_table(rows: list[Figures]) -> str:
-    """Verification rules: one row a rule and one column a temperature, τ with its 95% interval over prompts."""
-    temperatures = sorted({row["T"] for row in rows})
-    lines = []
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        own = {row["T"]: row for row in rows if row["rule"] == rule}
-        cells = [f"{own[t]['tau']:.2f} [{own[t]['low']:.2f}, {own[t]['high']:.2f}]" for t in temperatures]
-        lines.append([rule, str(next(iter(own.values()))["nodes"]), *cells])
-    return markdown(["rule", "nodes", *(f"τ at T={t:g}" for t in temperatures)], lines)

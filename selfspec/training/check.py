@@ -15,7 +15,7 @@ from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.training.config_warnings import doubts
+from selfspec.training.config_warnings import config_warnings
 from selfspec.training.loop import LoopConfig, autocast
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
@@ -42,7 +42,7 @@ def check(
     rows = rows_of(train, config, loop)
     counts = config.prompts, config.prompt_tokens, config.new_tokens
     prompts = sample_prompts(validation, tokenizer, *counts, target.max_positions)
-    lines += [f"warning: {line}" for line in doubts(config, loop, train, rows.per_epoch, len(prompts))]
+    lines += [f"warning: {line}" for line in config_warnings(config, loop, train, rows.per_epoch, len(prompts))]
     if isinstance(rows, Packed):
         cut = int((train.lengths() > config.length).sum())
         filled = f"{rows.per_epoch} rows of {config.length} tokens, {rows.filled:.1%} filled"

@@ -11,7 +11,9 @@ from selfspec.training.rows import DrafterTraining
 _FEW = 0.02  # share of tokens that count, below which something is said
 
 
-def doubts(config: DrafterTraining, loop: LoopConfig, train: Corpus, per_epoch: int, prompts: int) -> Iterator[str]:
+def config_warnings(
+    config: DrafterTraining, loop: LoopConfig, train: Corpus, per_epoch: int, prompts: int
+) -> Iterator[str]:
     """Warnings, each with the setting to change. per_epoch: rows of the data; prompts: that were found for calibration.
 
     Raises ValueError where no token of the text counts in the loss.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.utils.files import atomic
 from selfspec.utils.progress import progress
 
-_FIELDS = ("tokens", "mask", "used", "answers")  # of a chunk's file
+_FIELDS = ("tokens", "mask", "used")  # of a chunk's file
 _CHUNK = 64  # rows generated at once, and the least that an interruption loses
 
 
@@ -107,22 +107,6 @@ class _Source:
         return Stream(self.corpus.tokens[where].long(), self.corpus.mask[where], 0)
 
 
-@dataclass(frozen=True)
-class Written(Corpus):
-    """Texts of the target's own. answers: int64 [D], how many tokens of each stand before the target's own; seed: the
-    i-th was sampled with seed + i; sampled, new_tokens: see `DistillConfig`."""
-
-    answers: Tensor = field(default_factory=lambda: torch.zeros(0))
-    seed: int = 0
-    sampled: float = 0.0
-    new_tokens: int = 0
-
-    def temperature(self, i: int) -> float:
-        """At which the i-th text was written."""
-        first = i // _CHUNK * _CHUNK
-        return _temperature(i - first, min(_CHUNK, len(self.talks) - first), self.sampled)
-
-
 def _temperature(row: int, rows: int, sampled: float) -> float:
     """Of a row of a chunk of so many: those sampled stand first."""
     return float(row < int(rows * sampled + 0.5))
@@ -138,7 +122,7 @@ def distill(
     share: tuple[int, int] = (0, 1),
     drafter: Drafter | None = None,
     wait: Callable[[], None] = lambda: None,
-) -> tuple[Written, list[Stats]]:
+) -> tuple[Corpus, list[Stats]]:
     """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens.
 
     Stretches of the corpus's texts are continued, and answers of its conversations written anew, in the proportion of
@@ -187,12 +171,10 @@ def distill(
         bar.set_postfix(written(told))
     wait()
     parts = [chunk(first) for first in chunks]
-    tokens, mask, used, answers = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
+    tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
     own = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
-    whole = joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool))
-    made = Written(**vars(whole), answers=answers, seed=seed, sampled=config.sampled, new_tokens=config.new_tokens)
-    return made, told
+    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool)), told
 
 
 def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
@@ -222,8 +204,8 @@ def _write(
     drafter: Drafter | None,
     told: list[Stats],
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, how many tokens each row holds, and how many of them
-    stand before the target's own. What it took is added to `told`."""
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is
+    added to `told`."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens
@@ -249,5 +231,4 @@ def _write(
             tokens[row, :start], mask[row, :start] = prompts[row].tokens.int(), prompts[row].mask
             tokens[row, start:end], mask[row, start:end] = torch.tensor(new[: end - start], dtype=torch.int32), True
             used[row] = end if chosen[row] else length
-    answers = torch.tensor([len(prompt.tokens) for prompt in prompts])
-    return {"tokens": tokens, "mask": mask, "used": used, "answers": answers}
+    return {"tokens": tokens, "mask": mask, "used": used}

@@ -46,13 +46,15 @@ class HiddenStates:
         paths = {layer: None if folder is None else folder / f"layer_{layer}.states" for layer in self.reads}
         new = [layer for layer, path in paths.items() if path is None or not _whole(path, size)]
         needed, free = size * len(new), _free_disk(folder) if folder else free_memory(torch.device("cpu"))
-        self.told = f"hidden states of {rows} rows, layers {list(self.reads)}: {size * len(self.reads) / 2**30:.2f} GiB"
-        self.told += f" in {folder}, {needed / 2**30:.2f} GiB of them new" if folder else " in memory"
+        self.summary = (
+            f"hidden states of {rows} rows, layers {list(self.reads)}: {size * len(self.reads) / 2**30:.2f} GiB"
+        )
+        self.summary += f" in {folder}, {needed / 2**30:.2f} GiB of them new" if folder else " in memory"
         if folder is None:  # each process of this machine keeps its own
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > 0.9 * free:  # the rest is for what else a run writes
             raise ValueError(
-                f"{self.told}, but {free / 2**30:.2f} GiB are free; take train.cache=none, fewer rows or a shorter "
+                f"{self.summary}, but {free / 2**30:.2f} GiB are free; take train.cache=none, fewer rows or a shorter "
                 "train.length"
             )
         self.layers = {layer: _opened(path, shape, dtype) for layer, path in paths.items()}

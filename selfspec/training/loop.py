@@ -9,9 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -112,6 +111,29 @@ def fit(
         raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
     checkpoint = Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
+    state = _resumed(accelerator, checkpoint, config, log)
+    peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
+    if config.compile:
+        module.compile(dynamic=False)  # validation has its own static shape
+    # FSDP of accelerate's own would wrap modules; a target is FSDP-sharded when it is loaded (see `shard`).
+    module = shard.replicated(module) if shard.wanted() else accelerator.prepare(module)
+    loop = _Loop(accelerator, module, optimizers, peaks, batches, validate, config, log, headline, checkpoint, state)
+    with loop.signals, loop.bar:
+        while (state.step < config.steps and not loop.flat) or state.pending:
+            if not state.pending:
+                loop.step()
+            stop = loop.any(bool(loop.signals.caught))
+            if state.pending and not stop:
+                stop = loop.validated(best)
+            if stop or loop.due(config.checkpoint_every) or loop.flat:
+                stop = loop.saved() or stop
+            if stop:
+                loop.stop()
+    return loop.finished()
+
+
+def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfig, log: RunLog) -> State:
+    """Where the run goes on. Raises ValueError where it has more steps than the config asks for."""
     state, notes = checkpoint.read()
     if state.step > config.steps:
         raise ValueError(f"loop.steps={config.steps}, but this run is at step {state.step}; give as many or more")
@@ -121,90 +143,123 @@ def fit(
         log.rewind(state.step)
         for line in notes:
             print(line)
-    peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
-    if config.compile:
-        module.compile(dynamic=False)  # validation has its own static shape
-    # FSDP of accelerate's own would wrap modules; a target is divided when it is loaded (see `shard`).
-    module = shard.replicated(module) if shard.wanted() else accelerator.prepare(module)
-    precision = autocast(accelerator.device, config)
+    return state
 
-    def checked() -> Figures:
-        module.eval()
+
+@dataclass
+class _Loop:
+    """What a training holds while it runs. peaks: learning rates of each optimizer's groups; figures: of the last
+    validation."""
+
+    accelerator: Accelerator
+    module: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    peaks: list[list[float]]
+    batches: Batches
+    validate: Callable[[], Figures]
+    config: LoopConfig
+    log: RunLog
+    headline: str
+    checkpoint: Checkpoint
+    state: State
+    figures: Figures = field(default_factory=dict)
+    signals: Signals = field(default_factory=Signals)
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(self.config.steps, self.state.step)
+        main = self.accelerator.is_main_process
+        self.bar = progress(total=self.config.steps, initial=self.state.step, desc="train", disable=not main)
+
+    @property
+    def flat(self) -> bool:
+        """Whether `patience` validations brought nothing better."""
+        return 0 < self.config.patience <= self.state.since
+
+    def due(self, every: int) -> bool:
+        return self.state.step % every == 0 or self.state.step == self.config.steps
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so in any process."""
+        if self.accelerator.num_processes == 1:
+            return value
+        return bool(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device)) > 0)
+
+    def step(self) -> None:
+        """One optimizer step and what is told of it."""
+        state, config, start = self.state, self.config, time.perf_counter()
+        given = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
+        loss, parts, norm, tokens = _step(*given)
+        state.step += 1
+        took = time.perf_counter() - start
+        state.seconds += took
+        state.pending = self.due(config.validate_every)
+        self.bar.update()
+        lines = [self.pace.step(took, tokens)]
+        if self.due(config.log_every):
+            means = self.accelerator.reduce({"loss": loss, **parts}, "mean")
+            record: Figures = {name: value.tolist() for name, value in means.items()}
+            record |= {"lr_factor": config.lr_factor(state.step - 1), "grad_norm": norm}
+            record["seconds_per_step"] = state.seconds / state.step
+            if self.accelerator.is_main_process:
+                self.log.write({"train": record}, state.step)
+            shown = {self.headline: f"{self.figures[self.headline]:.3f}"} if self.figures else {}
+            self.bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
+            lines.append(self.pace.loss(state.step, record["loss"]))
+        for line in filter(None, lines):
+            if self.accelerator.is_main_process:
+                self.bar.write(line)
+
+    def checked(self) -> Figures:
+        """A validation, with the module as it is."""
+        self.module.eval()
         # Several processes wait for each other inside a validation, so that it has to be finished.
-        signals.at_once = accelerator.num_processes == 1
+        self.signals.at_once = self.accelerator.num_processes == 1
         try:
-            with torch.no_grad(), precision:
-                return validate()
+            with torch.no_grad(), autocast(self.accelerator.device, self.config):
+                return self.validate()
         finally:
-            signals.at_once = False
-            module.train()
+            self.signals.at_once = False
+            self.module.train()
 
-    def due(every: int) -> bool:
-        return state.step % every == 0 or state.step == config.steps
+    def validated(self, best: bool) -> bool:
+        """The validation that is due; returns whether it was interrupted."""
+        if self.accelerator.num_processes > 1 and self.accelerator.is_main_process:
+            self.checkpoint.write(self.state)  # launchers do not wait long for processes they have stopped
+        try:
+            self.figures, self.state.pending = self.checked(), False
+        except Interrupted:
+            return True
+        if best:
+            self.state.judge(_mean(self.accelerator, self.figures[self.headline]), self.checkpoint)
+        if self.accelerator.is_main_process:
+            self.log.write({"validation": self.figures}, self.state.step)
+        return False
 
-    figures, signals = dict[str, Any](), Signals()
-    pace = Pace(config.steps, state.step)
-    show = progress(total=config.steps, initial=state.step, desc="train", disable=not accelerator.is_main_process)
-    with signals, show as bar:
-        while (state.step < config.steps and not _flat(state, config)) or state.pending:
-            if not state.pending:
-                start = time.perf_counter()
-                loss, parts, norm, tokens = _step(accelerator, module, optimizers, peaks, batches, config, state.step)
-                state.step += 1
-                took = time.perf_counter() - start
-                state.seconds += took
-                state.pending = due(config.validate_every)
-                bar.update()
-                said = [pace.step(took, tokens)]
-                if due(config.log_every):
-                    told = accelerator.reduce({"loss": loss, **parts}, "mean")
-                    record: Figures = {name: value.tolist() for name, value in told.items()}
-                    record |= {"lr_factor": config.lr_factor(state.step - 1), "grad_norm": norm}
-                    record["seconds_per_step"] = state.seconds / state.step
-                    if accelerator.is_main_process:
-                        log.write({"train": record}, state.step)
-                    shown = {headline: f"{figures[headline]:.3f}"} if figures else {}
-                    bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
-                    said.append(pace.loss(state.step, record["loss"]))
-                if accelerator.is_main_process:
-                    for line in filter(None, said):
-                        bar.write(line)
-            stop = _any(accelerator, bool(signals.caught))
-            if state.pending and not stop:
-                if accelerator.num_processes > 1 and accelerator.is_main_process:
-                    checkpoint.write(state)  # launchers do not wait long for processes they have stopped
-                try:
-                    figures, state.pending = checked(), False
-                except Interrupted:
-                    stop = True
-                else:
-                    if best:
-                        state.judge(_mean(accelerator, figures[headline]), checkpoint)
-                    if accelerator.is_main_process:
-                        log.write({"validation": figures}, state.step)
-            if stop or due(config.checkpoint_every) or _flat(state, config):
-                if accelerator.is_main_process:
-                    checkpoint.write(state)
-                accelerator.wait_for_everyone()
-                stop = stop or _any(accelerator, bool(signals.caught))  # it came during the validation
-            if stop:
-                number = signal.Signals(signals.caught[0] if signals.caught else signal.SIGTERM)
-                if accelerator.is_main_process:
-                    where = f"stopped by {number.name} at step {state.step}: saved; it goes on from there with"
-                    print(f"{where}\n  {command_line(accelerator.num_processes)}", file=sys.stderr, flush=True)
-                raise SystemExit(128 + number)
-    last = state.best is None or state.best[1] == state.step
-    if state.best is not None and not last:
-        checkpoint.put(state.best[2])
-    if not figures or not last:  # a finished run that was resumed, or weights of an earlier step
-        figures = checked()
-    module.eval()
-    kept = state.step if state.best is None else state.best[1]
-    return {**figures, "seconds": state.seconds, "steps": state.step, "kept_step": kept}
+    def saved(self) -> bool:
+        """Write a checkpoint; returns whether a signal came during the validation."""
+        if self.accelerator.is_main_process:
+            self.checkpoint.write(self.state)
+        self.accelerator.wait_for_everyone()
+        return self.any(bool(self.signals.caught))
 
+    def stop(self) -> None:
+        number = signal.Signals(self.signals.caught[0] if self.signals.caught else signal.SIGTERM)
+        if self.accelerator.is_main_process:
+            where = f"stopped by {number.name} at step {self.state.step}: saved; it goes on from there with"
+            print(f"{where}\n  {command_line(self.accelerator.num_processes)}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + number)
 
-def _flat(state: State, config: LoopConfig) -> bool:
-    return 0 < config.patience <= state.since
+    def finished(self) -> Figures:
+        """The figures of the weights that are kept, which are put in place."""
+        best = self.state.best
+        last = best is None or best[1] == self.state.step
+        if best is not None and not last:
+            self.checkpoint.put(best[2])
+        if not self.figures or not last:  # a finished run that was resumed, or weights of an earlier step
+            self.figures = self.checked()
+        self.module.eval()
+        kept = self.state.step if best is None else best[1]
+        return {**self.figures, "seconds": self.state.seconds, "steps": self.state.step, "kept_step": kept}
 
 
 def _mean(accelerator: Accelerator, value: float) -> float:
@@ -214,20 +269,10 @@ def _mean(accelerator: Accelerator, value: float) -> float:
     return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), "mean"))
 
 
-def _any(accelerator: Accelerator, value: bool) -> bool:
-    """Whether it is so in any process."""
-    if accelerator.num_processes == 1:
-        return value
-    return bool(accelerator.reduce(torch.tensor(float(value), device=accelerator.device)) > 0)
-
-
 def _counted(piece: dict[str, Tensor]) -> Tensor:
     """bool [B, S] or [B, S - 1]: about which tokens a loss counts."""
-    mask, documents, roots = piece["mask"], piece.get("documents"), piece.get("roots")
-    if documents is None:
-        return mask
-    counts = mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
-    return counts if roots is None else counts & roots[:, 1:]
+    mask, documents = piece["mask"], piece.get("documents")
+    return mask if documents is None else mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
 
 
 def _step(

@@ -15,10 +15,9 @@ from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows
 from selfspec.drafters.base import Drafter
 from selfspec.training import shard
-from selfspec.training.distill import DistillConfig, Written, distill, written
+from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
 from selfspec.training.loop import LoopConfig
-from selfspec.training.rounds import RoundsConfig
 
 
 @dataclass
@@ -28,9 +27,8 @@ class DrafterTraining:
     are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
     weight_decay: of AdamW; validation_rows: rows of validation text for the loss; prompts: texts that the target
     writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each such text;
-    distill: self-distillation data to train on instead of the data's text; rounds: see `RoundsConfig`; init_from: a
-    drafter of the same kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins
-    with."""
+    distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same kind and
+    shapes (an embedded name, a run folder or a hub id) whose weights training begins with."""
 
     length: int = 512
     packed: bool = True
@@ -42,7 +40,6 @@ class DrafterTraining:
     prompt_tokens: int = 64
     new_tokens: int = 128
     distill: DistillConfig = field(default_factory=DistillConfig)
-    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     init_from: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,16 +50,8 @@ class DrafterTraining:
             raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
         if self.cache != "none" and not self.packed and not self.distill.rows:
             raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
-        if self.cache != "none" and self.rounds.count > 1:
-            raise ValueError(
-                f"train.cache={self.cache}: rounds read texts that are decoded anew; take train.cache=none"
-            )
         if self.prompt_tokens < 2:
             raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
-        if self.rounds.count > 1 and not self.distill.rows:
-            raise ValueError(
-                f"train.rounds.count={self.rounds.count} decodes self-distillation texts; give train.distill.rows"
-            )
         if not self.lr > 0:
             raise ValueError(f"train.lr={self.lr} must be above 0")
 
@@ -76,7 +65,7 @@ def rows_of(
 
 
 def distilled_rows(
-    texts: Written, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
+    texts: Corpus, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
 ) -> Packed:
     """Rows of self-distillation data, with about as many tokens per step as those of the data."""
     length, pad = config.distill.prompt_tokens + config.distill.new_tokens, min(end_tokens(target), default=0)
@@ -96,11 +85,6 @@ def check_sizes(config: DrafterTraining, loop: LoopConfig, world: int) -> None:
         raise ValueError(
             f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
             f"rows, which do not divide over {world} processes; choose another loop.batch_size"
-        )
-    if config.rounds.count > 1 and size // world < 2:
-        raise ValueError(
-            f"train.rounds needs two rows a step in each process, and loop.batch_size={loop.batch_size} makes "
-            f"{size // world}; raise it"
         )
 
 
@@ -123,7 +107,7 @@ def writer_of(config: DrafterTraining, target: Target, tokenizer: Tokenizer) -> 
 
 def distilled(
     target: Target, train: Corpus, config: DistillConfig, seed: int, folder: Path, writer: Drafter | None
-) -> tuple[Written, dict[str, str]]:
+) -> tuple[Corpus, dict[str, str]]:
     """Self-distillation data, written by all processes together, and figures of what was written now."""
     state = PartialState()
     rank, world = state.process_index, state.num_processes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,17 +17,16 @@ from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
-from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.drafters.base import Batch, Drafter, Sample, Trained, itself
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
-from selfspec.training.config_warnings import doubts
+from selfspec.training.config_warnings import config_warnings
 from selfspec.training.hidden import HiddenStates, states_folder
-from selfspec.training.loop import LoopConfig, autocast, average, checkpoint_path, fit
+from selfspec.training.loop import LoopConfig, autocast, average, fit
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.rounds import Rounds
 from selfspec.training.rows import (
     DrafterTraining,
     check_sizes,
@@ -43,8 +42,7 @@ from selfspec.utils.tracking import RunLog
 
 class DraftLoss(nn.Module):
     """The drafter's loss on what the frozen target says of a batch: tokens int64 [B, S], mask bool [B, S], where rows
-    are packed documents int64 [B, S] and rows int64 [B], in rounds roots bool [B, S] (see `Batch`). Only the drafter is
-    a submodule."""
+    are packed documents int64 [B, S] and rows int64 [B] (see `Batch`). Only the drafter is a submodule."""
 
     def __init__(
         self,
@@ -70,144 +68,196 @@ class DraftLoss(nn.Module):
         assert out.logits is not None
         given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
         average = self.average if self.training else itself
-        return self.drafter.loss(Batch(*given, documents, batch.get("roots"), average))
+        return self.drafter.loss(Batch(*given, documents, average))
 
 
-def train_drafter(
-    target: Target,
-    target_name: str,
-    tokenizer: Tokenizer,
-    drafter: Drafter,
-    train: Corpus,
-    validation: Corpus,
-    config: DrafterTraining,
-    loop: LoopConfig,
-    folder: Path,
-    log: RunLog,
-) -> Figures:
+@dataclass
+class DrafterRun:
+    """One training: what it is given, and what its steps make on the way.
+
+    accelerator: of all processes; part, parts: this process's number among those that divide validation and prompts
+    between them, and how many these are. Processes among which a target is FSDP-sharded have to run the same passes, so
+    each does all of it. prompts: that calibration texts begin with; samples: those texts, by decoding mode.
+    """
+
+    target: Target
+    target_name: str
+    tokenizer: Tokenizer
+    drafter: Drafter
+    train: Corpus
+    validation: Corpus
+    config: DrafterTraining
+    loop: LoopConfig
+    folder: Path
+    log: RunLog
+    accelerator: Accelerator = field(init=False)
+    part: int = field(init=False)
+    parts: int = field(init=False)
+    prompts: list[list[int]] = field(init=False)
+    samples: dict[str, list[Sample]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_cpu = self.target.device.type == "cpu"
+        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")  # loop.precision says it
+        self.part, self.parts = (0, 1) if shard.wanted() else (self.rank, self.world)
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def trained(self) -> bool:
+        return isinstance(self.drafter, Trained) and bool(self.drafter.trained())
+
+    def total(self, counts: Tensor) -> Tensor:
+        """The sum of a tensor over the processes that divide the work."""
+        if self.parts == 1:
+            return counts
+        summed: Tensor = self.accelerator.reduce(counts.to(self.target.device), "sum")
+        return summed.cpu()
+
+    def say(self, lines: Iterable[str]) -> None:
+        for line in lines if self.accelerator.is_main_process else ():
+            print(line)
+
+
+def train_drafter(run: DrafterRun) -> Figures:
     """Train the drafter, calibrate it on the target's own text, and save it as `folder/drafter`. A drafter that trains
     nothing is calibrated and saved.
 
     Under `accelerate launch` every process has the whole target and its share of each batch, of the validation rows and
-    of the prompts; what is counted is added up, so that the figures are those of one process. Where the target is
-    divided, every process validates on all rows and prompts.
+    of the prompts; what is counted is added up, so that the figures are those of one process.
     Raises ValueError for data too short to train on, before anything long starts.
     """
-    check_training(target, drafter, config, loop)
-    accelerator = Accelerator(cpu=target.device.type == "cpu", mixed_precision="no")  # loop.precision says it
-    rank, world = accelerator.process_index, accelerator.num_processes
-    trained = isinstance(drafter, Trained) and bool(drafter.trained())
-    settings = {"target.name": target_name, "drafter": drafter.config, "train": config, "loop": loop}
-    agree({**settings, "data": (train.key, validation.key)})
-    if world > 1 and target.device.type == "cpu" and accelerator.is_main_process:
-        print(f"{world} processes train on the CPU, over gloo")
-    # Processes among which a target is divided have to run the same passes: each does all of it.
-    part, parts = (0, 1) if shard.wanted() else (rank, world)
-    if world > 1 and not trained:
-        raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
-    texts, writer = texts_folder(config, folder), writer_of(config, target, tokenizer)
-    check_sizes(config, loop, world)
-    data_rows = rows_of(train, config, loop, rank, world)
-    batches: Packed | Windows | Rounds = data_rows
-    dtype = states_dtype(target, drafter, train, loop) if config.cache != "none" and trained else None
-    rows = _validation_rows(validation, config, loop)
-    prompts = sample_prompts(
-        validation, tokenizer, config.prompts, config.prompt_tokens, config.new_tokens, target.max_positions
-    )
-    told = list(doubts(config, loop, train, data_rows.per_epoch, len(prompts))) if trained else []
-    if accelerator.is_main_process:
-        for line in told:
-            print(f"warning: {line}")
-    before = weights_hash(target.model)
-    samples = {
-        mode: write_samples(
-            target,
-            prompts[part::parts],
-            config.new_tokens,
-            temperature,
-            range(loop.seed + part, loop.seed + len(prompts), parts),
-            drafter.reads,
-        )
+    rows = _prepared(run)
+    before = weights_hash(run.target.model)
+    _write_calibration_texts(run)
+    batches = _batches(run)
+    if run.trained:
+        figures, note, training = _trained(run, batches, rows)
+    else:
+        figures, note, training = _calibrated(run), "Training-free; calibrated on the target's own text.", None
+    if weights_hash(run.target.model) != before:
+        raise RuntimeError(f"the weights of target {run.target_name!r} changed during training; this is a bug")
+    whole_hash = target_hash(run.target) if shard.wanted() else before  # `before` is of this process's part
+    memory = peak_memory_mb(run.target.device)
+    summary = {**figures, "finished": run.loop.steps, "target_hash": whole_hash, "peak_memory_mb": memory}
+    place = run.folder / "drafter"
+    if run.accelerator.is_main_process:
+        save_drafter(run.drafter, place, run.target, run.target_name, run.tokenizer, note, training)
+        run.log.write({"summary": summary})
+    run.accelerator.wait_for_everyone()
+    load_drafter(place, run.target, run.tokenizer, trust=True)  # what was written can be read
+    return summary
+
+
+def _prepared(run: DrafterRun) -> dict[str, Tensor]:
+    """All that can be refused or warned of is, before long work; returns the validation rows."""
+    check_training(run.target, run.drafter, run.config, run.loop)
+    settings = {"target.name": run.target_name, "drafter": run.drafter.config, "train": run.config, "loop": run.loop}
+    agree({**settings, "data": (run.train.key, run.validation.key)})
+    if run.world > 1 and run.target.device.type == "cpu":
+        run.say([f"{run.world} processes train on the CPU, over gloo"])
+    if run.world > 1 and not run.trained:
+        raise ValueError(f"this {run.drafter.kind} drafter has nothing to train: start it in one process")
+    texts_folder(run.config, run.folder)
+    check_sizes(run.config, run.loop, run.world)
+    if run.config.cache != "none" and run.trained:
+        states_dtype(run.target, run.drafter, run.train, run.loop)
+    rows = _validation_rows(run.validation, run.config, run.loop)
+    lengths = run.config.prompts, run.config.prompt_tokens, run.config.new_tokens
+    run.prompts = sample_prompts(run.validation, run.tokenizer, *lengths, run.target.max_positions)
+    if run.trained:
+        per_epoch = rows_of(run.train, run.config, run.loop, run.rank, run.world).per_epoch
+        warnings = config_warnings(run.config, run.loop, run.train, per_epoch, len(run.prompts))
+        run.say(f"warning: {line}" for line in warnings)
+    return rows
+
+
+def _write_calibration_texts(run: DrafterRun) -> None:
+    seeds = range(run.loop.seed + run.part, run.loop.seed + len(run.prompts), run.parts)
+    given = run.prompts[run.part :: run.parts], run.config.new_tokens
+    run.samples = {
+        mode: write_samples(run.target, *given, temperature, seeds, run.drafter.reads)
         for mode, temperature in TEMPERATURES.items()
     }
-    if config.distill.rows and trained:
-        written, _ = distilled(target, train, config.distill, loop.seed, texts, writer)
-        train, batches = written, distilled_rows(written, target, config, loop, rank, world)
-    if config.init_from is None:
-        _fill_vocabulary(drafter, train, target.vocab_size)
-    hidden = None
-    if dtype is not None:
-        assert isinstance(batches, Packed)
-        place = states_folder(target, train, batches, f"{dtype} {loop.precision}") if config.cache == "disk" else None
-        hidden = HiddenStates(target, drafter.reads, batches.per_epoch, batches.length, dtype, place)
-        if accelerator.is_main_process:
-            print(hidden.told)
-    module = DraftLoss(drafter, target, average(accelerator), hidden) if isinstance(drafter, Trained) else None
 
-    def total(counts: Tensor) -> Tensor:
-        if parts == 1:
-            return counts
-        summed: Tensor = accelerator.reduce(counts.to(target.device), "sum")
-        return summed.cpu()
 
-    def calibrated() -> Figures:
-        return {mode: calibrate(target, drafter, mode, samples[mode], total) for mode in TEMPERATURES}
+def _batches(run: DrafterRun) -> Packed | Windows:
+    """Rows of the data, or of the self-distillation data that the target writes first; the draft vocabulary is that of
+    these texts."""
+    processes = run.loop, run.rank, run.world
+    batches, texts = rows_of(run.train, run.config, *processes), run.train
+    if run.config.distill.rows and run.trained:
+        place, writer = texts_folder(run.config, run.folder), writer_of(run.config, run.target, run.tokenizer)
+        texts, _ = distilled(run.target, run.train, run.config.distill, run.loop.seed, place, writer)
+        batches = distilled_rows(texts, run.target, run.config, *processes)
+    if run.config.init_from is None:
+        _fill_vocabulary(run.drafter, texts, run.target.vocab_size)
+    run.train = texts
+    return batches
 
-    if config.rounds.count > 1 and trained:
-        assert isinstance(drafter, Trained)
-        assert isinstance(batches, Packed)
-        if accelerator.is_main_process and not checkpoint_path(folder).exists():
-            shutil.rmtree(folder / "rounds", ignore_errors=True)  # of a run that never came to a checkpoint
-        given = written, target, drafter, calibrated, config.rounds, loop.steps, folder / "rounds", (part, parts)
-        batches = Rounds(batches, *given)
+
+def _trained(
+    run: DrafterRun, batches: Packed | Windows, rows: dict[str, Tensor]
+) -> tuple[Figures, str, dict[str, float]]:
+    """The training itself: its figures, a note for the card, and what it took."""
+    target, drafter, loop = run.target, run.drafter, run.loop
+    assert isinstance(drafter, Trained)
+    module = DraftLoss(drafter, target, average(run.accelerator), _hidden_states(run, batches))
 
     def validate() -> Figures:
-        figures = calibrated()
-        if module is None:
-            return figures
+        figures: Figures = dict(_calibration(run))
         losses = torch.zeros(len(rows["tokens"]))
-        for i in range(part, len(losses), parts):
+        for i in range(run.part, len(losses), run.parts):
             losses[i] = module({key: values[i : i + 1].to(target.device) for key, values in rows.items()})[0]
         tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
-        return {"loss": float(total(losses).mean()), "tau16": tau, **figures}
+        return {"loss": float(run.total(losses).mean()), "tau16": tau, **figures}
 
-    training = None
-    if trained:
-        assert module is not None
-        if accelerator.is_main_process:
-            at_once = batches.size * batches.length // world // loop.accumulate
-            print(memory_line(target, drafter, at_once, world if shard.wanted() else 1))
-        optimizer = torch.optim.AdamW(
-            drafter.trained().values(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
-        )
-        figures = fit(accelerator, module, [optimizer], batches.batch, validate, loop, folder, log, "tau16", best=True)
-        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-        figures |= relative_cost(module, target, piece, autocast(target.device, loop))
-        for mode in TEMPERATURES:
-            figures[mode]["decoded"] = decoded(target, drafter, mode, samples[mode], config.new_tokens, total)
-        training = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
-        note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
-        note += f"; the weights of step {figures['kept_step']} are kept."
-    else:
-        drafter.eval()
-        print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
-        with torch.no_grad(), autocast(target.device, loop):
-            figures, note = validate(), "Training-free; calibrated on the target's own text."
-    if weights_hash(target.model) != before:
-        raise RuntimeError(f"the weights of target {target_name!r} changed during training; this is a bug")
-    told_hash = target_hash(target) if shard.wanted() else before  # `before` is of this process's part
-    summary = {
-        **figures,
-        "finished": loop.steps,
-        "target_hash": told_hash,
-        "peak_memory_mb": peak_memory_mb(target.device),
-    }
-    if accelerator.is_main_process:
-        save_drafter(drafter, folder / "drafter", target, target_name, tokenizer, note, training)
-        log.write({"summary": summary})
-    accelerator.wait_for_everyone()
-    load_drafter(folder / "drafter", target, tokenizer, trust=True)  # what was written can be read
-    return summary
+    at_once = batches.size * batches.length // run.world // loop.accumulate
+    run.say([memory_line(target, drafter, at_once, run.world if shard.wanted() else 1)])
+    settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(drafter.trained().values(), **settings)]
+    given = module, optimizers, batches.batch, validate, loop, run.folder, run.log, "tau16"
+    figures = fit(run.accelerator, *given, best=True)
+    piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
+    figures |= relative_cost(module, target, piece, autocast(target.device, loop))
+    for mode in TEMPERATURES:
+        figures[mode]["decoded"] = decoded(target, drafter, mode, run.samples[mode], run.config.new_tokens, run.total)
+    note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
+    note += f"; the weights of step {figures['kept_step']} are kept."
+    took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
+    return figures, note, took
+
+
+def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates | None:
+    """Where the target's hidden states on training rows are kept, if they are."""
+    if run.config.cache == "none":
+        return None
+    assert isinstance(batches, Packed)
+    dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
+    place = None
+    if run.config.cache == "disk":
+        place = states_folder(run.target, run.train, batches, f"{dtype} {run.loop.precision}")
+    hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place)
+    run.say([hidden.summary])
+    return hidden
+
+
+def _calibration(run: DrafterRun) -> Figures:
+    return {mode: calibrate(run.target, run.drafter, mode, run.samples[mode], run.total) for mode in TEMPERATURES}
+
+
+def _calibrated(run: DrafterRun) -> Figures:
+    """A drafter that trains nothing."""
+    run.drafter.eval()
+    print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
+    with torch.no_grad(), autocast(run.target.device, run.loop):
+        return _calibration(run)
 
 
 def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -> dict[str, Tensor]:

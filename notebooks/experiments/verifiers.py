@@ -1,4 +1,8 @@
-"""The published lossless verifiers, for comparison with shared noise alone: nothing in the package decodes by them.
+"""Shared noise against the published lossless verifiers; nothing in the package decodes by them.
+
+    python notebooks/experiments/verifiers.py --drafter tiny-medusa --nodes 16
+
+prints a table of acceptance lengths, which notebooks/RESULTS.md quotes.
 
 Each draws its drafts from the drafter's distribution and corrects for it by rejection, so that what it emits has the
 target's distribution. They are written over any numbers (float64, or fractions for the proof by enumeration in the
@@ -9,9 +13,10 @@ Legend: p[n], q[n] the target's and the drafter's distribution behind node n; a 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from selfspec.api import Spec
+from selfspec.api import Spec, load
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options, check
@@ -27,10 +32,12 @@ from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.data.questions import Asking
+from selfspec.data.corpus import PythonSource
+from selfspec.data.cut_prompts import cut_prompts
 from selfspec.drafters.base import Calibration, Drafter, Trained
 from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.evaluation.metrics import bootstrap
+from selfspec.evaluation.tables import markdown
 from selfspec.training.calibrate import measure_along, write_samples
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
@@ -251,25 +258,6 @@ def rejection_rates(
     return [(row / positions).tolist() for row in accepted]
 
 
-@dataclass
-class VerifiersConfig(Asking):
-    """temperatures: above 0; nodes: of every tree (chains are as deep as the drafter has heads); measured_prompts: on
-    which acceptance is measured, by which trees are shaped; seed: of all noise."""
-
-    temperatures: list[float] = field(default_factory=lambda: [0.3, 0.7, 1.0])
-    nodes: int = 16
-    measured_prompts: int = 64
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.check("verifiers")
-        for name in ("nodes", "measured_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"verifiers.{name}={getattr(self, name)} must be at least 1")
-        if not self.temperatures or min(self.temperatures) <= 0:
-            raise ValueError(f"verifiers.temperatures={list(self.temperatures)} must all be above 0")
-
-
 class _Blind:
     """A drafter whose sessions do not see the noise (top-k drafts under the same rule), and such a session."""
 
@@ -300,7 +288,14 @@ def _calibrated(drafter: Drafter, **modes: Calibration) -> Iterator[None]:
 
 
 def compare(
-    spec: Spec, heads: Heads, validation: list[list[int]], prompts: list[list[int]], config: VerifiersConfig
+    spec: Spec,
+    heads: Heads,
+    validation: list[list[int]],
+    prompts: list[list[int]],
+    temperatures: Sequence[float],
+    nodes: int,
+    new_tokens: int,
+    seed: int = 0,
 ) -> list[Figures]:
     """Acceptance length of every rule at every temperature: same heads, same prompts, same number of nodes, trees grown
     from tables measured at that temperature on text continuing the `validation` prompts (for recursive rejection, whose
@@ -308,44 +303,74 @@ def compare(
     rows: list[Figures] = []
     drafter = spec.drafter
     assert isinstance(drafter, Trained), "trees of untrained drafters have no table to measure"
-    check(spec.target, [*validation, *prompts], Options(config.max_new_tokens))
-    for temperature in config.temperatures:
-        seeds = range(config.seed, config.seed + len(validation))
-        samples = write_samples(spec.target, validation, config.max_new_tokens, temperature, seeds)
+    check(spec.target, [*validation, *prompts], Options(new_tokens))
+    for temperature in temperatures:
+        samples = write_samples(spec.target, validation, new_tokens, temperature, range(seed, seed + len(validation)))
         texts, start = [s.tokens.tolist() for s in samples], samples[0].start
-        table = rejection_rates(spec, heads, texts, start, temperature, seed=config.seed)
+        table = rejection_rates(spec, heads, texts, start, temperature, seed=seed)
         depth, without_noise = len(table), [replace(sample, noise=None) for sample in samples]
         tuned, _ = measure_along(samples, drafter.depth, drafter.scores)
         unseeing, _ = measure_along(without_noise, drafter.depth, drafter.scores)
         line = Calibration([[0.5]] * depth, [1.0] * depth)
 
-        def noisy(
-            nodes: int, drafts: Drafts = drafter, temperature: float = temperature, **modes: Calibration
-        ) -> list[Stats]:
-            settings = (config.max_new_tokens, Sampling(temperature))
+        def noisy(n: int, drafts: Drafts = drafter, T: float = temperature, **modes: Calibration) -> list[Stats]:
             with _calibrated(drafter, **modes):
                 return [
-                    speculative(spec.target, [prompt], Options(*settings, [config.seed + i]), drafts, nodes).stats
-                    for i, prompt in enumerate(prompts)
+                    speculative(spec.target, [p], Options(new_tokens, Sampling(T), [seed + i]), drafts, n).stats
+                    for i, p in enumerate(prompts)
                 ]
 
-        def published(verifier: Verifier, parents: list[int], temperature: float = temperature) -> list[Stats]:
-            new = config.max_new_tokens
-            return acceptance_length(spec, heads, prompts, new, temperature, parents, verifier, config.seed)
+        def published(verifier: Verifier, parents: list[int], T: float = temperature) -> list[Stats]:
+            return acceptance_length(spec, heads, prompts, new_tokens, T, parents, verifier, seed)
 
-        tree, single, n = static_tree(table, config.nodes)[0], list(range(-1, depth)), config.nodes
+        tree, single = static_tree(table, nodes)[0], list(range(-1, depth))
         arms = {
-            "shared noise": (n, noisy(n)),
-            "shared noise, table measured at this T": (n, noisy(n, sampled=tuned)),
-            "same rule, drafts blind to the noise": (n, noisy(n, _Blind(drafter), greedy=unseeing)),
-            "recursive rejection (2402.14160)": (n, published(recursive_rejection, tree)),
-            "traversal (2505.12398)": (n, published(traversal, tree)),
+            "shared noise": (nodes, noisy(nodes)),
+            "shared noise, table measured at this T": (nodes, noisy(nodes, sampled=tuned)),
+            "same rule, drafts blind to the noise": (nodes, noisy(nodes, _Blind(drafter), greedy=unseeing)),
+            "recursive rejection (2402.14160)": (nodes, published(recursive_rejection, tree)),
+            "traversal (2505.12398)": (nodes, published(traversal, tree)),
             "shared noise, chain": (depth + 1, noisy(depth + 1, sampled=line)),
             "rejection, chain (2211.17192)": (depth + 1, published(recursive_rejection, single)),
             "block verification, chain (2403.10444)": (depth + 1, published(block_verification, single)),
         }
-        for rule, (nodes, stats) in arms.items():
+        for rule, (count, stats) in arms.items():
             figures = torch.tensor([[s.tokens, s.passes] for s in stats], dtype=torch.float64)
             tau, low, high = bootstrap(figures, lambda total: total[:, 0] / total[:, 1])
-            rows.append({"rule": rule, "T": temperature, "nodes": nodes, "tau": tau, "low": low, "high": high})
+            rows.append({"rule": rule, "T": temperature, "nodes": count, "tau": tau, "low": low, "high": high})
     return rows
+
+
+def rules_table(rows: list[Figures]) -> str:
+    """One row a rule and one column a temperature, τ with its 95% interval over prompts."""
+    temperatures, lines = sorted({row["T"] for row in rows}), []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        at = {row["T"]: row for row in rows if row["rule"] == rule}
+        cells = [f"{at[t]['tau']:.2f} [{at[t]['low']:.2f}, {at[t]['high']:.2f}]" for t in temperatures]
+        lines.append([rule, str(next(iter(at.values()))["nodes"]), *cells])
+    return markdown(["rule", "nodes", *(f"τ at T={t:g}" for t in temperatures)], lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--drafter", default="tiny-medusa", help="heads that guess each depth without the tokens before"
+    )
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.3, 0.7, 1.0])
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--measured", type=int, default=64, help="prompts that shape the trees")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    args = parser.parse_args()
+    spec = load(args.drafter)
+    if spec.drafter.kind != "medusa" or spec.tokenizer is None:
+        parser.error(f"--drafter={args.drafter} is of kind {spec.drafter.kind}; give one of kind medusa")
+    source = PythonSource()
+    validation = cut_prompts(source.validation(), spec.tokenizer, args.measured, 64)
+    prompts = cut_prompts(source.evaluation(), spec.tokenizer, args.prompts, 64)
+    sizes = args.temperatures, args.nodes, args.new_tokens
+    print(rules_table(compare(spec, lambda hidden: spec.drafter(hidden)[:, 0], validation, prompts, *sizes)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The commands of selfspec: what each does, and an example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """what: it does; example: its arguments; script: the same in a clone; config: of configs/, for those whose
+    options are Hydra's; drafter: how it takes `drafter`, as a name or (in training) as a group of options."""
+
+    what: str
+    example: str
+    script: str = ""
+    config: str = ""
+    trains: bool = False
+
+
+COMMANDS = {
+    "complete": Command("complete a prompt by speculative decoding", "'def fib(n):' --color"),
+    "train": Command(
+        "train a drafter on a frozen target", "+experiment=demo name=mine", "train/heads.py", "train", trains=True
+    ),
+    "distill": Command(
+        "write a training's self-distillation data, and train nothing",
+        "+experiment=tiny_medusa name=texts",
+        "train/distill.py",
+        "train",
+        trains=True,
+    ),
+    "target": Command(
+        "train a small target and its tokenizer from scratch", "+experiment=tiny_target", "train/target.py", "target"
+    ),
+    "decode": Command(
+        "measure speculative against plain decoding",
+        "-m drafter=tiny-medusa,runs/mine tree.nodes=8,16 decode.temperature=0,1",
+        "eval/decode.py",
+        "eval",
+    ),
+    "compare": Command(
+        "all drafters and transformers' own methods on equal terms",
+        "name=compare compare.prompts=4",
+        "eval/compare.py",
+        "compare",
+    ),
+    "show": Command(
+        "answers side by side in the terminal, drafted tokens green",
+        "drafter=tiny-medusa show.prompts=5",
+        "eval/show.py",
+        "show",
+    ),
+    "audit": Command(
+        "check exactness on your own model; exit status 1 where the verdict is BUG",
+        "drafter=runs/mine dtype=float32",
+        "eval/audit.py",
+        "audit",
+    ),
+    "limits": Command(
+        "what limits a pass here, and what drafters can bring", "target=tiny-target", "eval/limits.py", "limits"
+    ),
+    "page": Command(
+        "one HTML file that explains, predicts and replays, from runs of decode, limits and compare",
+        '"page.runs=[runs/traces,runs/limits,runs/compare]"',
+        "eval/page.py",
+        "page",
+    ),
+    "report": Command(
+        "one table and the plots of all runs of a sweep", "sweep=runs/decode/<date>", "eval/report.py", "report"
+    ),
+    "export": Command("write a drafter in the form that another engine serves", "runs/mine --to vllm --out mine-vllm"),
+    "push": Command("upload a drafter to the hub", "runs/mine user/mine --dry-run card"),
+}

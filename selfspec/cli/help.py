@@ -1,0 +1,190 @@
+"""The texts of `--help`, made when asked: read from the source of the options' dataclasses, which is not imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from functools import cache
+from pathlib import Path
+
+from selfspec.cli.commands import COMMANDS, Command
+
+PACKAGE = Path(__file__).parents[1]
+_SCHEMAS = {  # of configs/NAME.yaml
+    "train": "TrainRun",
+    "target": "PretrainRun",
+    "eval": "EvalRun",
+    "compare": "CompareRun",
+    "show": "ShowRun",
+    "audit": "AuditRun",
+    "limits": "LimitsRun",
+    "page": "PageRun",
+    "report": "ReportRun",
+}
+_AT, _WIDTH = 38, 118  # columns where descriptions begin and end
+_YAML = {"None": "null", "True": "true", "False": "false", "MISSING": "???"}
+_HYDRA = """Options are given as key=value. Behind -m, values with commas make a sweep over every combination.
+  --config-dir DIR   a folder with experiment/NAME.yaml of your own, for +experiment=NAME
+  --cfg job          print the composed options and stop
+  --version, --help"""
+Row = tuple[str, str]  # `key=default`, and what it is
+
+
+def config_folder() -> Path:
+    """Where the configs lie: inside the package where it was installed from a wheel, beside it in a clone."""
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
+
+
+@cache
+def _sources() -> tuple[dict[str, ast.ClassDef], dict[str, str]]:
+    """All dataclasses of the package by name, and the constants that their files name."""
+    classes: dict[str, ast.ClassDef] = {}
+    constants: dict[str, str] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "@dataclass" not in (text := path.read_text()):
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                constants[ast.unparse(node.target)] = ast.unparse(node.value)
+            elif isinstance(node, ast.Assign):
+                names, values = [node.targets[0]], [node.value]
+                if isinstance(names[0], ast.Tuple) and isinstance(values[0], ast.Tuple):
+                    names, values = names[0].elts, values[0].elts
+                constants |= {ast.unparse(n): ast.unparse(v) for n, v in zip(names, values, strict=True)}
+    return classes, constants
+
+
+def _line(name: str) -> list[ast.ClassDef]:
+    """A dataclass and those it derives from, the first of them first."""
+    classes = _sources()[0]
+    bases = [base for base in map(ast.unparse, classes[name].bases) if base in classes]
+    return [*(node for base in bases for node in _line(base)), classes[name]]
+
+
+def fields(name: str) -> dict[str, tuple[str, str]]:
+    """The fields of a dataclass: annotation and default, as they are written."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in _line(name):
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
+                found[part.target.id] = ast.unparse(part.annotation), _default(part.value)
+    return found
+
+
+def _default(value: ast.expr) -> str:
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
+        made = value.keywords[0].value
+        if isinstance(made, ast.Lambda):
+            return _default(made.body)
+        return {"list": "[]", "dict": "{}"}.get(ast.unparse(made), "")
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "list":  # of a constant
+        value = ast.parse(_sources()[1][ast.unparse(value.args[0])], mode="eval").body
+        names = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
+        return f"[{','.join(ast.unparse(name) for name in names if name is not None)}]".replace("'", "")
+    text = ast.unparse(value)
+    text = _sources()[1].get(text, text) if isinstance(value, ast.Name) and text not in _YAML else text
+    return _YAML.get(text, text.strip("'\"")).replace("'", "").replace(", ", ",")
+
+
+def described(name: str) -> dict[str, str]:
+    """What the docstrings of a dataclass and of those it derives from say of its fields: `name: text` or
+    `name, name: text`, one after the other."""
+    names, found = fields(name).keys(), dict[str, str]()
+    for node in _line(name):
+        text = " ".join((ast.get_docstring(node) or "").split())
+        marks = list(re.finditer(r"(?<![\w.])(\w+(?:, \w+)*(?: and \w+)?): ", text))
+        marks = [mark for mark in marks if set(re.split(", | and ", mark[1])) <= names]
+        for i, mark in enumerate(marks):
+            last = i + 1 == len(marks)
+            said = text[mark.end() : None if last else marks[i + 1].start()].strip(" ;.")
+            found |= dict.fromkeys(re.split(", | and ", mark[1]), said.split(". ")[0] if last else said)
+    return found
+
+
+def options(name: str, prefix: str = "") -> list[Row]:
+    """All fields of a dataclass, those of inner ones included."""
+    rows: list[Row] = []
+    for field, (kind, default) in fields(name).items():
+        if kind in _sources()[0]:
+            rows += options(kind, f"{prefix}{field}.")
+        else:
+            rows.append((f"{prefix}{field}={default}", described(name).get(field, "")))
+    return rows
+
+
+def drafter_configs() -> dict[str, str]:
+    """The kinds of drafters and their configs' names."""
+    found = {}
+    for path in sorted((PACKAGE / "drafters").glob("*.py")):
+        names = re.findall(r"^class (\w+Config)\(", path.read_text(), re.MULTILINE)
+        if names and path.stem not in ("base", "hybrid"):
+            found[path.stem] = names[0]
+    return found
+
+
+def experiments(config: str) -> list[Row]:
+    """The committed experiments that are for the script of this config, each with its first comment."""
+    rows = []
+    for path in sorted((config_folder() / "experiment").glob("*.yaml")):
+        text = path.read_text()
+        if ("\npretrain:" in text) == (config == "target"):
+            comments = [line[2:] for line in text.splitlines()[1:] if line.startswith("# ")]
+            rows.append((f"+experiment={path.stem}", " ".join(comments).split(". ")[0]))
+    return rows
+
+
+def _data() -> list[Row]:
+    """The choices of the data group, each with its options."""
+    rows = []
+    for path in sorted((config_folder() / "data").glob("*.yaml")):
+        pairs = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        given = [f"data.{p.replace(': ', '=')}" for p in pairs if ": " in p and not p.startswith("_")]
+        rows.append((f"data={path.stem}", ", ".join(given)))
+    return rows
+
+
+def _defaults(config: str) -> dict[str, str]:
+    """What the script's own config sets, at its top level."""
+    text = (config_folder() / f"{config}.yaml").read_text()
+    pairs = re.findall(r"^(?:  - )?(\w+): ([^\n#{]+?)\s*(?:#.*)?$", text, re.MULTILINE)
+    return {key: _YAML.get(value, value) for key, value in pairs}
+
+
+def page(name: str, command: Command) -> str:
+    """The text of one command."""
+    lines = [f"selfspec {name}: {command.what}", "", f"  selfspec {name} {command.example}"]
+    lines += [f"  python {command.script} {command.example}   (the same, in a clone)", "", _HYDRA]
+    set_here = _defaults(command.config)
+    rows = [row for row in options(_SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
+    pairs = [(*row[0].split("=", 1), row[1]) for row in rows]
+    rows = [(f"{key}={set_here.get(key, value)}", said) for key, value, said in pairs]
+    lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]
+    if any(row[0].startswith("data=") for row in rows):
+        lines += ["", "data=NAME, and the options of each", *_lines(_data())]
+    if command.trains:
+        lines += ["", "drafter=KIND, and the options of each; or drafter._target_=package.module.Class"]
+        for kind, config in drafter_configs().items():
+            lines += ["", f" drafter={kind}", *_lines(options(config, "drafter."))]
+    if command.config in ("train", "target"):
+        lines += ["", "Experiments", *_lines(experiments(command.config))]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    lines = []
+    for head, said in rows:
+        first, *more = textwrap.wrap(said, _WIDTH - _AT) or [""]
+        if len(head) + 4 > _AT:
+            lines.append(f"  {head}")
+            head = ""
+        lines += [f"  {head:<{_AT - 2}}{first}".rstrip(), *(" " * _AT + line for line in more)]
+    return lines
+
+
+def text(name: str) -> str:
+    """The help of a command by its name."""
+    return page(name, COMMANDS[name])
