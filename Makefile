@@ -7,7 +7,7 @@ TORCH = 2.13.0
 
 VLLM = .venv-vllm
 
-.PHONY: demo test slow serving gpu page page-data docs lint clean
+.PHONY: demo test slow serving gpu readme page page-data docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -38,14 +38,20 @@ $(VLLM)/.ready: tests/serving/requirements.py
 	$(VLLM)/bin/python -m pip install -q -r $(VLLM)/requirements.txt
 	touch $@
 
-# Exported drafters served by a real vLLM, 15 minutes; the table goes into notebooks/RESULTS.md.
+# Exported drafters served by a real vLLM, 15 minutes; the table goes into notebooks/results/serving.md.
 serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
-	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/RESULTS.md
+	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
-# Everything that needs a GPU, in ten minutes, with its results in notebooks/RESULTS.md.
+# Everything that needs a GPU, in ten minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
+
+# The table and the figure that README begins with, ten minutes.
+readme: $(VENV)/.ready
+	$(BIN)/python eval/compare.py name=readme "compare.nodes=[8,16]" "compare.temperatures=[0,1]" compare.prompts=3 \
+		"compare.drafters=[tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,prompt_lookup,tiny-medusa+prompt_lookup]" \
+		"compare.methods=[hf_prompt_lookup]" compare.summary=README.md
 
 # One HTML file that explains, predicts and replays, from the results that come with selfspec.
 page: $(VENV)/.ready

@@ -1,6 +1,6 @@
 """All that needs a GPU, in one command, with its results as one table: python eval/gpu.py
 
-Without a GPU the same commands run on the CPU with tiny sizes, and nothing is written into RESULTS.md.
+Without a GPU the same commands run on the CPU with tiny sizes, and nothing is written into notebooks/results/gpu.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""selfspec: self-speculative decoding in one frozen model; the drafter changes the speed, never the output."""
+"""selfspec: self-speculative decoding in one frozen model; the output is plain decoding's, up to rounding."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.4.0"
 __all__ = ["Spec", "Target", "load", "load_target"]
 
 

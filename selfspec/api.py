@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from selfspec.checkpoints.loading import drafter_folder, load_pair
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options, as_seed, check, end_tokens, integer, limited
+from selfspec.core.options import Options, as_seed, end_tokens, integer, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -33,6 +35,7 @@ from selfspec.trace import Tracer
 from selfspec.utils.files import Figures
 
 NODES = 16  # nodes per tree unless asked for otherwise
+_LOADING = ("device_map",)  # of from_pretrained, though near to a name of `load`
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,6 @@ class Spec:
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
         asked = Arguments(*args, **kwargs)
         options, encoded = asked.options(self.target, self.tokenizer, eos), self.encode(prompts)
-        check(self.target, encoded, options)
         if (told := limited(self.target, encoded, options.max_new_tokens)) is not None:
             warnings.warn(told, stacklevel=3)
         return asked, encoded, options
@@ -318,6 +320,10 @@ def load(
         if dtype != "auto":
             raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
         dtype = loading.pop("torch_dtype")
+    known = list(inspect.signature(load).parameters)[:-1]
+    for name in loading:
+        if name not in _LOADING and (near := difflib.get_close_matches(name, known, 1, 0.75)):
+            raise TypeError(f"load has no argument {name!r}; did you mean {near[0]!r}")
     if not isinstance(drafter, (str, Path)) or not str(drafter):
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"

@@ -227,8 +227,8 @@ def test_scripts(
     ("arguments", "message"),
     [
         (["complete", "--drafter", "runs/nothing", "x"], "no drafter at 'runs/nothing'"),
-        (["complete", "--drafter", "heads", "--temperature", "-1", "x"], "temperature=-1.0"),
-        (["complete", "--drafter", "heads", "--nodes", "0", "x"], "nodes=0"),
+        (["complete", "--drafter", "heads", "--temperature", "-1", "x"], "--temperature: -1 must be 0"),
+        (["complete", "--drafter", "heads", "--nodes", "-4", "x"], "--nodes: -4 must be auto, or lie between"),
         (["complete", "--drafter", "heads", ""], "prompt 0 is empty"),
         (["complete", "--drafter", "heads", "--top-p", "3", "x"], "top_p=3.0"),
         (["complete", "--drafter", "old", "x"], "is of format 2"),
@@ -239,12 +239,13 @@ def test_the_command(
 ) -> None:
     monkeypatch.chdir(place)
     code, said = run("", arguments, capsys, monkeypatch)
-    lines = [line for line in said.splitlines() if line.startswith("selfspec: ")]
+    lines = [line for line in said.splitlines() if line.startswith(("selfspec: ", "selfspec complete: "))]
     assert (code, len(lines)) == (2, 1), said
     assert message in lines[0]
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_the_traceback_is_there_for_those_who_ask(place: Path) -> None:
     """And a whole process behaves as the scripts above do."""
     call = [sys.executable, str(ROOT / "eval" / "decode.py"), "drafter=runs/nothing"]

@@ -175,19 +175,19 @@ def test_what_can_not_be_cut_is_asked_for_what_a_pass_can_carry(llama: Target) -
 
 
 class _Rider(_Spy):
-    """One whose rows ride in the pass, and promise as many tokens as `promises` says."""
+    """One with mask slots in the pass, which expect as many tokens as `promises` says."""
 
     def __init__(self, promises: dict[int, float]) -> None:
         super().__init__([0.5] * 20, prunable=False)
         self.promises = promises
 
-    def promised(self, mode: str, rows: int) -> float:
+    def expected_drafted(self, mode: str, rows: int) -> float:
         return self.promises[rows]
 
     def draft(self, context: Context) -> DraftTree:
         return self.propose(context)
 
-    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
+    def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         return tree
 
 

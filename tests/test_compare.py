@@ -60,6 +60,7 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], tmp_path: Path) -> None:
     rows = run_compare(compose_config("compare", *overrides), tmp_path / "run")
     arms = {(row["arm"], row["nodes"]) for row in rows}

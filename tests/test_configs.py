@@ -30,7 +30,10 @@ def is_pretrain(name: str) -> bool:
     return "\npretrain:" in (ROOT / "configs" / "experiment" / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+FAST = ("demo", "tiny_medusa", "tiny_mask", "tiny_target")  # one of each shape; the others are longer checks
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in EXPERIMENTS])
 def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer: Any, tiny_folder: str) -> None:
     if is_pretrain(name):
         shape = ("hidden_size=32", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=2")

@@ -90,6 +90,7 @@ def check_curves(tmp_path: Path, target: str, source: Path, launches: tuple[str,
             assert (again[name] - weights[name]).abs().max() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", [None, pytest.param("cpu_ddp.yaml", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_the_same_command_goes_on(
     launch: str | None, tiny_folder: str, source_root: Path, tmp_path: Path

@@ -54,6 +54,7 @@ def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0, line
 
 
+@pytest.mark.slow
 def test_every_command_of_own_model(
     tmp_path: Path,
     tokenizer: PreTrainedTokenizerFast,

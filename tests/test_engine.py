@@ -49,11 +49,11 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_pass_over_buffers_is_the_eager_pass(window: int | None) -> None:
+def test_a_pass_of_compiled_sizes_is_the_eager_pass(window: int | None) -> None:
     """Rows of different lengths, chosen outputs, layer ranges, nodes that ran before, rows that leave."""
     changes = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
     model = tiny_model("llama" if window is None else "qwen3", **changes)
-    both = [Target(model), buffered(model)]
+    both = [Target(model), buffered(model, "eager")]
     caches = [target.cache(3, 20) for target in both]
     prompts = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
     for target, cache in zip(both, caches, strict=True):
@@ -90,32 +90,6 @@ def test_buffers_grow_by_doubling_and_keep_what_they_hold() -> None:
         sizes.append(cache.capacity)
     assert sizes == [256, 256, 512, 512, 512, 1024, 1024]
     close(out.logits, Target(model).text(text).logits[:, -100:])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_family_over_buffers(name: str) -> None:
-    model = build(name)
-    prompts = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
-    options = Options(12, Sampling(1.0), seed=3)
-    plain = autoregressive(Target(model), prompts, options)
-    target = buffered(model)
-    assert autoregressive(target, prompts, options).token_ids == plain.token_ids
-    drafter = RandomTrees([p + t for p, t in zip(prompts, plain.token_ids, strict=True)])
-    fast = speculative(target, prompts, options, drafter, 7)
-    assert fast.token_ids == plain.token_ids
-    assert fast.stats.passes < plain.stats.passes
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_every_drafter_over_buffers(row: Row, temperature: float, rows: int) -> None:
-    model, options = tiny_model(), Options(30, Sampling(temperature), 5)
-    eager, target = Target(model), buffered(model)
-    plain = autoregressive(eager, PROMPTS[:rows], options)
-    fast = speculative(target, PROMPTS[:rows], options, built(row, target), 13)
-    assert fast.token_ids == plain.token_ids
-    if (drafter := built(row, eager)).kind in ("prompt_lookup", "lookahead", "medusa"):
-        assert fast.from_draft == speculative(eager, PROMPTS[:rows], options, drafter, 13).from_draft
 
 
 def _slow(*names: str) -> list[Any]:
@@ -162,6 +136,7 @@ def test_what_is_trained_after_compiling_is_seen(kind: str) -> None:
     assert len({str(drafts) for drafts in seen}) > 1
 
 
+@pytest.mark.slow
 def test_threads_and_dtypes_at_once() -> None:
     """Threads over two targets of two dtypes, each compiled by its own engine: every call gives its own tokens."""
     options = Options(20, Sampling(0.7), 5)
@@ -424,6 +399,7 @@ def test_weights_are_inputs_of_compiled_code() -> None:
     assert len(engine.compiled) == 2
 
 
+@pytest.mark.slow
 def test_compiled_noise_is_the_noise() -> None:
     rows = [3, 3, 2**63 + 5], [0, 1, 2], 500, torch.device("cpu")
     noise, fast = Noise(*rows), Noise(*rows, Engine("inductor", quiet=True))

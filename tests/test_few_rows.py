@@ -138,6 +138,7 @@ def test_what_does_not_fit_is_left_as_it_is() -> None:
         torch.testing.assert_close(found, F.linear(x, w))
 
 
+@pytest.mark.slow
 def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
     """In bfloat16, which rounds at every step: through every layer of a compiled model."""
     model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)

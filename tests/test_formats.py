@@ -416,6 +416,7 @@ def test_bad_input(arguments: dict[str, str], message: str, folder: Path, monkey
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command(folder: Path) -> None:
     source, _, _ = saved(CASES["few"], folder)
     command = [sys.executable, "-m", "selfspec", "export", source, "--out", str(folder / "out"), "--to"]

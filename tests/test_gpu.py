@@ -78,7 +78,7 @@ def test_what_stays_and_what_is_copied() -> None:
 def test_without_a_gpu_it_says_so_and_runs_the_same(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    before = (ROOT / "notebooks" / "RESULTS.md").read_text()
+    before = (ROOT / "notebooks" / "results" / "gpu.md").read_text()
     done = subprocess.run(
         [sys.executable, "eval/gpu.py", f"hydra.run.dir={tmp_path / 'gpu'}"],
         cwd=ROOT,
@@ -92,4 +92,4 @@ def test_without_a_gpu_it_says_so_and_runs_the_same(tmp_path: Path) -> None:
     assert ": failed" not in found
     assert "identical" in found
     assert "Llama of 1B" in found
-    assert (ROOT / "notebooks" / "RESULTS.md").read_text() == before
+    assert (ROOT / "notebooks" / "results" / "gpu.md").read_text() == before

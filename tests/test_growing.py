@@ -388,10 +388,10 @@ QUICK = (
     ("drafter", "settings"),
     [
         ("sequential", ["drafter.rank=4", "drafter.heads=3"]),
-        ("sequential", ["drafter.form=markov", "drafter.prefix=false"]),
-        ("early_exit", ["drafter.rank=4"]),
+        pytest.param("sequential", ["drafter.form=markov", "drafter.prefix=false"], marks=pytest.mark.slow),
+        pytest.param("early_exit", ["drafter.rank=4"], marks=pytest.mark.slow),
         ("feature", ["drafter.vocabulary=50"]),
-        ("early_exit", ["drafter.rank=0"]),
+        pytest.param("early_exit", ["drafter.rank=0"], marks=pytest.mark.slow),
     ],
 )
 def test_training_by_hydra_and_an_interruption_changes_nothing(

@@ -86,6 +86,7 @@ def test_a_drafter_goes_up_and_comes_down(hub: Hub, heads_folder: Path, tmp_path
     assert offline.stdout.strip() == wanted, offline.stderr  # from the cache
 
 
+@pytest.mark.slow
 def test_a_branch_is_asked_for_by_revision(hub: Hub, heads_folder: Path, tmp_path: Path) -> None:
     program = f"import selfspec; print(selfspec.load({str(heads_folder)!r}).push_to_hub('user/b', revision='v2'))"
     up = run("-c", program, at=hub.url, home=tmp_path / "up")
@@ -98,6 +99,7 @@ def test_a_branch_is_asked_for_by_revision(hub: Hub, heads_folder: Path, tmp_pat
     assert "'user/b' at revision 'v3' is no folder here, and the hub gives none" in missing.stderr
 
 
+@pytest.mark.slow
 def test_an_exported_folder_on_the_hub_is_its_own_target(hub: Hub, heads_folder: Path, tmp_path: Path) -> None:
     export(str(heads_folder), "transformers", tmp_path / "out")
     paths = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
@@ -107,6 +109,7 @@ def test_an_exported_folder_on_the_hub_is_its_own_target(hub: Hub, heads_folder:
     assert down.stdout.strip() == wanted, down.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", ["", "1"])
 def test_a_name_that_does_not_exist(offline: str, hub: Hub, tmp_path: Path) -> None:
     env = {"HF_HUB_OFFLINE": offline} if offline else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ ROOMS = (
 APART = {"core/": "data/", "data/": "core/", "drafters/": "budget/", "budget/": "drafters/"}  # on one floor, not linked
 
 
+@cache
 def imports(source: str) -> set[str]:
     """All modules that a file imports, inside functions too; `from selfspec.core import x` counts as both."""
     found = set()

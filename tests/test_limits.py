@@ -16,7 +16,7 @@ from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
-from selfspec.evaluation.limits import bandwidth, peak, promised, weights_of
+from selfspec.evaluation.limits import bandwidth, expected_length, peak, weights_of
 from selfspec.evaluation.starts import start_costs
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
@@ -45,19 +45,20 @@ def test_the_machine_is_measured() -> None:
     assert 1e8 < peak(torch.float32, device, 128) < 1e15
 
 
-def test_what_a_table_promises() -> None:
+def test_what_a_table_expects() -> None:
     target = Target(tiny_model())
     calibration = {"greedy": Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])}
     heads, masks = made(Medusa, target, heads=2, rank=2), made(Mask, target, masks=2, rank=2)
     for drafter in (heads, masks):
         drafter.calibration = calibration
-    assert promised(target, heads, "greedy", 1) == 1.0
-    assert promised(target, heads, "greedy", 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
-    # two of three rows are a root and a child, behind one of which one mask row rides
-    assert 1.0 < promised(target, masks, "greedy", 3) <= 1.5
-    assert promised(target, masks, "greedy", 12) < promised(target, heads, "greedy", 12)
+    assert expected_length(target, heads, "greedy", 1) == 1.0
+    assert expected_length(target, heads, "greedy", 4) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+    # two of three rows are a root and a child, behind one of which one mask slot stands
+    assert 1.0 < expected_length(target, masks, "greedy", 3) <= 1.5
+    assert expected_length(target, masks, "greedy", 12) < expected_length(target, heads, "greedy", 12)
 
 
+@pytest.mark.slow
 def test_limits_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "RESULTS.md").write_text("# Before\n<!-- limits small -->\n<!-- end -->\nafter\n")

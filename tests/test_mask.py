@@ -1,4 +1,4 @@
-"""Mask rows that ride in the verification tree: tree rows compute what they compute without them."""
+"""Mask slots in the verification tree: tree rows compute what they compute without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.mask import Layout, Mask, MaskSession, layout, ridden
+from selfspec.drafters.mask import Layout, Mask, MaskSession, layout, with_mask_slots
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
 DEPTHS = [0] * 7 + [1] * 4 + [2]  # of the mask rows that `trees` gives
@@ -26,12 +26,12 @@ def trees(vocab: int, rows: int) -> tuple[DraftTree, tuple[Tensor, ...]]:
     tokens = torch.randint(vocab, (rows, 7), generator=torch.Generator().manual_seed(0))
     parents = PARENTS.expand(rows, -1)
     scores = torch.tensor([[1.0, 0.6, 0.39, 0.33, 0.2, 0.1, 0.03]], dtype=torch.float64).expand(rows, -1)
-    return DraftTree(tokens, parents), ridden(vocab, (tokens, parents, scores), (7, 4, 1))
+    return DraftTree(tokens, parents), with_mask_slots(vocab, (tokens, parents, scores), (7, 4, 1))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tree_rows_are_the_targets_own(name: str) -> None:
-    """Logits with riders and without, in float64, behind prompts of different lengths."""
+    """Logits with mask slots and without, in float64, behind prompts of different lengths."""
     target = Target(build(name))
     drafter = made(Mask, target, masks=3, rank=4, correction=0)
     randomize(drafter)
@@ -43,11 +43,11 @@ def test_tree_rows_are_the_targets_own(name: str) -> None:
         target.forward(chain(torch.arange(18).view(2, 9) % target.vocab_size), cache, logits=False)
         cache.commit([list(range(9)), list(range(5))])
         found.append(view.forward(both, cache))
-    plain, ridden_ = found
+    plain, with_mask_slots_ = found
     assert plain.logits is not None
-    assert ridden_.logits is not None
-    torch.testing.assert_close(ridden_.logits[:, :7], plain.logits, rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(ridden_.logits[:, 7:8], plain.logits[:, :1])
+    assert with_mask_slots_.logits is not None
+    torch.testing.assert_close(with_mask_slots_.logits[:, :7], plain.logits, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(with_mask_slots_.logits[:, 7:8], plain.logits[:, :1])
 
 
 @pytest.mark.parametrize("adapter", ["lora", "vectors"])
@@ -88,8 +88,8 @@ def test_a_layout_spends_its_rows_on_what_they_bring() -> None:
         for rows in (3, 8, 24, 48):
             found = layout(table, rows)
             assert found.nodes >= 2
-            assert 1 <= sum(found.riders) <= rows - found.nodes
-            assert list(found.riders) == sorted(found.riders, reverse=True)
+            assert 1 <= sum(found.slots) <= rows - found.nodes
+            assert list(found.slots) == sorted(found.slots, reverse=True)
     # One certain token a depth: a chain of three nodes behind the root, and rows behind its end.
     assert layout(((1.0,), (1.0,), (1.0,)), 7) == Layout(4, (1, 1, 1), 3.0)
     assert layout(((1.0,), (1.0,), (1.0,)), 4) == Layout(2, (1, 0, 0), 1.0)

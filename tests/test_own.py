@@ -23,7 +23,7 @@ from selfspec.evaluation.points import read_points
 from selfspec.evaluation.tables import table
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_drafter.md").read_text(), re.DOTALL)
 BIGRAM = next(block for block in BLOCKS if "class Bigram(" in block)
 SMALL = """train.length=48 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16 train.validation_rows=4 logger=none
 train.lr=0.05 loop.steps=30 loop.batch_size=4 loop.precision=no loop.validate_every=10 loop.log_every=1"""
@@ -57,7 +57,7 @@ def failing(point, records):
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An importable package with README's drafter."""
+    """An importable package with the drafter of docs/own_drafter.md."""
     home = tmp_path_factory.mktemp("place") / "ownpkg"
     home.mkdir()
     for name, text in (("__init__", ""), ("mine", BIGRAM), ("losses", LOSS), ("columns", COLUMN)):
@@ -175,7 +175,7 @@ FLAT = (
     "DraftTree(torch.zeros(len(context.roots), 2).long() + context.roots[:, None], "
     "torch.tensor([[-1, 0]]).repeat(len(context.roots), 1))"
 )
-BROKEN = {  # message: what of README's drafter is replaced by what
+BROKEN = {  # message: what of the drafter of docs/own_drafter.md is replaced by what
     "lacks session": ("    def session(self, target, rows): return BigramSession(self)", "    pass #"),
     "lacks loss": ("    def loss(self, batch):", "    def losses(self, batch):"),
     "has no config; its __init__ has to call": (

@@ -1,4 +1,4 @@
-"""The first example of README runs; the drafter of its end is in test_own.py."""
+"""What README shows: the first example with its output, and a figure that is as old as the table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_first_example_runs(compiled: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_example_prints_what_stands_below_it(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    slow = ("engine=", 'nodes="auto"')  # which compile, and measure what passes cost
-    lines = [line for line in BLOCKS[0].splitlines() if compiled or not any(word in line for word in slow)]
-    assert len(BLOCKS[0].splitlines()) - len(lines) == (0 if compiled else 2)
-    exec(compile("\n".join(lines), "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) >= 2
+    (code,) = re.findall(r"^````python\n(.*?)^````$", README, re.DOTALL | re.MULTILINE)
+    (output,) = re.findall(r"^````text\n(.*?)^````$", README, re.DOTALL | re.MULTILINE)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == output
+
+
+def test_table_and_figure_are_of_one_run() -> None:
+    section = README.split("<!-- summary -->")[1].split("<!-- end -->")[0]
+    (stamp,) = re.findall(r"<!-- ([0-9a-f]{12}) -->", section)
+    (figure,) = re.findall(r"!\[.*?\]\((.*?)\)", section)
+    assert Image.open(ROOT / figure).text["stamp"] == stamp
+
+
+def test_prose_fits_on_a_line() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        code = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            code ^= line.startswith("```")
+            assert code or line.startswith("|") or len(line) <= 120, f"{page.name}, line {number}"

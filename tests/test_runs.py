@@ -24,7 +24,7 @@ from selfspec.data.store import Corpus, joined
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
 from selfspec.training import pace as pace_module
-from selfspec.training.config_warnings import doubts
+from selfspec.training.config_warnings import config_warnings
 from selfspec.training.loop import LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
@@ -321,7 +321,9 @@ def corpus(counted: int) -> Corpus:
     ],
 )
 def test_doubtful_settings_are_told(loop: dict[str, Any], prompts: int, counted: int, message: str | None) -> None:
-    said = list(doubts(DrafterTraining(), LoopConfig(**{"steps": 100, **loop}), corpus(counted), 1000, prompts))
+    said = list(
+        config_warnings(DrafterTraining(), LoopConfig(**{"steps": 100, **loop}), corpus(counted), 1000, prompts)
+    )
     assert len(said) == (message is not None)
     if message is not None:
         import re
@@ -331,7 +333,7 @@ def test_doubtful_settings_are_told(loop: dict[str, Any], prompts: int, counted:
 
 def test_a_corpus_without_a_counted_token_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the training tokens counts"):
-        list(doubts(DrafterTraining(), LoopConfig(), corpus(0), 1000, 64))
+        list(config_warnings(DrafterTraining(), LoopConfig(), corpus(0), 1000, 64))
 
 
 def test_what_was_typed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

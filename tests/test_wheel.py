@@ -42,12 +42,12 @@ def test_what_travels(unpacked: Path) -> None:
     assert {path.relative_to(own / "configs") for path in (own / "configs").rglob("*") if path.is_file()} == there
     assert (own / "py.typed").is_file()
     assert (own / "engine" / "kernels" / "attention.cpp").is_file()
-    assert (own / "help" / "train.txt").is_file()
     assert not (own / "assets").exists()
     commands = next(unpacked.glob("*.dist-info")) / "entry_points.txt"
     assert "selfspec = selfspec.cli.main:main" in commands.read_text()
 
 
+@pytest.mark.slow
 def test_training_and_inference_from_another_folder(unpacked: Path, tmp_path: Path, tiny_folder: str) -> None:
     """Composes from the wheel's own configs, and says how to get the embedded models, which it does not hold."""
     (tmp_path / "text").mkdir()

@@ -2,7 +2,7 @@
 
     python notebooks/experiments/verifiers.py --drafter tiny-medusa --nodes 16
 
-prints a table of acceptance lengths, which notebooks/RESULTS.md quotes.
+prints a table of acceptance lengths, which notebooks/results/verifiers_v0.2.md quotes.
 
 Each draws its drafts from the drafter's distribution and corrects for it by rejection, so that what it emits has the
 target's distribution. They are written over any numbers (float64, or fractions for the proof by enumeration in the

@@ -1,18 +1,18 @@
 """`nodes="auto"`: how many nodes pay in this pass, and whether drafting pays at all.
 
-Nothing here can change the output. The rules, each with what it rests on (figures in notebooks/RESULTS.md):
+Nothing here can change the output. The rules, each with what it rests on (figures in notebooks/results/):
 
 1. A pass runs the nodes that give it the most expected tokens per second: path probabilities, corrected by how many
-   tokens such promises brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time the draft took.
-   Trees are cut to those nodes. The correction is slow, since one text must not decide for all others (Medusa at T=0
-   went plain at 0.91x where drafting brought 1.14x).
+   accepted tokens such expectations brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time
+   the draft took. Trees are cut to those nodes. The correction is slow, since one text must not decide for all others
+   (Medusa at T=0 went plain at 0.91x where drafting brought 1.14x).
 2. A drafter is asked for about twice the nodes that recent trees kept, more would be cut; a power of two, since a
    compiled engine compiles every size.
-3. Where mask rows ride in the pass, it has the rows, a power of two, that promise the most tokens per second at the
+3. Where mask slots stand in the pass, it has the rows, a power of two, that expect the most tokens per second at the
    measured costs. Any other tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a
    quarter more than that of one node, and 8 where none does: early exit and lookahead lose more by dear passes than
    larger trees bring.
-4. From the ninth pass of a call, drafting goes on only as long as its drafted passes promise more tokens per second
+4. From the ninth pass of a call, drafting goes on only as long as its drafted passes expect more tokens per second
    than plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of
    the call is plain. Earlier calls count as 24 passes in that, for texts differ: with prompt lookup at T=0.7 some
    decode plainly at best, others three times as fast (as 96 where trees can not be cut: lookahead has to collect
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from selfspec.budget.cost import LARGEST
-from selfspec.core.contract import Accepted, Context, Drafts, Riding, Session
+from selfspec.core.contract import Accepted, Context, Drafts, MaskSlots, Session
 from selfspec.core.generate import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
@@ -39,20 +39,23 @@ _HOPE = 1.25  # speedup that drafting is believed to bring at first
 _HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
 _EARLIER = {True: 24, False: 96}  # passes that earlier calls count as when a call is judged; as above
 _LOSS = 0.9  # speedup below which a call is not even begun with drafts
-_KEEP, _STEADY = 0.99, 0.998  # weight that a pass keeps with every further pass: of times, of what promises are worth
+_KEEP, _STEADY = (
+    0.99,
+    0.998,
+)  # weight that a pass keeps with every further pass: of times, of what expectations are worth
 
 
 @dataclass
 class Experience:
     """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
-    time of passes over their measured costs; promised, kept: drafted tokens by their path probabilities, and those
-    accepted; tokens, seconds: of drafted passes, per row and at measured costs; draft, passes: seconds of drafting, and
-    how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
+    time of passes over their measured costs; expected_sum, accepted_sum: drafted tokens by their path probabilities,
+    and those accepted; tokens, seconds: of drafted passes, per row and at measured costs; draft, passes: seconds of
+    drafting, and how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
 
     calls: int = 0
     slow: float = 1.0
-    promised: float = 300.0
-    kept: float = 300.0
+    expected_sum: float = 300.0
+    accepted_sum: float = 300.0
     tokens: float = 0.0
     seconds: float = 0.0
     draft: float = 0.0
@@ -71,18 +74,18 @@ class Experience:
             return int(2 ** round(math.log2(min(LARGEST, max(8, 2 * self.size)))))
         return max((n for n in (8, 16, 32) if costs[n] <= 1.25 * costs[1]), default=8)
 
-    def expected(self, rows: int, promise: float) -> float:
-        """Tokens that a pass over trees of this promise is expected to emit."""
-        return rows + promise * self.kept / self.promised
+    def tokens_of(self, rows: int, expected: float) -> float:
+        """Tokens that a pass over trees with so many expected drafted tokens emits."""
+        return rows + expected * self.accepted_sum / self.expected_sum
 
-    def book(self, tokens: float, rows: int, promise: float, draft: float, cost: float) -> float:
+    def book(self, tokens: float, rows: int, expected: float, draft: float, cost: float) -> float:
         """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds. Returns
         what the pass is worth: tokens per row."""
-        if promise > 0:
-            self.promised = _STEADY * self.promised + promise
-            self.kept = _STEADY * self.kept + tokens - rows
+        if expected > 0:
+            self.expected_sum = _STEADY * self.expected_sum + expected
+            self.accepted_sum = _STEADY * self.accepted_sum + tokens - rows
         self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
-        worth = (self.expected(rows, promise) if self.prunable and promise > 0 else tokens) / rows
+        worth = (self.tokens_of(rows, expected) if self.prunable and expected > 0 else tokens) / rows
         self.tokens, self.seconds = _KEEP * self.tokens + worth, _KEEP * self.seconds + cost + draft
         return worth
 
@@ -129,11 +132,11 @@ class Auto:
 
 @dataclass
 class _Drafted:
-    """A pass under way: its rows and their tokens before it, what its tree promises, and its times."""
+    """A pass under way: its rows and their tokens before it, what its tree expects, and its times."""
 
     rows: int
     length: int
-    promise: float
+    expected: float
     nodes: int
     shared: bool  # whether drafting has run some of the target's layers
     ready: float  # when the draft was ready
@@ -156,7 +159,7 @@ class AutoSession:
         self.end = self.end or self.limit + max(map(len, context.tokens))
         if (last := self.last) is not None and last.rows == rows:
             draft, cost = last.draft / past.slow, self._cost(last.nodes)
-            self.tokens += past.book(length - last.length, rows, last.promise, draft, cost)
+            self.tokens += past.book(length - last.length, rows, last.expected, draft, cost)
             self.steps += (draft + cost) / self.costs[0]
         weight = _EARLIER[past.prunable]
         lost = self.tokens + weight * self.earlier < self.steps + weight
@@ -164,21 +167,23 @@ class AutoSession:
             return self._root(context)
         start, plain = clock(context.roots.device), 1 / self.costs[0]
         nodes = past.nodes(self.costs)
-        if isinstance(riding := self.inner, Riding):
-            trust, mode = past.kept / past.promised, context.mode
-            nodes = max((4, 8, 16, 32, LARGEST), key=lambda n: (1 + trust * riding.promised(mode, n)) / self.costs[n])
+        if isinstance(masked := self.inner, MaskSlots):
+            trust, mode = past.accepted_sum / past.expected_sum, context.mode
+            nodes = max(
+                (4, 8, 16, 32, LARGEST), key=lambda n: (1 + trust * masked.expected_drafted(mode, n)) / self.costs[n]
+            )
         asked = replace(context, nodes=nodes, rate=plain / past.slow)
-        tree, promise = self.inner.propose(asked), 0.0
+        tree, expected = self.inner.propose(asked), 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             past.prunable = tree.prunable
-            tree, promise = self._cut(tree, (clock(context.roots.device) - start) / past.slow)
+            tree, expected = self._cut(tree, (clock(context.roots.device) - start) / past.slow)
         nodes = tree.tokens.shape[1]
         left = rows * min(nodes, max(1, self.end - max(map(len, context.tokens))))
         usual = past.draft / past.passes if past.passes else 0.0
-        tokens = min(left, past.expected(rows, promise))
+        tokens = min(left, past.tokens_of(rows, expected))
         self._expect(nodes, tokens, (self._cost(nodes) + usual) * rows * plain)
         ready = clock(context.roots.device)
-        self.last = _Drafted(rows, length, promise, nodes, tree.start > 0, ready, ready - start)
+        self.last = _Drafted(rows, length, expected, nodes, tree.start > 0, ready, ready - start)
         return tree
 
     def _cost(self, nodes: int) -> float:
@@ -201,17 +206,17 @@ class AutoSession:
 
     def _cut(self, tree: DraftTree, spent: float) -> tuple[DraftTree, float]:
         """The best nodes of a tree, as many as give this pass the most tokens per second, `spent` seconds of drafting
-        included (rule 1), and the drafted tokens they promise."""
+        included (rule 1), and the drafted tokens they expect."""
         assert tree.scores is not None
         scores = tree.scores.expand_as(tree.tokens).tolist()
         # Parents come before their children and have no smaller probability: with a stable sort none is missing.
         order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in scores]
-        trust = self.past.kept / self.past.promised
-        best, worth, promise, total = 1, 0.0, 0.0, 0.0
+        trust = self.past.accepted_sum / self.past.expected_sum
+        best, worth, expected, total = 1, 0.0, 0.0, 0.0
         for n in range(1, min(len(order[0]), LARGEST) + 1):
             total += sum(row[at[n - 1]] for row, at in zip(scores, order, strict=True)) if n > 1 else 0.0
             if (rate := (len(scores) + trust * total) / (spent + self.costs[n])) > worth:
-                best, worth, promise = n, rate, total
+                best, worth, expected = n, rate, total
         self.past.size = 0.9 * self.past.size + 0.1 * best
         if not tree.prunable or best == len(order[0]):
             return tree, total
@@ -224,7 +229,7 @@ class AutoSession:
         cut = DraftTree(tree.tokens.gather(1, kept), parents, tree.scores.expand_as(tree.tokens).gather(1, kept))
         if tree.sources is not None:
             cut = cut.with_sources([[s[n] for n in at] for s, at in zip(tree.sources, chosen, strict=True)])
-        return cut, promise
+        return cut, expected
 
     def observe(self, accepted: Accepted) -> None:
         if self.inner is None:

@@ -310,7 +310,8 @@ tags: [speculative-decoding, {meta["kind"]}]
 # {meta["kind"]} drafter for {target}
 
 Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
-many passes the target takes, never which tokens it emits.
+many passes the target takes. In float32 every token is that of plain decoding with the same seed;
+in bfloat16 a near-tie of the target's logits can fall either way.
 
 ```python
 import selfspec

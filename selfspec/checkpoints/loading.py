@@ -69,6 +69,10 @@ def load_target(
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype="auto", revision=revision, config=config, **loading
             )
+        except TypeError as error:  # of the model's constructor, which names itself and not the argument's giver
+            if not loading or "unexpected keyword" not in str(error):
+                raise
+            raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
         except SafetensorError as error:
             raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
     else:

@@ -18,7 +18,7 @@ class Command:
 
 
 COMMANDS = {
-    "complete": Command("complete a prompt by speculative decoding", "'def fib(n):' --color"),
+    "complete": Command("complete a prompt by speculative decoding", "'Once upon a time' --color"),
     "train": Command(
         "train a drafter on a frozen target", "+experiment=demo name=mine", "train/heads.py", "train", trains=True
     ),

@@ -40,6 +40,7 @@ from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
+from selfspec.evaluation.summary import write_summary
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, section, write_section, write_text
@@ -176,7 +177,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"
     if run.compare.results is not None:
         section(Path(run.compare.results), place)  # refused before anything is measured
-    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results")
+    if run.compare.summary is not None:
+        section(Path(run.compare.summary), "summary")
+    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results", "summary")
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
     free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
@@ -214,6 +217,8 @@ def _comparison(
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
         text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")
+        if run.compare.summary is not None:
+            write_summary(measured, target.name, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))
         for row in rows:
             log.write(row)
         log.images(plot_comparison(rows, folder))
@@ -293,8 +298,9 @@ def run_report(config: DictConfig) -> None:
         print(f"{len(broken)} of {len(points) + len(broken)} runs skipped")
     if not points:
         raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
-    text = f"{table(points)}\n\n{group_table(points)}"
-    write_text(folder / "table.md", text + "\n")
+    whole = any("all" in point["config"]["decode"].get("columns", ()) for point in points)
+    text = f"{table(points, brief=not whole)}\n\n{group_table(points)}"
+    write_text(folder / "table.md", f"{table(points)}\n\n{group_table(points)}\n")
     plot_points(points, folder)
     print(f"\n{text}\n{folder}")
 

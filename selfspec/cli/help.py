@@ -38,29 +38,23 @@ def config_folder() -> Path:
 
 
 @cache
-def _sources() -> tuple[dict[str, ast.ClassDef], dict[str, str]]:
-    """All dataclasses of the package by name, and the constants that their files name."""
-    classes: dict[str, ast.ClassDef] = {}
-    constants: dict[str, str] = {}
-    for path in PACKAGE.rglob("*.py"):
-        if "@dataclass" not in (text := path.read_text()):
-            continue
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                constants[ast.unparse(node.target)] = ast.unparse(node.value)
-            elif isinstance(node, ast.Assign):
-                names, values = [node.targets[0]], [node.value]
-                if isinstance(names[0], ast.Tuple) and isinstance(values[0], ast.Tuple):
-                    names, values = names[0].elts, values[0].elts
-                constants |= {ast.unparse(n): ast.unparse(v) for n, v in zip(names, values, strict=True)}
-    return classes, constants
+def _classes() -> dict[str, ast.ClassDef]:
+    """All dataclasses of the package by name."""
+    texts = [text for path in PACKAGE.rglob("*.py") if "@dataclass" in (text := path.read_text())]
+    return {node.name: node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def _constant(name: str) -> ast.expr:
+    """The value of a constant of the package, which stands on one line."""
+    texts = (path.read_text() for path in PACKAGE.rglob("*.py"))
+    lines = (re.search(rf"^{name}(?:: [^=]+)? = (.+)$", text, re.MULTILINE) for text in texts)
+    return ast.parse(next(line[1] for line in lines if line), mode="eval").body
 
 
 def _line(name: str) -> list[ast.ClassDef]:
     """A dataclass and those it derives from, the first of them first."""
-    classes = _sources()[0]
+    classes = _classes()
     bases = [base for base in map(ast.unparse, classes[name].bases) if base in classes]
     return [*(node for base in bases for node in _line(base)), classes[name]]
 
@@ -82,11 +76,12 @@ def _default(value: ast.expr) -> str:
             return _default(made.body)
         return {"list": "[]", "dict": "{}"}.get(ast.unparse(made), "")
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "list":  # of a constant
-        value = ast.parse(_sources()[1][ast.unparse(value.args[0])], mode="eval").body
+        value = _constant(ast.unparse(value.args[0]))
         names = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
         return f"[{','.join(ast.unparse(name) for name in names if name is not None)}]".replace("'", "")
     text = ast.unparse(value)
-    text = _sources()[1].get(text, text) if isinstance(value, ast.Name) and text not in _YAML else text
+    if isinstance(value, ast.Name) and text not in _YAML:
+        text = ast.unparse(_constant(text))
     return _YAML.get(text, text.strip("'\"")).replace("'", "").replace(", ", ",")
 
 
@@ -109,7 +104,7 @@ def options(name: str, prefix: str = "") -> list[Row]:
     """All fields of a dataclass, those of inner ones included."""
     rows: list[Row] = []
     for field, (kind, default) in fields(name).items():
-        if kind in _sources()[0]:
+        if kind in _classes():
             rows += options(kind, f"{prefix}{field}.")
         else:
             rows.append((f"{prefix}{field}={default}", described(name).get(field, "")))

@@ -30,8 +30,7 @@ Task = Callable[[DictConfig, Path], None]
 
 def launch(name: str, config_name: str, trains: bool) -> None:
     """Run a command with the arguments in sys.argv: once, or as a sweep."""
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()  # of loading weights
+    transformers.utils.logging.disable_progress_bar()  # of loading weights
     register(drafters=trains)
     with clear_errors():
         given = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
@@ -98,12 +97,13 @@ def _report(figures: Figures, folder: Path) -> None:
     for mode in ("greedy", "sampled"):
         top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
-        print(f"{mode:8} top-1 by depth {top1}; promised acceptance length {tau}")
+        print(f"{mode:8} top-1 by depth {top1}; expected acceptance length {tau}")
         if (found := figures[mode].get("decoded")) is not None:
             share = found / figures[mode]["tau"]["16"]
-            print(f"{mode:8} decoded with 16 nodes {found:.2f}, {share:.2f} of what is promised")
+            print(f"{mode:8} decoded with 16 nodes {found:.2f}, {share:.2f} of what was expected")
     if "step_over_forward" in figures:
-        print(f"one step costs {figures['step_over_forward']:.2f} bare target forwards")
+        ratio = figures["step_over_forward"]
+        print(f"training step: {ratio:.1f}x the time of a target forward over the same batch")
     print(f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_hash'][:12]})")
     if "kept_step" in figures:
         print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
@@ -134,7 +134,8 @@ def target(config: DictConfig, folder: Path) -> None:
 def decode(config: DictConfig, folder: Path) -> None:
     point = measures.run_decode(config, folder, _title(config))
     labelled([point])
-    print(table([point]), f"\n{folder}")
+    write_text(folder / "table.md", table([point]) + "\n")
+    print(f"{table([point], brief='all' not in config.decode.columns)}\nall columns: {folder / 'table.md'}")
 
 
 @_task

@@ -60,7 +60,8 @@ def overview() -> str:
     lines = [f"  {name:<{width}}  {command.what}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "selfspec: self-speculative decoding in one frozen model; drafters change the speed, never the output\n",
+            "selfspec: self-speculative decoding in one frozen model. The output is that of plain decoding: token by\n"
+            "token in float32, up to rounding of near-ties in bfloat16\n",
             *lines,
             "\nselfspec COMMAND --help: its options, and an example. selfspec --version",
         ]

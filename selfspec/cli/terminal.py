@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from selfspec import __version__
 
@@ -13,16 +14,38 @@ DIM, RESET = "\033[2m", "\033[0m"
 COLORS = ("\033[32m", "\033[36m", "\033[35m", "\033[33m")  # green, cyan, magenta, yellow
 
 
-def _number_or_auto(text: str) -> int | str:
-    if text != "auto" and not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number or auto")
-    return text if text == "auto" else int(text)
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments end in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 
 
-def _parser(name: str, told: str, example: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _nodes(text: str) -> int | str:
+    if text == "auto" or (text.isdigit() and 1 <= int(text) <= 1024):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text} must be auto, or lie between 1 and 1024")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        if (value := float(text)) == 0 or 1e-4 <= value < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} must be 0 (greedy) or at least 0.0001, and finite")
+
+
+def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
+    parser = _Parser(
         prog=f"selfspec {name}",
-        description=told,
+        description=what,
         epilog=f"Example: selfspec {name} {example}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -42,7 +65,7 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
     parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
     parser.add_argument("--dtype", default="float32", help="in which it is checked")
-    parser.add_argument("--nodes", type=_number_or_auto, help="of the draft tree, with --to transformers")
+    parser.add_argument("--nodes", type=_nodes, help="of the draft tree, with --to transformers")
     args = parser.parse_args(arguments)
 
     from selfspec.integrations.export import export
@@ -81,7 +104,7 @@ def complete(arguments: list[str]) -> None:
     parser = _parser(
         "complete",
         "Complete a prompt by speculative decoding.",
-        "'def fib(n):' --drafter tiny-medusa+prompt_lookup --color",
+        "'Which is larger, 9 or 7?' --chat --drafter tiny-medusa+prompt_lookup --color",
     )
     parser.add_argument("prompt", help="text to go on from")
     parser.add_argument(
@@ -93,14 +116,14 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target: auto, float32, bfloat16, float16 or float64")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, through the target's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="at most so many")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens")
+    parser.add_argument("--max-new-tokens", type=_positive, default=128, help="at most so many")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=_positive, help="draw among the k likeliest tokens")
     parser.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this probability together")
     parser.add_argument("--min-p", type=float, help="draw among tokens of at least this share of the likeliest's")
     parser.add_argument("--stop", action="append", help="text behind which it ends; may be given several times")
     parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
-    parser.add_argument("--nodes", type=_number_or_auto, help="largest draft tree, root included, or auto (unset: 16)")
+    parser.add_argument("--nodes", type=_nodes, help="largest draft tree, root included, or auto (unset: 16)")
     parser.add_argument("--engine", default="eager", help="eager or compiled")
     parser.add_argument("--color", action="store_true", help="drafted tokens in colour, one for each drafter")
     parser.add_argument("--trace", metavar="FILE", help="write what every pass did to this file, as lines of JSON")
@@ -109,8 +132,12 @@ def complete(arguments: list[str]) -> None:
     )
     args = parser.parse_args(arguments)
 
+    from transformers.utils import logging
+
     import selfspec
     from selfspec.utils.errors import one_line_errors
+
+    logging.disable_progress_bar()  # of loading weights
 
     with one_line_errors():
         if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
@@ -129,6 +156,7 @@ def complete(arguments: list[str]) -> None:
             for piece in pieces:
                 print(piece, end="", flush=True)
             print()
+            print(f"{dim}{spec.target.exactness}{reset}", file=sys.stderr)
             return
         result = spec.generate(prompt, **options, trace=True)
         assert result.trace is not None
@@ -141,6 +169,6 @@ def complete(arguments: list[str]) -> None:
         parts = [(token.text, colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()]
         print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
         legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
-        print(f"{DIM}{result.stats}; drafted by {legend}{RESET}", file=sys.stderr)
+        print(f"{DIM}{result.stats}; drafted by {legend}\n{spec.target.exactness}{RESET}", file=sys.stderr)
         if result.forecast is not None:
             print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)

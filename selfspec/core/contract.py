@@ -89,11 +89,11 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class Riding(Protocol):
-    """A session whose rows ride in the tree that is verified, whoever drafted it: `propose` is `ride` on its own
-    `draft`."""
+class MaskSlots(Protocol):
+    """A session that puts mask slots into the tree that is verified, whoever drafted it: `propose` is `add_slots` on
+    its own `draft`."""
 
-    def promised(self, mode: str, rows: int) -> float:
+    def expected_drafted(self, mode: str, rows: int) -> float:
         """Tokens that a pass of so many rows, in a decoding mode, is expected to draft rightly."""
         ...
 
@@ -101,7 +101,7 @@ class Riding(Protocol):
         """A tree without such rows, for a budget of `context.nodes` with them."""
         ...
 
-    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
+    def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         """The tree with as many such rows as `context.nodes` leaves room for, which the pass must run as it is."""
         ...
 

@@ -105,7 +105,7 @@ def tree_pass(
     if parents is None:
         below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
     else:
-        below = ancestors(parents)[:, : ran + nodes]
+        below = ancestors(parents)[:, : ran + nodes, : ran + nodes]
     start = kv.lengths[:, None]
     depth, masks = tree_masks(below, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
     cache = pass_cache(kv, start + torch.arange(ran, ran + nodes, device=tokens.device), hidden)
@@ -223,6 +223,14 @@ class Target:
         if self._tuples is None:
             self._tuples = returns_tuples(self.model)
         return self._tuples
+
+    @property
+    def exactness(self) -> str:
+        """What holds of speculative output in this dtype, as a line for users."""
+        name = str(self.dtype).removeprefix("torch.")
+        if self.dtype.itemsize >= 4:
+            return f"{name}: the tokens of plain decoding"
+        return f"{name}: the tokens of plain decoding up to rounding of near-ties (float32: always)"
 
     @property
     def compiled(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '" + END + "' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "function_call", "observation"}
+ROLE_NAMES |= {"ipython", "environment", "context"}  # of templates
 _NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
 
 
@@ -35,7 +38,12 @@ def message(turn: Any, place: str) -> dict[str, str]:
         if isinstance(role, str) and isinstance(content, str):
             if any(0xD800 <= ord(character) < 0xE000 for character in content):
                 raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
-            return {"role": _NAMES.get(role.lower(), role.lower()), "content": content}
+            name = _NAMES.get(role.lower(), role.lower())
+            if name not in ROLE_NAMES:
+                near = difflib.get_close_matches(name, [*ROLE_NAMES, *_NAMES], 1)
+                hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
+                raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
+            return {"role": name, "content": content}
     raise ValueError(
         f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
     )
@@ -107,8 +115,8 @@ def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str)
         if (found := text.find(content, max(done, start))) < 0:
             continue  # a template may leave a message out
         end = found + len(content)
-        if tokenizer.eos_token and text.startswith(tokenizer.eos_token, end):
-            end += len(tokenizer.eos_token)
+        if tokenizer.eos_token and (tail := re.compile(r"\s*" + re.escape(tokenizer.eos_token)).match(text, end)):
+            end = tail.end()  # an answer may end in a space
         yield text[done:found], False
         yield text[found:end], True
         done = end

@@ -161,7 +161,7 @@ def _encodable(text: str, place: str) -> None:
 
 def files_of(path: object) -> list[Path]:
     """Files by their paths, or by patterns. Raises ValueError for what is neither."""
-    given = path if isinstance(path, list) else [path]
+    given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     found = list[Path]()
     for one in given:
         names = sorted(glob.glob(one)) if isinstance(one, str) and not Path(one).is_file() else [one]
@@ -284,6 +284,8 @@ def parse(line: str, place: str) -> dict[str, Any]:
     """A line as a JSON object. Raises ValueError that names the place."""
     try:
         record = json.loads(line, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: not JSON ({error.msg} at character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON ({error})") from error
     if not isinstance(record, dict):

@@ -91,11 +91,12 @@ class Drafter(nn.Module, ABC):
     `EarlyExit(target, config)`; for a class of another package the kind is its path, `package.module.Class`. The
     annotation of `config` names its config. Parameters that require gradients and buffers of the drafter itself are
     what is saved; target weights it reuses are views (the target's tensors themselves, frozen). `reads` are the target
-    layers whose outputs it wants to see.
+    layers whose outputs it wants to see; `prunable`: whether its trees may be cut and mixed with those of others.
     """
 
     config: DrafterConfig
     reads: tuple[int, ...] = ()
+    prunable: bool = True
 
     def __init__(self, config: DrafterConfig, calibration: dict[str, Calibration]) -> None:
         super().__init__()

@@ -61,6 +61,7 @@ class EarlyExit(Trained):
     """
 
     config: EarlyExitConfig
+    prunable = False  # its nodes are in the target's cache already
 
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         """Raises ValueError for an exit outside 1..L-1."""

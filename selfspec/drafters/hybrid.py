@@ -2,9 +2,9 @@
 
 Equal paths are one path. Every node carries the probability its sources give it: what was measured in advance for
 trained drafters, what has been counted while decoding for n-grams; the best nodes of all make the tree. Trained members
-are only asked where the others promise fewer tokens than the trained ones usually do, so that copied text costs no
-drafting; where the rate of plain decoding is known (`nodes="auto"`), only where what they usually add is worth the time
-they take.
+are only asked where the others expect fewer accepted tokens than the trained ones usually do, so that copied text
+costs no drafting; where the rate of plain decoding is known (`nodes="auto"`), only where what they usually add is
+worth the time they take.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from selfspec.core.contract import Accepted, Context, Riding, Session
-from selfspec.core.generate import speculative
-from selfspec.core.options import Options
+from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
@@ -45,19 +43,19 @@ class Hybrid(Drafter):
         proposed them."""
         super().__init__(HybridConfig(list(members)), {})
         for name, member in members.items():
-            if isinstance(member, Hybrid) or not _mixes(target, member):
+            if isinstance(member, Hybrid) or not member.prunable:
                 raise ValueError(
                     f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as "
                     "it was proposed; leave it out"
                 )
-        if len(riding := [n for n, m in members.items() if isinstance(m.session(target, 1), Riding)]) > 1:
+        if len(masked := [n for n, m in members.items() if isinstance(m.session(target, 1), MaskSlots)]) > 1:
             raise ValueError(
-                f"drafters {' and '.join(riding)} both ride in the tree that is verified; take one of them"
+                f"drafters {' and '.join(masked)} both put mask slots into the tree that is verified; take one of them"
             )
         self.members = dict(members)  # a dict, not a ModuleDict: nothing of them is trained or saved here
         self.reads = tuple(sorted({layer for member in members.values() for layer in member.reads}))
         free = [name for name, member in members.items() if not isinstance(member, Trained)]
-        self._order = (*free, *riding, *(name for name in members if name not in (*free, *riding)))
+        self._order = (*free, *masked, *(name for name in members if name not in (*free, *masked)))
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -66,40 +64,15 @@ class Hybrid(Drafter):
     def session(self, target: Target, rows: int) -> HybridSession:
         made = {name: self.members[name].session(target, rows) for name in self.sources}
         free = [session for name, session in made.items() if not isinstance(self.members[name], Trained)]
-        riding = next((session for session in made.values() if isinstance(session, Riding)), None)
-        trained = [session for session in made.values() if session is not riding and session not in free]
-        return HybridSession(free, trained, rows, riding)
+        masked = next((session for session in made.values() if isinstance(session, MaskSlots)), None)
+        trained = [session for session in made.values() if session is not masked and session not in free]
+        return HybridSession(free, trained, rows, masked)
 
     def train(self, mode: bool = True) -> Hybrid:
         super().train(mode)
         for member in self.members.values():
             member.train(mode)
         return self
-
-
-class _Watched:
-    """A drafter with one session, itself, that notes whether its trees can be pruned."""
-
-    def __init__(self, drafter: Drafter, target: Target) -> None:
-        self.reads, self.inner, self.prunable = drafter.reads, drafter.session(target, 1), True
-
-    def session(self, target: Target, rows: int) -> Session:
-        return self
-
-    def propose(self, context: Context) -> DraftTree:
-        tree = self.inner.propose(context)
-        self.prunable &= tree.prunable
-        return tree
-
-    def observe(self, accepted: Accepted) -> None:
-        self.inner.observe(accepted)
-
-
-def _mixes(target: Target, drafter: Drafter) -> bool:
-    """Whether a drafter's trees can be cut and mixed: seen from a few passes behind a short prompt."""
-    watched = _Watched(drafter, target)
-    speculative(target, [[0, 1, 0, 1]], Options(4), watched, 8)
-    return watched.prunable or isinstance(watched.inner, Riding)
 
 
 class _Row:
@@ -180,12 +153,13 @@ class _Row:
 
 class HybridSession:
     """What one call keeps: the members' sessions, what sources were worth in each row, and what the trained members
-    promised and took of late. riding: one whose drafts come with the pass before, and cost no time of their own."""
+    expected and took of late. masked: one whose drafts come from mask slots of the pass before, and cost no time of
+    their own."""
 
-    def __init__(self, free: list[Session], trained: list[Session], rows: int, riding: Session | None = None) -> None:
-        self.free, self.trained, self.riding = free, trained, riding
+    def __init__(self, free: list[Session], trained: list[Session], rows: int, masked: Session | None = None) -> None:
+        self.free, self.trained, self.masked = free, trained, masked
         self.rows = [_Row() for _ in range(rows)]
-        self.usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens promised and seconds taken, fading
+        self.usual = [0.0, 0.0, 0.0]  # of the trained members: passes, tokens expected and seconds taken, fading
         self.asked = self.rested = 0  # times they were asked; passes since
 
     def propose(self, context: Context) -> DraftTree:
@@ -193,31 +167,31 @@ class HybridSession:
             row.learn(tokens)
         trees = [_lists(session.propose(context)) for session in self.free]
         nodes, least = context.nodes, 1
-        if isinstance(self.riding, Riding):
-            drafted = self.riding.draft(context)
+        if isinstance(self.masked, MaskSlots):
+            drafted = self.masked.draft(context)
             trees.append(_lists(drafted))
-            nodes = least = max(drafted.tokens.shape[1], nodes // 2)  # of one size; the rest of the rows ride
-        promised = max((_promise(found) for found in trees), default=0.0)
-        if self.trained and (not trees or not self._rests(promised, context.rate)):
+            nodes = least = max(drafted.tokens.shape[1], nodes // 2)  # of one size; the rest of the rows are mask slots
+        expected = max((_expected(found) for found in trees), default=0.0)
+        if self.trained and (not trees or not self._rests(expected, context.rate)):
             start = time.perf_counter()
             asked = [_lists(session.propose(context)) for session in self.trained]
             if any(len(found[0][0]) > 1 for found in asked):  # roots alone: nothing was read of the prompt yet
                 self.asked += 1
                 if self.asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
-                    now = (1, max(map(_promise, asked)), time.perf_counter() - start)
+                    now = (1, max(map(_expected, asked)), time.perf_counter() - start)
                     self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
             trees += asked
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
         merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts], least=least)
-        tree = self.riding.ride(merged, context) if isinstance(self.riding, Riding) else merged
+        tree = self.masked.add_slots(merged, context) if isinstance(self.masked, MaskSlots) else merged
         width = merged.tokens.shape[1]
         return tree.with_sources([row.sources + [0] * (width - len(row.sources)) for row in self.rows])
 
-    def _rests(self, promised: float, rate: float) -> bool:
-        """Whether the trained members are left alone in this pass, in which the others promise so many tokens per row.
-        rate: tokens per second and row of plain decoding."""
+    def _rests(self, expected: float, rate: float) -> bool:
+        """Whether the trained members are left alone in this pass, in which the others expect so many accepted tokens
+        per row. rate: tokens per second and row of plain decoding."""
         count, tokens, seconds = self.usual
-        if self.asked < 2 or tokens - count * promised > promised * rate * seconds or self.rested >= _RESTED:
+        if self.asked < 2 or tokens - count * expected > expected * rate * seconds or self.rested >= _RESTED:
             self.rested = 0
             return False
         self.rested += 1
@@ -225,12 +199,12 @@ class HybridSession:
 
     def observe(self, accepted: Accepted) -> None:
         self.rows = [self.rows[row] for row in accepted.rows]
-        for session in (*self.free, *self.trained, *([] if self.riding is None else [self.riding])):
+        for session in (*self.free, *self.trained, *([] if self.masked is None else [self.masked])):
             session.observe(accepted)
 
 
-def _promise(found: list[ListTree]) -> float:
-    """Tokens that trees promise, per row."""
+def _expected(found: list[ListTree]) -> float:
+    """Accepted tokens that trees expect, per row."""
     return sum(sum(probs) for _, _, probs in found) / len(found)
 
 

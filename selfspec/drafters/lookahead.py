@@ -1,6 +1,6 @@
 """Lookahead decoding (arXiv 2402.02057): the target guesses far ahead in parallel, and what it guessed becomes n-grams.
 
-A window of `window` columns and ngram - 1 levels rides along in every pass. Level 0 is a chain behind the root; each
+A window of `window` columns and ngram - 1 levels stands in every pass. Level 0 is a chain behind the root; each
 later level's column hangs below the same column of the level before, one position further on. What the target picks
 behind the last level is the next level (Jacobi iteration), and every column's diagonal is an n-gram for the pool.
 Drafts are the pool's n-grams that begin with the root's token. In the paper a mask of its own holds the window; here it
@@ -120,6 +120,7 @@ class Lookahead(Drafter):
     pass."""
 
     config: LookaheadConfig
+    prunable = False  # some nodes work for later passes
 
     def __init__(self, target: Target, config: LookaheadConfig) -> None:
         """Raises ValueError for an n-gram longer than the target's context."""

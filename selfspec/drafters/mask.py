@@ -1,11 +1,11 @@
-"""Mask tokens that ride in the verification tree: the pass that verifies one draft writes the next.
+"""Mask tokens in the verification tree: the pass that verifies one draft writes the next.
 
-Behind some nodes v of the draft tree ride mask rows, seen by nothing else. Row j of a group stands j positions behind
-v, reads the kept text, v's path and the rows before it, and forecasts the token at one position more. On these rows
-alone an adapter is active (`parts/gated.py`). Where the walk ends, the rows behind that node are the next draft: a
-forecast for each depth, corrected by the parent token, which is known by then.
+Behind some nodes v of the draft tree stand mask slots, seen by nothing else. Slot j of a group stands j positions
+behind v, reads the kept text, v's path and the rows before it, and forecasts the token at one position more. On these
+rows alone an adapter is active (`parts/gated.py`). Where the walk ends, the rows behind that node are the next draft:
+a forecast for each depth, corrected by the parent token, which is known by then.
 
-Nearest work: BiTA (arXiv 2401.12522) and parallel prompt decoding (2405.18628) ride with trained prompt embeddings
+Nearest work: BiTA (arXiv 2401.12522) and parallel prompt decoding (2405.18628) use trained prompt embeddings
 alone; UNO (2609.04010) has an adapter on the rows, in a pass of its own; mask-token probing (2603.17942) trains
 nothing.
 """
@@ -31,18 +31,18 @@ from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked
 from selfspec.drafters.parts.static_tree import Acceptance, static_tree
 from selfspec.drafters.parts.tree_function import drafted_by
 
-MOST = 64  # mask rows of a group; the last of them would forecast a token that far away
+MOST = 64  # mask slots of a group; the last of them would forecast a token that far away
 
 
 @dataclass
 class MaskConfig(DrafterConfig):
-    """masks: K, rows of a group at most; passes: 1, mask rows ride in the pass that verifies, or 2, they have a pass of
-    their own behind the root; adapter: of mask rows, lora, or vectors (a scale and a bias for each mask and map); rank:
-    of the LoRA, 0 for no adapter and masks that are not trained; maps: names of the linear maps of the target's layers
-    that the adapter is put into (None: the last of each block, which is what attention and MLP write); correction: rank
-    of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a node with less
-    path probability is not expanded; anchors: groups per row of a batch in training; loss: kl,
-    ce, tv, lk, accept, or a function of yours; depth_decay: weight of each row's loss relative to the one before it.
+    """masks: K, rows of a group at most; passes: 1, mask slots stand in the pass that verifies, or 2, they have a pass
+    of their own behind the root; adapter: of mask slots, lora, or vectors (a scale and a bias for each mask and map);
+    rank: of the LoRA, 0 for no adapter and masks that are not trained; maps: names of the linear maps of the target's
+    layers that the adapter is put into (None: the last of each block, which is what attention and MLP write);
+    correction: rank of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a
+    node with less path probability is not expanded; anchors: groups per row of a batch in training; loss: kl, ce, tv,
+    lk, accept, or a function of yours; depth_decay: weight of each row's loss relative to the one before it.
 
     Raises ValueError for values outside their range.
     """
@@ -76,11 +76,11 @@ class MaskConfig(DrafterConfig):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the rows of a pass are shared out: nodes, of the draft tree, root included; riders: how many nodes have a
-    first, second, ... mask row behind them; drafted: tokens expected to be drafted rightly."""
+    """How the rows of a pass are shared out: nodes, of the draft tree, root included; slots: how many nodes have a
+    first, second, ... mask slot behind them; drafted: tokens expected to be drafted rightly."""
 
     nodes: int
-    riders: tuple[int, ...]
+    slots: tuple[int, ...]
     drafted: float = 0.0
 
 
@@ -89,7 +89,7 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
     """The layout that is expected to emit most, by acceptance rates.
 
     A pass emits, beside the bonus token, the probability that its walk gets to depth d, times the probability that the
-    walk before ended at a node with a d-th mask row behind it; summed over d. For every number of nodes the mask rows
+    walk before ended at a node with a d-th mask slot behind it; summed over d. For every number of nodes the mask slots
     are given best first to the likeliest ends of walks; the best of all is taken.
     """
     best, found = 0.0, Layout(rows, (0,) * len(acceptance))
@@ -104,8 +104,8 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
         gains = [(-end * deep[j], j) for end in ends for j in range(len(acceptance)) if end * deep[j] > 0]
         taken = sorted(gains)[: rows - count]
         if (worth := -sum(gain for gain, _ in taken)) > best:
-            riders = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
-            best, found = worth, Layout(count, riders, worth)
+            slots = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
+            best, found = worth, Layout(count, slots, worth)
     return found
 
 
@@ -203,10 +203,10 @@ class Mask(Trained):
 
 
 def tree_of(
-    drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, riders: tuple[int, ...]
+    drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, slots: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """A tree behind roots, and where asked for mask rows in it as `ridden` gives them; see `drafted_by`. logits:
-    [B, N, V] of a pass; rows: int64 [B, K], which of its rows forecasts each depth, -1 where none does."""
+    """A tree behind roots, and where asked for mask slots in it as `with_mask_slots` gives them; see `drafted_by`.
+    logits: [B, N, V] of a pass; rows: int64 [B, K], which of its rows forecasts each depth, -1 where none does."""
     known = rows >= 0
     forecast = logits.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
 
@@ -216,14 +216,15 @@ def tree_of(
         return logits.masked_fill(~known[:, d, None, None], -1e9), None
 
     nodes = grow(growth, step, drafter.depth, ranking).best()
-    return ridden(drafter.vocab, nodes, riders) if riders else nodes
+    return with_mask_slots(drafter.vocab, nodes, slots) if slots else nodes
 
 
-def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A tree with mask rows behind the nodes at which the walk ends most likely: behind riders[j] of them a j-th row.
+def with_mask_slots(vocab: int, nodes: Nodes, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A tree with mask slots behind the nodes at which the walk ends most likely: behind slots[j] of them a j-th row.
 
-    Returns tokens, parents and scores [B, N + R], and for each mask row the node of its group, int64 [B, R]. Rows stand
-    depth by depth, so that parents come first. Spare nodes, whose parent is -1, carry none while others are left.
+    Returns tokens, parents and scores [B, N + R], and for each mask slot the node of its group, int64 [B, R]. Rows
+    stand depth by depth, so that parents come first. Spare nodes, whose parent is -1, carry none while others are
+    left.
     """
     tokens, parents, scores = nodes
     count = tokens.shape[1]
@@ -232,7 +233,7 @@ def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, T
     ends = torch.cat([ends[:, :1], ends[:, 1:] - (1 - drafted)], 1)
     order = ends.argsort(dim=1, descending=True, stable=True)
     made, above, hosts, last, first = [tokens], [parents], [order[:, :0]], order, count
-    for j, wanted in enumerate(riders):
+    for j, wanted in enumerate(slots):
         if not (width := min(wanted, count)):
             break
         made.append(torch.full_like(order[:, :width], vocab + j))
@@ -244,10 +245,10 @@ def ridden(vocab: int, nodes: Nodes, riders: tuple[int, ...]) -> tuple[Tensor, T
     return torch.cat(made, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), torch.cat(hosts, 1)
 
 
-def _fitting(riders: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """As many mask rows as fit: of a layout with more, those of the last depths go first."""
+def _fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
+    """As many mask slots as fit: of a layout with more, those of the last depths go first."""
     kept = []
-    for count in riders:
+    for count in slots:
         kept.append(min(count, room))
         room -= kept[-1]
     return tuple(kept)
@@ -255,8 +256,9 @@ def _fitting(riders: tuple[int, ...], room: int) -> tuple[int, ...]:
 
 class MaskSession:
     """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: for each of the batch, the
-    row of that pass that forecasts each depth, -1 where none does; sources: for each of the batch whose mask rows these
-    are; groups: for each of the batch and node of the last tree its mask rows, by index; parents: of its nodes."""
+    row of that pass that forecasts each depth, -1 where none does; sources: for each of the batch whose mask slots
+    these are; groups: for each of the batch and node of the last tree its mask slots, by index; parents: of its nodes.
+    """
 
     def __init__(self, drafter: Mask) -> None:
         self.drafter = drafter
@@ -268,18 +270,18 @@ class MaskSession:
 
     def propose(self, context: Context) -> DraftTree:
         if self.logits is None or context.nodes == 1:
-            return self.ride(chain(context.roots[:, None]), context)
-        riders = self._layout(context.mode, context.nodes).riders
-        if not any(riders):
-            return self.ride(self.draft(context), context)
-        return self._riding(riders, *self._drafted(self.logits, context, riders))
+            return self.add_slots(chain(context.roots[:, None]), context)
+        slots = self._layout(context.mode, context.nodes).slots
+        if not any(slots):
+            return self.add_slots(self.draft(context), context)
+        return self._with_slots(slots, *self._drafted(self.logits, context, slots))
 
     def draft(self, context: Context) -> DraftTree:
         if self.logits is None or context.nodes == 1:
             return chain(context.roots[:, None])
         return trusted(*self._drafted(self.logits, context, ()))
 
-    def _drafted(self, logits: Tensor, context: Context, riders: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _drafted(self, logits: Tensor, context: Context, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
         """What `tree_of` gives, grown from the last pass."""
         for source in self.sources:
             context.notes[source] = context.notes.get(source, 0) + 1
@@ -291,38 +293,38 @@ class MaskSession:
             logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
-        given = logits, rows, riders
+        given = logits, rows, slots
         return drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob)
 
-    def ride(self, tree: DraftTree, context: Context) -> DraftTree:
+    def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
             self.groups = []
             return tree
         drafter, room = self.drafter, context.nodes - tree.tokens.shape[1]
-        if tree.scores is None:  # a root alone, behind which one group rides
+        if tree.scores is None:  # a root alone, behind which one group stands
             scores = torch.ones_like(tree.tokens, dtype=torch.float64)
-            riders = tuple(int(j < room) for j in range(drafter.config.masks))
+            slots = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
-            scores, riders = tree.scores, _fitting(self._layout(context.mode, context.nodes).riders, room)
-        return self._riding(riders, *ridden(drafter.vocab, (tree.tokens, tree.parents, scores), riders))
+            scores, slots = tree.scores, _fitting(self._layout(context.mode, context.nodes).slots, room)
+        return self._with_slots(slots, *with_mask_slots(drafter.vocab, (tree.tokens, tree.parents, scores), slots))
 
-    def _riding(
-        self, riders: tuple[int, ...], tokens: Tensor, parents: Tensor, scores: Tensor, hosts: Tensor
+    def _with_slots(
+        self, slots: tuple[int, ...], tokens: Tensor, parents: Tensor, scores: Tensor, hosts: Tensor
     ) -> DraftTree:
-        """The tree with mask rows that a pass runs, of what `ridden` gives."""
+        """The tree with mask slots that a pass runs, of what `with_mask_slots` gives."""
         count = tokens.shape[1] - hosts.shape[1]
         self._note(parents[:, :count], hosts)
-        view = self.drafter.gated.behind(count, [j for j, width in enumerate(riders) for _ in range(min(width, count))])
+        view = self.drafter.gated.behind(count, [j for j, width in enumerate(slots) for _ in range(min(width, count))])
         return trusted(tokens, parents, scores, prunable=False, through=view, plain=count)
 
-    def promised(self, mode: str, rows: int) -> float:
+    def expected_drafted(self, mode: str, rows: int) -> float:
         return self._layout(mode, rows).drafted
 
     def _layout(self, mode: str, rows: int) -> Layout:
         return layout(tuple(map(tuple, self.drafter.calibration[mode].acceptance)), rows)
 
     def _note(self, parents: Tensor, hosts: Tensor) -> None:
-        """Which mask rows stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask row."""
+        """Which mask slots stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask slot."""
         self.parents, nodes = parents.tolist(), parents.shape[1]
         self.groups = [[[] for _ in range(nodes)] for _ in self.parents]
         for groups, own in zip(self.groups, hosts.tolist(), strict=True):
@@ -338,12 +340,12 @@ class MaskSession:
         self.rows, self.sources = [], []
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
             self.rows.append(self._behind(row, path[-1], masks))
-            own = "mask rows of its own" if self.groups[row][path[-1]] else "mask rows of an ancestor"
-            told = own if max(self.rows[-1]) >= 0 else "no mask rows"
+            own = "mask slots of its own" if self.groups[row][path[-1]] else "mask slots of an ancestor"
+            told = own if max(self.rows[-1]) >= 0 else "no mask slots"
             self.sources.append(f"walks that end where there are {told}")
 
     def _behind(self, row: int, node: int, masks: int) -> list[int]:
-        """For each depth the mask row that forecasts it behind a node: its own, or its nearest ancestor's that reaches
+        """For each depth the mask slot that forecasts it behind a node: its own, or its nearest ancestor's that reaches
         as far; -1 where there is none."""
         found = [-1] * masks
         behind = 0
@@ -357,7 +359,7 @@ class MaskSession:
 
 
 class TwoPassSession:
-    """Mask rows in a pass of their own: behind the root, before each verification. The root's own row says which token
+    """Mask slots in a pass of their own: behind the root, before each verification. The root's own row says which token
     follows it, so that the drafted tree begins with a token that is right (UNO, arXiv 2609.04010)."""
 
     def __init__(self, drafter: Mask) -> None:

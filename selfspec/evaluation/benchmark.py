@@ -39,10 +39,11 @@ class DecodeConfig(Asking):
     a subset of ARMS; until_width: stop once the 95% interval of the speedup is narrower than this share of it (such an
     interval is a little too narrow, since its width chose when to stop); metrics: definitions of others that are told
     beside ours, a subset of DEFINITIONS; answers: a file, in the run's folder unless it is absolute, that gets the
-    answers in Spec-Bench's form; columns: functions of yours, package.module.function, each of which makes a column of
-    the table from (point, records); traces: so many prompts of each group are decoded once more, plainly and
-    speculatively, for traces.jsonl (see `selfspec.trace`); lossy: a rule that changes the output (see
-    `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
+    answers in Spec-Bench's form; columns: all, for every column in the
+    terminal, and functions of yours, package.module.function, each a column of the table from (point, records);
+    traces: so many prompts of each group are decoded once more, plainly and speculatively, for traces.jsonl (see
+    `selfspec.trace`); lossy: a rule that changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the
+    exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0

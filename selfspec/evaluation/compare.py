@@ -43,7 +43,8 @@ class CompareConfig:
     subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
     transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
     decoding; results: a Markdown file whose lines between <!-- compare --> (of a compiled engine: <!-- compare
-    compiled -->) and <!-- end --> the tables replace."""
+    compiled -->) and <!-- end --> the tables replace; summary: one whose lines between <!-- summary --> and <!-- end
+    --> a short table and its figure replace."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
@@ -60,6 +61,7 @@ class CompareConfig:
     lookup_tokens: int = 10
     between: int = 5
     results: str | None = None
+    summary: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "temperatures", "questions"):

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
-from selfspec.core.contract import Accepted, Context, Riding, Session
+from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.generate import MAX_NODES, clock, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -214,19 +214,19 @@ class _Timed:
         self.inner.observe(accepted)
 
 
-def promises(acceptance: list[list[float]], nodes: int) -> list[float]:
-    """The acceptance lengths that the best static trees of 1 to `nodes` nodes promise; fewer, where no larger tree
-    promises more."""
+def expected_lengths(acceptance: list[list[float]], nodes: int) -> list[float]:
+    """The expected acceptance lengths of the best static trees of 1 to `nodes` nodes; fewer, where no larger tree
+    expects more."""
     return list(accumulate(static_tree(acceptance, nodes)[2]))
 
 
-def promised(target: Target, drafter: Trained, mode: str, nodes: int) -> float:
-    """The acceptance length that the best static tree promises by a drafter's table of acceptance. Rows that ride
-    behind its nodes count among `nodes`."""
+def expected_length(target: Target, drafter: Trained, mode: str, nodes: int) -> float:
+    """The expected acceptance length of the best static tree by a drafter's table of acceptance. Mask slots behind its
+    nodes count among `nodes`."""
     session = drafter.session(target, 1)
-    if isinstance(session, Riding):
-        return 1 + session.promised(mode, nodes)
-    return promises(drafter.calibration[mode].acceptance, nodes)[-1]
+    if isinstance(session, MaskSlots):
+        return 1 + session.expected_drafted(mode, nodes)
+    return expected_lengths(drafter.calibration[mode].acceptance, nodes)[-1]
 
 
 def measure_limits(
@@ -259,7 +259,7 @@ def measure_limits(
                     if behind == 2:  # two sizes brought less than a smaller one: larger ones will not bring more
                         break
                     draft, one, step, other = step_seconds(target, drafter, temperature, n, config.rounds)
-                    tau = promised(target, drafter, mode, n)
+                    tau = expected_length(target, drafter, mode, n)
                     ratio = speedup(tau, costs[engine][1], one, draft)
                     best, behind = max(best, ratio), 0 if ratio > best else behind + 1
                     forecasts.append(

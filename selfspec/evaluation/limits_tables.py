@@ -40,7 +40,7 @@ def limits_tables(figures: Figures) -> str:
         + [f"{f['other'] / f['step']:.0%}", f"{f['speedup']:.2f}x"]
         for f in best.values()
     ]
-    columns = ["drafter", "engine", "T", "best size", "τ promised", "draft, ms", "pass, ms"]
+    columns = ["drafter", "engine", "T", "best size", "τ expected", "draft, ms", "pass, ms"]
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
     told = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
     return f"{text}\n\nExpected over plain decoding of the same engine ({told}):\n\n" + markdown(columns, lines)

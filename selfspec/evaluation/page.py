@@ -201,7 +201,7 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
     """Acceptance by depth and rank of each target, drafter, temperature and group of text, and of all groups together,
     counted in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk
     that comes to a node without children counts only at the root: further down the budget may have ended there.
-    Drafters whose mask rows ride in the pass are left out: what they cost is not in their trees."""
+    Drafters with mask slots in the pass are left out: what they cost is not in their trees."""
     kinds: dict[tuple[str, str, float, str], list[Trace]] = {}
     for trace in traces:
         header = trace.header

@@ -38,6 +38,29 @@ def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -
     return _saved(path, _margins, margins, bound)
 
 
+def plot_summary(rows: list[Figures], title: str, stamp: str, path: Path) -> Path:
+    """Speedups of all arms, the fastest on top, with intervals; the stamp of the table that it shows is kept in it."""
+    temperatures = sorted({row["T"] for row in rows})
+    order = sorted((r for r in rows if r["T"] == temperatures[0]), key=lambda r: r["speedup"]["ratio"])
+    names = [row["arm"] for row in order]
+    figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.42 * len(names)), layout="constrained")
+    high = 0.8 / len(temperatures)
+    for i, t in enumerate(temperatures):
+        at = {row["arm"]: row["speedup"] for row in rows if row["T"] == t}
+        places = [n + 0.4 - high * (i + 0.5) for n in range(len(names))]
+        ratios = [at[name]["ratio"] for name in names]
+        errors = [[at[n]["ratio"] - at[n]["low"] for n in names], [at[n]["high"] - at[n]["ratio"] for n in names]]
+        axes.barh(places, ratios, height=high, xerr=errors, label=f"T={t:g}", color=f"C{i}", ecolor="0.3")
+    axes.axvline(1.0, color="0.2", linewidth=1, linestyle="--")
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="speedup over plain decoding")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, metadata={"stamp": stamp})
+    plt.close(figure)
+    return path
+
+
 def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
     """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
     of a pass, and the speedup by group of text."""
@@ -85,7 +108,7 @@ def _training_tau(axes: Axes, validated: list[Figures]) -> None:
         for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
             values = [r["validation"][mode]["tau"][nodes] for r in validated]
             axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
-    axes.set(xlabel="step", ylabel="promised tokens per pass")
+    axes.set(xlabel="step", ylabel="expected acceptance length")
     _legend(axes)
 
 

@@ -38,6 +38,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
     assert spec.tokenizer is not None
     width = max(30, (shutil.get_terminal_size((120, 24)).columns - 3) // 2)
     spec.generate([prompts[0].ids], **config.arguments(), seed=[prompts[0].seed], nodes=nodes)  # warm-up
+    print(f"{DIM}{spec.target.exactness}{RESET}")
     for prompt in prompts:
         plain = spec.autoregressive([prompt.ids], **config.arguments(), seed=[prompt.seed])
         fast = spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes)
@@ -51,7 +52,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         same = (
             "the same tokens"
             if plain.token_ids == fast.token_ids
-            else "other tokens (eval/audit.py tells whether rounding explains it)"
+            else "other tokens (selfspec audit tells whether rounding explains it)"
         )
         print(
             f"{DIM}{same}, {fast.stats.acceptance_length:.2f} per pass, "

@@ -26,14 +26,16 @@ def interval(found: dict[str, float]) -> str:
 # -- benchmark points
 
 
-def table(points: list[Figures]) -> str:
-    """One row a point, one column an entry of COLUMNS; behind them what the points hold of `decode.columns`."""
-    own = list(dict.fromkeys(name for point in points for name in point.get("columns", {})))
+def table(points: list[Figures], brief: bool = False) -> str:
+    """One row a point, one column an entry of COLUMNS (brief: of BRIEF); behind them what the points hold of
+    `decode.columns`."""
+    added = list(dict.fromkeys(name for point in points for name in point.get("columns", {})))
+    columns = [column for column in COLUMNS if not brief or column[0] in BRIEF]
     rows = [
-        [cell(point) for _, cell in COLUMNS] + [point.get("columns", {}).get(name, "-") for name in own]
+        [cell(point) for _, cell in columns] + [point.get("columns", {}).get(name, "-") for name in added]
         for point in points
     ]
-    return markdown([*(name for name, _ in COLUMNS), *own], rows)
+    return markdown([*(name for name, _ in columns), *added], rows)
 
 
 _DEPTHS = 8  # that a table shows
@@ -45,6 +47,8 @@ def own_columns(paths: list[str]) -> dict[str, Column]:
     """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
     found = {}
     for path in paths:
+        if path == "all":
+            continue
         module, _, name = path.rpartition(".")
         try:
             column = getattr(importlib.import_module(module), name, None) if module else None
@@ -149,6 +153,9 @@ COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
     ("right plain / spec", _right),
     ("drift", lambda p: f"{p['drift']:.2f}" if "drift" in p else "-"),
 ]
+
+
+BRIEF = ("point", "tau", "tok/s plain", "tok/s spec", "vs autoregressive", "identical")  # what a terminal shows
 
 
 # -- trainings

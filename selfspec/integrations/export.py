@@ -30,14 +30,14 @@ _WHY = {  # of kinds that no form has a place for
     "feature": "its layer mixes the next token's embedding into the residual, which no engine's draft layer does",
     "sequential": "no engine reads heads that see the tokens drafted before them",
     "early_exit": "it runs the target's own layers, which engines do not give to drafters",
-    "mask": "its mask tokens ride in the target's pass, which engines do not offer",
+    "mask": "its mask slots stand in the target's pass, which engines do not offer",
     "hybrid": "engines take one drafter, so export one of its members alone",
     "prompt_lookup": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
     "lookahead": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
 }
 _COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a target's folder
 _OTHERS = (EXPORTED, "drafter.json", "training.json")  # but not these, which say what lay beside it
-_GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder; no token of the output changes."""
+_GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder."""
 
 from selfspec.integrations.hf_serve import generate as _generate
 

@@ -29,6 +29,7 @@ function timeline() {
         score: node === undefined || !line.scores ? null : line.scores[node],
         sources: node === undefined ? [] : line.sources[node],
         probability: line.choices[i][0][1],
+        choices: line.choices[i],
       });
     });
   });
@@ -294,6 +295,21 @@ function play() {
   explain.playing = requestAnimationFrame(tick);
 }
 
+/** Where the two texts part, and how near the two tokens were there.
+ * @param {number} index */
+function partingOf(index) {
+  const [fast, plain] = [explain.fast[index], explain.plain[index]];
+  const total = (/** @type {any} */ choice) => Math.log(choice[1]) + (choice[2] ?? 0);
+  const [own, other] = [fast?.text, plain?.text].map((text) => (fast?.choices ?? []).find((/** @type {any} */ choice) => explain.trace.texts[choice[0]] === text));
+  const where = `The texts part at token ${index + 1}`;
+  if (!own || !other) return `${where}; the margin is not in the trace. `;
+  const margin = Math.abs(total(own) - total(other));
+  const noise = { bfloat16: 0.25, float16: 0.03 }[/** @type {string} */ (explain.trace.header.dtype)] ?? 1e-3;
+  return margin <= noise
+    ? `${where}: the two tokens were ${fixed(margin)} apart in log-probability, within the rounding of ${explain.trace.header.dtype}. `
+    : `${where} with a margin of ${fixed(margin)} in log-probability, more than ${explain.trace.header.dtype} rounds: run selfspec audit. `;
+}
+
 /** @param {number} index */
 function chooseTrace(index) {
   stop();
@@ -305,7 +321,7 @@ function chooseTrace(index) {
   const [fast, beside] = [explain.fast, explain.plain].map((tokens) => (tokens.length ? tokens[tokens.length - 1].clock : 0));
   const count = explain.trace.passes.length;
   const parted = explain.fast.findIndex((token, i) => token.text !== explain.plain[i]?.text);
-  const same = parted < 0 ? "The same text. " : `The texts part at token ${parted + 1}: in ${explain.trace.header.dtype} two tokens were level but for rounding. `;
+  const same = parted < 0 ? "The same text. " : partingOf(parted);
   at("result").textContent = explain.trace.plain
     ? `${same}Measured: speculative decoding was done after ${(1000 * fast).toFixed(0)} ms and ${count} passes, plain decoding after ${(1000 * beside).toFixed(0)} ms and ${explain.plain.length} passes: ${fixed(beside / fast)}x, the prompt included.`
     : "";

@@ -1,4 +1,5 @@
-"""Write what `make serving` measured into RESULTS.md: python tests/serving/table.py runs/serving/results.json FILE"""
+"""Write what `make serving` measured into notebooks/results/serving.md: python tests/serving/table.py
+runs/serving/results.json FILE"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A real vLLM on the CPU serves exported drafters: it decodes the same tokens and accepts what our own chains accept.
 
-`make serving` installs vLLM into an environment of its own, runs this and writes the table of RESULTS.md from what it
-found; anywhere else it is skipped.
+`make serving` installs vLLM into an environment of its own, runs this and writes the table of
+notebooks/results/serving.md from what it found; anywhere else it is skipped.
 """
 
 from __future__ import annotations
