@@ -150,20 +150,22 @@ class Spec:
         tracer: Tracer | None = None,
     ) -> Generated:
         texts = self._decode(result.token_ids)
-        made = result.token_ids, texts, result.from_draft, result.stats, options.seed
+        parts = result.token_ids, texts, result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
-        return Generated(*made, rule, forecast, trace, self.tokenizer)
+        return Generated(*parts, rule, forecast, trace, self.tokenizer)
 
     def _tracer(self, asked: Arguments, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
         nodes = (asked.nodes or NODES) if sources else 1
-        told: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
-        return Tracer(self.target, self.tokenizer, prompts, options, told | {"lossy": asked.lossy if sources else None})
+        header: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
+        return Tracer(
+            self.target, self.tokenizer, prompts, options, header | {"lossy": asked.lossy if sources else None}
+        )
 
     def __repr__(self) -> str:
         dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device
         count = sum(p.numel() for p in self.drafter.trained().values()) / 1e6
-        own = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
-        return f"Spec(target={self.target.name!r}, drafter={own}, dtype={dtype}, device={device})"
+        drafter = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
+        return f"Spec(target={self.target.name!r}, drafter={drafter}, dtype={dtype}, device={device})"
 
     def stream(self, prompt: str | Ids | Messages, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
@@ -250,14 +252,14 @@ class Spec:
         if args and isinstance(args[0], GenerationConfig):
             args, kwargs = args[1:], {**kwargs, "generation_config": args[0]}
         if (config := kwargs.pop("generation_config", None)) is not None:
-            found, eos = from_config(config)
-            kwargs = {**{key: value for key, value in found.items() if key not in known[: len(args)]}, **kwargs}
+            settings, eos = from_config(config)
+            kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
         if unknown := kwargs.keys() - set(known):
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
         asked = Arguments(*args, **kwargs)
         options, encoded = asked.options(self.target, self.tokenizer, eos), self.encode(prompts)
-        if (told := limited(self.target, encoded, options.max_new_tokens)) is not None:
-            warnings.warn(told, stacklevel=3)
+        if (warning := limited(self.target, encoded, options.max_new_tokens)) is not None:
+            warnings.warn(warning, stacklevel=3)
         return asked, encoded, options
 
     def _budget(self, asked: Arguments, rows: int) -> tuple[Drafts, int, Forecast | None]:

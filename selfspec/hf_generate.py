@@ -112,17 +112,17 @@ def decode(
         relaxed=relaxed,
         record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
     )
-    if (told := limited(target, prompts, options.max_new_tokens)) is not None:
-        warnings.warn(f"{told}; transformers' own decoding may go on", stacklevel=4)
+    if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
+        warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)
     stats = Stats()
     records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
     new: list[list[int]] = [[] for _ in prompts]
     drafted: list[list[bool]] = [[] for _ in prompts]
     check(target, prompts, options)
     for added in speculative_steps(target, prompts, options, *budget(), stats, records):
-        for row, tokens, own in added:
+        for row, tokens, from_tree in added:
             new[row] += tokens
-            drafted[row] += own
+            drafted[row] += from_tree
             if streamer is not None:
                 streamer.put(torch.tensor(tokens))
     if streamer is not None:
@@ -202,10 +202,10 @@ def _refuse(
 
 def _plain_positions(positions: Tensor, mask: Tensor | None) -> bool:
     """Whether every token that is no padding has the number of tokens before it as its position."""
-    kept = torch.ones_like(positions) if mask is None else mask.to(positions)
-    if positions.shape != kept.shape and positions.shape[0] == 1:
-        positions = positions.expand_as(kept)
-    return positions.shape == kept.shape and bool(((positions == kept.cumsum(-1) - 1) | (kept == 0)).all())
+    visible = torch.ones_like(positions) if mask is None else mask.to(positions)
+    if positions.shape != visible.shape and positions.shape[0] == 1:
+        positions = positions.expand_as(visible)
+    return positions.shape == visible.shape and bool(((positions == visible.cumsum(-1) - 1) | (visible == 0)).all())
 
 
 def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
@@ -215,11 +215,11 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask has the shape {list(mask.shape)}, input_ids {list(input_ids.shape)}")
     prompts, pads = [], []
-    for row, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
-        if True not in kept:
+    for row, (ids, visible) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
+        if True not in visible:
             raise ValueError(f"prompt {row} is empty: its attention_mask is all zero")
-        first, last = kept.index(True), len(kept) - kept[::-1].index(True)
-        if not all(kept[first:last]):
+        first, last = visible.index(True), len(visible) - visible[::-1].index(True)
+        if not all(visible[first:last]):
             raise ValueError(f"attention_mask of prompt {row} has a gap; padding may stand on the left or the right")
         prompts.append(ids[first:last])
         pads.append(ids[:first] + ids[last:])

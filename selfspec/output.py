@@ -51,13 +51,13 @@ class Generated:
         character are one piece. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer to make text; read token_ids and from_draft")
-        ids, found, shown = self.token_ids[row], list[tuple[str, bool]](), ""
+        ids, pieces, shown = self.token_ids[row], list[tuple[str, bool]](), ""
         for end, drafted in enumerate(self.from_draft[row], 1):
             text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
             if not text.endswith("\ufffd") or end == len(ids):
-                found.append((text[len(shown) :], drafted))
+                pieces.append((text[len(shown) :], drafted))
                 shown = text
-        return found
+        return pieces
 
     def _repr_html_(self) -> str:
         """For notebooks: the texts, with what the draft tree held on green."""

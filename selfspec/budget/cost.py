@@ -72,23 +72,23 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
         mode = "sampled" if sampled else "greedy"
         if path.is_file():
             try:
-                found = json.loads(path.read_text())
-                seconds = [float(found[mode][str(n)]) for n in (0, *SIZES)]
+                saved = json.loads(path.read_text())
+                seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
-            wrong = {key: found.get(key) for key, value in identity.items() if found.get(key) != value}
+            wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
             if wrong:
                 raise ValueError(
                     f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
                     "they will be measured again"
                 )
             return _by_nodes(seconds, target)
-        kept = _made(path.parent)
+        writable = _made(path.parent)
         costs: Figures = {}
         for each in ("greedy", "sampled"):
             measured = measure_costs(target, rows, float(each == "sampled"))
             costs[each] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
-        if kept:
+        if writable:
             write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
         return _by_nodes(list(costs[mode].values()), target)
 
@@ -157,8 +157,8 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     whose speed drifts does not decide.
     """
     room = target.max_positions or 4096
-    made = random.Random(1)
-    prompts = [[made.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
+    rng = random.Random(1)
+    prompts = [[rng.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
     sampling = Sampling(temperature)
 
     def step() -> float:

@@ -172,8 +172,8 @@ class AutoSession:
             nodes = max(
                 (4, 8, 16, 32, LARGEST), key=lambda n: (1 + trust * masked.expected_drafted(mode, n)) / self.costs[n]
             )
-        asked = replace(context, nodes=nodes, rate=plain / past.slow)
-        tree, expected = self.inner.propose(asked), 0.0
+        limited = replace(context, nodes=nodes, rate=plain / past.slow)
+        tree, expected = self.inner.propose(limited), 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             past.prunable = tree.prunable
             tree, expected = self._cut(tree, (clock(context.roots.device) - start) / past.slow)
@@ -221,12 +221,14 @@ class AutoSession:
         if not tree.prunable or best == len(order[0]):
             return tree, total
         chosen = [sorted(at[:best]) for at in order]
-        kept = torch.tensor(chosen, device=tree.tokens.device)
+        chosen_nodes = torch.tensor(chosen, device=tree.tokens.device)
         place = torch.full_like(tree.tokens, -1)
-        place.scatter_(1, kept, torch.arange(best, device=kept.device).expand_as(kept))
-        above = tree.parents.gather(1, kept)
+        place.scatter_(1, chosen_nodes, torch.arange(best, device=chosen_nodes.device).expand_as(chosen_nodes))
+        above = tree.parents.gather(1, chosen_nodes)
         parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
-        cut = DraftTree(tree.tokens.gather(1, kept), parents, tree.scores.expand_as(tree.tokens).gather(1, kept))
+        cut = DraftTree(
+            tree.tokens.gather(1, chosen_nodes), parents, tree.scores.expand_as(tree.tokens).gather(1, chosen_nodes)
+        )
         if tree.sources is not None:
             cut = cut.with_sources([[s[n] for n in at] for s, at in zip(tree.sources, chosen, strict=True)])
         return cut, expected

@@ -184,12 +184,14 @@ def check_files(folder: Path, meta: Figures) -> None:
 def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfig:
     """A drafter's config from its JSON. Raises ValueError naming keys that are unknown or missing, and the ones that
     exist."""
-    made = config_class(kind)
-    known = {f.name for f in fields(made)}
+    config = config_class(kind)
+    known = {f.name for f in fields(config)}
     if known != saved.keys():
         unknown, missing = sorted(saved.keys() - known), sorted(known - saved.keys())
-        raise ValueError(f"{path}: unknown keys {unknown}, missing keys {missing}; {made.__name__} has {sorted(known)}")
-    return made(**saved)
+        raise ValueError(
+            f"{path}: unknown keys {unknown}, missing keys {missing}; {config.__name__} has {sorted(known)}"
+        )
+    return config(**saved)
 
 
 def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None, trust: bool = False) -> Drafter:

@@ -29,10 +29,10 @@ def fetch(name: str, revision: str | None = None, parts: str | None = None) -> P
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=parts))
     except (OSError, HFValidationError) as error:
-        told = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         at = f" at revision {revision!r}" if revision is not None else ""
         raise FileNotFoundError(
-            f"{name!r}{at} is no folder here, and the hub gives none: {type(error).__name__}, {told[0] if told else ''}"
+            f"{name!r}{at} is no folder here, and the hub gives none: {type(error).__name__}, {' '.join(lines[:1])}"
         ) from error
 
 
@@ -69,8 +69,8 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
                 others.append(f"{path} was measured with drafter={named!r}, not with {str(folder)!r}")
     if others and not points:
         raise ValueError(others[0])
-    for told in others:
-        print(f"left out: {told}")
+    for line in others:
+        print(f"left out: {line}")
     return points
 
 
@@ -105,9 +105,9 @@ def _table(points: Sequence[Figures]) -> str:
     ]
     for point in points:
         decode, ratio = point["config"]["decode"], point["speedup"].get("autoregressive")
-        told = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        speedup = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
         tau, nodes = point["speculative"]["acceptance_length"], point["config"]["tree"]["nodes"]
-        lines.append(f"| {decode['temperature']} | {nodes} | {tau:.2f} | {told} | {decode['prompts']} |")
+        lines.append(f"| {decode['temperature']} | {nodes} | {tau:.2f} | {speedup} | {decode['prompts']} |")
     return "\n".join(lines) + "\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
 
 
@@ -162,10 +162,10 @@ def push(
         folder = Path(scratch) / "drafter"
         prepare(source, folder, points)
         api = HfApi(token=token)
-        made = api.create_repo(repo, private=private, exist_ok=True)
+        repository = api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
-            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
-        told = api.upload_folder(
-            repo_id=made.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
+            api.create_branch(repository.repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, revision=revision, commit_message="Drafter by selfspec"
         )
-    return str(told.commit_url)
+    return str(commit.commit_url)

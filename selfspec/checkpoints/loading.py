@@ -149,8 +149,8 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
 
     Raises FileNotFoundError where there is none.
     """
-    if (found := _within(Path(resolve(name)))) is not None:
-        return found
+    if (inside := _within(Path(resolve(name)))) is not None:
+        return inside
     if Path(name).exists() or _is_path(name):
         embedded = ", ".join(DRAFTERS)
         raise FileNotFoundError(
@@ -159,11 +159,11 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
             "or lookahead, which need no training (join several by +)"
         )
     seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
-    if (found := _within(seen)) is None:
+    if (inside := _within(seen)) is None:
         raise FileNotFoundError(
             f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
         )
-    return fetch(name, revision) / found.relative_to(seen)  # with the target of an exported folder
+    return fetch(name, revision) / inside.relative_to(seen)  # with the target of an exported folder
 
 
 def _on_hub(name: str) -> bool:
@@ -267,18 +267,18 @@ def load_pair(
     names = [name for name in member_names(drafter) if name and untrained(name, trust) is None]
     if revision is not None and not any(_on_hub(name) for name in names):
         raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
-    found = {name: drafter_folder(name, revision) for name in names}
-    folders = list(found.values())
-    own = [folder for folder in folders if (folder / "drafter.json").is_file()]
+    places = {name: drafter_folder(name, revision) for name in names}
+    folders = list(places.values())
+    ours = [folder for folder in folders if (folder / "drafter.json").is_file()]
     meta: Figures = {}
-    if own:
-        meta = dict(read_meta(own[0])["target"])
-        if (own[0].parent / EXPORTED).is_file():  # the target lies there, too
-            meta = {"name": str(own[0].parent)}
-        if (place := named_folder(own[0], meta["name"])) is not None:
+    if ours:
+        meta = dict(read_meta(ours[0])["target"])
+        if (ours[0].parent / EXPORTED).is_file():  # the target lies there, too
+            meta = {"name": str(ours[0].parent)}
+        if (place := named_folder(ours[0], meta["name"])) is not None:
             if target is None and not place.is_dir():
                 raise FileNotFoundError(
-                    f"the drafter in {own[0]} was trained for the target in {place}, which is not there; say where it "
+                    f"the drafter in {ours[0]} was trained for the target in {place}, which is not there; say where it "
                     "is now with target="
                 )
             meta["name"] = str(place)
@@ -289,7 +289,7 @@ def load_pair(
     theirs = meta.get("revision") if target is None else None
     source = meta["name"] if target is None else target
     frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
-    for folder in own:
+    for folder in ours:
         check_tokenizer(folder, read_meta(folder), tokenizer)
-    home = own[0] if own and len(member_names(drafter)) == 1 else None
-    return frozen, find_drafter(drafter, frozen, tokenizer, found, trust), tokenizer, home
+    home = ours[0] if ours and len(member_names(drafter)) == 1 else None
+    return frozen, find_drafter(drafter, frozen, tokenizer, places, trust), tokenizer, home

@@ -219,7 +219,7 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
     try:
         found = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except OmegaConfBaseException as error:
-        why = told(error).replace("there is no ", "there is no drafter.")
+        why = one_line_error(error).replace("there is no ", "there is no drafter.")
         why = f"drafter.{why}" if "must be of type" in why else why
         raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
     assert isinstance(found, DrafterConfig)
@@ -259,7 +259,7 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except BAD_INPUT as error:
-        print(f"{os.path.basename(sys.argv[0])}: {told(error)}", file=sys.stderr)
+        print(f"{os.path.basename(sys.argv[0])}: {one_line_error(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
@@ -275,7 +275,7 @@ def clear_errors() -> Iterator[None]:
 BAD_INPUT = (ValueError, FloatingPointError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
 
 
-def told(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """What to say of bad input, on one line."""
     text = one_line(error)
     missing = error.full_key if isinstance(error, MissingMandatoryValue) else None

@@ -86,11 +86,9 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
         own = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
-            told = point["speculative"]["forecast"]
-            nodes = told["nodes"] / max(1, told["passes"])
-            print(
-                f"tree.nodes=auto: {nodes:.1f} nodes a pass, of which a speedup of {told['speedup']:.2f} was expected"
-            )
+            forecast = point["speculative"]["forecast"]
+            nodes = forecast["nodes"] / max(1, forecast["passes"])
+            print(f"tree.nodes=auto: {nodes:.1f} nodes a pass, expected speedup {forecast['speedup']:.2f}")
         if own and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["host_overhead"] = host_overhead(spec, prompts[:8], run.decode, run.tree.nodes)
         if own and run.decode.metrics:
@@ -149,8 +147,8 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
         figures["distribution_verdict"] = distribution_verdict(tests) if tests else None
         write_text(folder / "audit.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "report.md", report + "\n")
-        told = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
-        log.write({key: figures[key] for key in told})
+        keys = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
+        log.write({key: figures[key] for key in keys})
         margins = [(float(d.position), d.margin) for d in found.divergences]
         log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
@@ -218,7 +216,7 @@ def _comparison(
         text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")
         if run.compare.summary is not None:
-            write_summary(measured, target.name, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))
+            write_summary(measured, run.target, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))
         for row in rows:
             log.write(row)
         log.images(plot_comparison(rows, folder))

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from selfspec.checkpoints.drafter_folder import read_meta
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import BAD_INPUT, clear_errors, constant, flags_first, register, told, with_classes
+from selfspec.cli.config import BAD_INPUT, clear_errors, constant, flags_first, one_line_error, register, with_classes
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
@@ -61,9 +61,9 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
                 raise
             if not isinstance(error, BAD_INPUT):
                 traceback.print_exc()
-            print(f"{folder.name}: {told(error)}", file=sys.stderr)
+            print(f"{folder.name}: {one_line_error(error)}", file=sys.stderr)
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(failed, told(error) + "\n")
+            write_text(failed, one_line_error(error) + "\n")
         finally:
             for place in (folder, *folder.parents):
                 if place.resolve() == Path.cwd() or (place.is_dir() and any(place.iterdir())):

@@ -99,14 +99,14 @@ def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
         if before.get(key) != now.get(key) and not any(f"{key}/".startswith(f.replace(".", "/") + "/") for f in free)
     ]
     if changed:
-        told = "; ".join(
+        differences = "; ".join(
             f"{key.replace('/', '.')} was {before.get(key, 'not there')}, now {now.get(key, 'not there')}"
             for key in changed[:_NAMED]
         )
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise ValueError(
-            f"{path.parent} holds a run with another configuration: {told}{more}; give what it had, or choose another "
-            "name="
+            f"{path.parent} holds a run with another configuration: {differences}{more}; give what it had, or choose "
+            "another name="
         )
 
 
@@ -156,10 +156,10 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
 def finished(folder: Path, steps: int) -> Figures | None:
     """The summary of a run of so many steps, where it is finished."""
     try:
-        told = [record for _, record in whole_lines(folder / "train.jsonl")]
+        records = [record for _, record in whole_lines(folder / "train.jsonl")]
     except (OSError, ValueError):  # never begun, or damaged
         return None
-    found = next((record["summary"] for record in told[::-1] if "summary" in record), None)
+    found = next((record["summary"] for record in records[::-1] if "summary" in record), None)
     whole = found is not None and found.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
     return found if whole else None
 

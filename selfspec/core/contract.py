@@ -68,11 +68,11 @@ class Accepted:
             return self.hidden[:, self.paths[0][-1]]
         if all(self.paths):
             return self.hidden[self.rows, [path[-1] for path in self.paths]]
-        found = self.hidden.new_zeros(len(self.rows), self.hidden.shape[-1]) if before is None else before.clone()
+        states = self.hidden.new_zeros(len(self.rows), self.hidden.shape[-1]) if before is None else before.clone()
         for i, (row, path) in enumerate(zip(self.rows, self.paths, strict=True)):
             if path:
-                found[i] = self.hidden[row, path[-1]]
-        return found
+                states[i] = self.hidden[row, path[-1]]
+        return states
 
 
 class Session(Protocol):

@@ -77,8 +77,8 @@ class _Rows:
         scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
         if self.recording:
             for row, raw, processed in zip(rows, logits, scores, strict=True):
-                kept = (raw.clone(), processed.clone()) if self.options.record else (raw, processed)
-                self.records[self.alive[row]].append(kept)
+                record = (raw.clone(), processed.clone()) if self.options.record else (raw, processed)
+                self.records[self.alive[row]].append(record)
         if self.noise is None:
             return pick(scores, None), scores
         # All rows stand at one depth of their trees, so the first row's offset holds for every row.
@@ -135,8 +135,8 @@ class _Rows:
             if (end := next((j for j, token in enumerate(cut) if token in self.options.eos), None)) is not None:
                 cut = cut[: end + 1]
             if self.options.stops:
-                made = range(1, len(cut) + 1)
-                if stop := next((n for n in made if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
+                lengths = range(1, len(cut) + 1)
+                if stop := next((n for n in lengths if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
                     cut, end = cut[:stop], stop
             if self.recording and len(row) > len(cut):
                 del self.records[self.alive[i]][len(cut) - len(row) :]

@@ -57,11 +57,11 @@ def _probe_rows(target: Target, prompt: Tensor, tolerance: float) -> None:
     beside = target.text(prompt.expand(2, -1), positions=torch.stack([near, far])).logits
     assert alone is not None
     assert beside is not None
-    found = sorted(_deviation(b, a) for a, b in zip(alone[0], beside[0], strict=True))[count // 2]
-    if not found < tolerance:
+    deviation = sorted(_deviation(b, a) for a, b in zip(alone[0], beside[0], strict=True))[count // 2]
+    if not deviation < tolerance:
         raise ValueError(
             f"{type(target.model).__name__} can not be served: a row's logits depend on the largest position of the "
-            f"pass (relative deviation {found:.2g}), so trees and batches would change the output"
+            f"pass (relative deviation {deviation:.2g}), so trees and batches would change the output"
         )
 
 

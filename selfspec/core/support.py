@@ -95,9 +95,9 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     config = model.config.get_text_config()
     longest: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    for own in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        original = own.get("original_max_position_embeddings") or 0
-        if own.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
+    for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        original = parameters.get("original_max_position_embeddings") or 0
+        if parameters.get("rope_type") == "longrope" and 0 < original < (longest or 2**62):
             return original, "rope_type longrope: beyond its original length one row changes the others of its pass"
     return longest, "max_position_embeddings"
 

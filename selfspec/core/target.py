@@ -185,13 +185,13 @@ class Target:
 
     def _structure(self) -> list[object]:
         """A snapshot of what views copy; when it changes, parts are built anew."""
-        found: list[object] = [self.model.config.get_text_config()._attn_implementation]
+        parts: list[object] = [self.model.config.get_text_config()._attn_implementation]
         for m in self.model.modules():
-            found += [id(m), *m._forward_hooks, *m._forward_pre_hooks]
+            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-            found += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
-            found += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
-        return found
+            parts += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
+            parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
+        return parts
 
     def check(self) -> None:
         """At the start of every call: parts follow what was hooked into the model or changed in its structure since.
@@ -253,8 +253,8 @@ class Target:
             cache = TextCache(self.n_layers, kept=True)
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             unhooked(self.model).get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
-            kept = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-            self._like = [None if k is None or v is None else (k, v) for k, v in kept]
+            pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+            self._like = [None if k is None or v is None else (k, v) for k, v in pairs]
         return self._like
 
     def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> Part:
@@ -311,8 +311,8 @@ class Target:
         if noise is not None and noise.values is not None and idle:
             noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
-        given = part, kv, hidden, tokens, parents, ran, noise
-        out, outputs, walked = self.engine.run(tree_pass, *given)
+        arguments = part, kv, hidden, tokens, parents, ran, noise
+        out, outputs, walked = self.engine.run(tree_pass, *arguments)
         self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:

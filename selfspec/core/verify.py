@@ -82,7 +82,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
         depth = (below.sum(-1) - 1).clamp(max=noise.values.shape[1] - 1)  # mask rows stand deeper than any walk gets
         step = max(1, CHUNK // logits.shape[-1])
         parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
-        best, picks = (torch.cat(found, 1) for found in zip(*parts, strict=True))
+        best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     else:
         best, picks = logits.max(-1)
     picks = torch.where(best.isfinite(), picks, -1)

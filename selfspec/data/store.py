@@ -166,8 +166,8 @@ class _Writer:
     def close(self) -> dict[str, int | str]:
         for file in self.files.values():
             file.close()
-        told = {"tokens": self.end, "documents": len(self.talks), "bytes": self.n_bytes, "counted": self.counted}
-        return {**told, "key": self.key.hexdigest()}
+        counts = {"tokens": self.end, "documents": len(self.talks), "bytes": self.n_bytes, "counted": self.counted}
+        return {**counts, "key": self.key.hexdigest()}
 
 
 def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus, Corpus]:
@@ -214,8 +214,8 @@ def _about(folder: Path) -> dict[str, Any] | None:
 def _key(source: Records, tokenizer: Tokenizer) -> str:
     whole = hashlib.sha256(f"{_VERSION} {source.fingerprint()} {source.validation_share}".encode())
     # Two tokenizers of one class can differ, so all of their settings are hashed.
-    told = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
-    whole.update(f"{told} {tokenizer.chat_template} {tokenizer.special_tokens_map}".encode())
+    settings = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
+    whole.update(f"{settings} {tokenizer.chat_template} {tokenizer.special_tokens_map}".encode())
     return whole.hexdigest()[:24]
 
 
@@ -232,8 +232,8 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
         for one in encoded(noted(), tokenizer):
             writers[sides.popleft()].add(one)
             if bar.update():
-                told = {"tokens": sum(writer.end for writer in writers.values()), "broken": broken.count}
-                bar.set_postfix(told, refresh=False)
+                figures = {"tokens": sum(writer.end for writer in writers.values()), "broken": broken.count}
+                bar.set_postfix(figures, refresh=False)
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
@@ -242,13 +242,13 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _mapped(folder: Path, part: str, about: dict[str, dict[str, int]]) -> Corpus:
-    told = about[part]
+    counts = about[part]
 
     def read(name: str, dtype: torch.dtype, size: int) -> Tensor:
         return torch.from_file(str(folder / f"{part}.{name}"), size=size, dtype=dtype)
 
-    tokens = read("tokens", torch.int32, told["tokens"])
-    mask = read("mask", torch.bool, told["tokens"])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, told["documents"])])
-    talks = read("talks", torch.bool, told["documents"])
-    return Corpus(tokens, mask, told["bytes"], starts, talks, told["counted"], str(told["key"]))
+    tokens = read("tokens", torch.int32, counts["tokens"])
+    mask = read("mask", torch.bool, counts["tokens"])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, counts["documents"])])
+    talks = read("talks", torch.bool, counts["documents"])
+    return Corpus(tokens, mask, counts["bytes"], starts, talks, counts["counted"], str(counts["key"]))

@@ -106,8 +106,8 @@ class Drafter(nn.Module, ABC):
     def kind(self) -> str:
         """The drafter's name on disk: its module's, or for classes of other packages their path."""
         module = type(self).__module__
-        own = module.startswith("selfspec.drafters.")
-        return module.rsplit(".", 1)[-1] if own else f"{module}.{type(self).__qualname__}"
+        ours = module.startswith("selfspec.drafters.")
+        return module.rsplit(".", 1)[-1] if ours else f"{module}.{type(self).__qualname__}"
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -162,8 +162,8 @@ class EarlyExitSession:
             layers = tail.layer, tail.layer + 1
             part = tail.target.part(*layers, (tail.layer,))
             block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
-        given = below, block, self.late, torch.tensor(self.behind, device=context.roots.device)
-        nodes = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob, reserve=True)
+        inputs = below, block, self.late, torch.tensor(self.behind, device=context.roots.device)
+        nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob, reserve=True)
         tokens, parents, scores, hidden, expanded = nodes
         if self.cache is not None:
             self.cache.commit([list(range(n + 1)) for n in self.behind])

@@ -62,10 +62,10 @@ class Hybrid(Drafter):
         return self._order
 
     def session(self, target: Target, rows: int) -> HybridSession:
-        made = {name: self.members[name].session(target, rows) for name in self.sources}
-        free = [session for name, session in made.items() if not isinstance(self.members[name], Trained)]
-        masked = next((session for session in made.values() if isinstance(session, MaskSlots)), None)
-        trained = [session for session in made.values() if session is not masked and session not in free]
+        sessions = {name: self.members[name].session(target, rows) for name in self.sources}
+        free = [session for name, session in sessions.items() if not isinstance(self.members[name], Trained)]
+        masked = next((session for session in sessions.values() if isinstance(session, MaskSlots)), None)
+        trained = [session for session in sessions.values() if session is not masked and session not in free]
         return HybridSession(free, trained, rows, masked)
 
     def train(self, mode: bool = True) -> Hybrid:
@@ -106,7 +106,7 @@ class _Row:
         A child that several sources propose gets 1 - prod(1 - p); one that others did not propose is scaled by _DOUBT.
         Both are then scaled by how often such children were right so far.
         """
-        ids, parents, given = [trees[0][0][0]], [-1], [1.0]
+        ids, parents, chances = [trees[0][0][0]], [-1], [1.0]
         whose, beside, self.below = [0], [0], [{}]
         for source, (tokens, above, probs) in enumerate(trees):
             place = [0]
@@ -117,29 +117,29 @@ class _Row:
                 parent, token = place[above[node]], tokens[node]
                 prob = min(1.0, probs[node] / max(probs[above[node]], 1e-30))
                 beside[parent] |= 1 << source
-                if (found := self.below[parent].get(token)) is None:
-                    found = self.below[parent][token] = len(ids)
+                if (child_node := self.below[parent].get(token)) is None:
+                    child_node = self.below[parent][token] = len(ids)
                     ids.append(token)
                     parents.append(parent)
-                    given.append(prob)
+                    chances.append(prob)
                     whose.append(0)
                     beside.append(0)
                     self.below.append({})
                 else:
-                    given[found] = 1 - (1 - given[found]) * (1 - prob)
-                whose[found] |= 1 << source
-                place.append(found)
+                    chances[child_node] = 1 - (1 - chances[child_node]) * (1 - prob)
+                whose[child_node] |= 1 << source
+                place.append(child_node)
         total = [1.0] * len(ids)
-        self.classes, self.believed = [(0, 0)] * len(ids), given
+        self.classes, self.believed = [(0, 0)] * len(ids), chances
         for node, children in enumerate(self.below):
             for child in children.values():
                 self.classes[child] = (whose[child], beside[node])
                 if whose[child] != beside[node]:
-                    given[child] *= _DOUBT
+                    chances[child] *= _DOUBT
             believed = {}
             for child in children.values():
                 right, expected = self.right.get(self.classes[child], (1.0, 1.0))
-                believed[child] = given[child] * right / expected
+                believed[child] = chances[child] * right / expected
             left = 1.0  # probabilities of children sum to at most 1, the likeliest first
             for child in sorted(believed, key=believed.__getitem__, reverse=True):
                 share = min(left, believed[child])
@@ -171,16 +171,16 @@ class HybridSession:
             drafted = self.masked.draft(context)
             trees.append(_lists(drafted))
             nodes = least = max(drafted.tokens.shape[1], nodes // 2)  # of one size; the rest of the rows are mask slots
-        expected = max((_expected(found) for found in trees), default=0.0)
+        expected = max((_expected(rows) for rows in trees), default=0.0)
         if self.trained and (not trees or not self._rests(expected, context.rate)):
             start = time.perf_counter()
-            asked = [_lists(session.propose(context)) for session in self.trained]
-            if any(len(found[0][0]) > 1 for found in asked):  # roots alone: nothing was read of the prompt yet
+            drafted_trees = [_lists(session.propose(context)) for session in self.trained]
+            if any(len(rows[0][0]) > 1 for rows in drafted_trees):  # roots alone: nothing was read of the prompt yet
                 self.asked += 1
                 if self.asked > 1:  # the first time they read the prompt, which is not what drafting usually costs
-                    now = (1, max(map(_expected, asked)), time.perf_counter() - start)
+                    now = (1, max(map(_expected, drafted_trees)), time.perf_counter() - start)
                     self.usual = [0.9 * before + new for before, new in zip(self.usual, now, strict=True)]
-            trees += asked
+            trees += drafted_trees
         parts = zip(self.rows, zip(*trees, strict=True), strict=True)
         merged = as_tree(context.roots, [row.merge(part, nodes) for row, part in parts], least=least)
         tree = self.masked.add_slots(merged, context) if isinstance(self.masked, MaskSlots) else merged
@@ -203,9 +203,9 @@ class HybridSession:
             session.observe(accepted)
 
 
-def _expected(found: list[ListTree]) -> float:
+def _expected(rows: list[ListTree]) -> float:
     """Accepted tokens that trees expect, per row."""
-    return sum(sum(probs) for _, _, probs in found) / len(found)
+    return sum(sum(probs) for _, _, probs in rows) / len(rows)
 
 
 def _lists(tree: DraftTree) -> list[ListTree]:

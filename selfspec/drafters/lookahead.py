@@ -54,14 +54,14 @@ class Pool:
         self.grams: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, first: int, rest: tuple[int, ...]) -> None:
-        own = self.grams.setdefault(first, OrderedDict())
+        grams = self.grams.setdefault(first, OrderedDict())
         self.grams.move_to_end(first)
-        self.held -= len(own)
-        own.pop(rest, None)
-        own[rest] = None
-        if len(own) > min(self.guesses, self.size):
-            own.popitem(last=False)
-        self.held += len(own)
+        self.held -= len(grams)
+        grams.pop(rest, None)
+        grams[rest] = None
+        if len(grams) > min(self.guesses, self.size):
+            grams.popitem(last=False)
+        self.held += len(grams)
         while self.held > self.size:
             self.held -= len(self.grams.popitem(last=False)[1])
 
@@ -83,9 +83,9 @@ class _Row:
         before = self.levels or [[] for _ in range(levels)]
         self.levels = []
         for j, level in enumerate(before):
-            kept = level[passed:][:columns]
-            kept += [tokens[-1 - (7 * i + 3 * j) % len(tokens)] for i in range(len(kept), columns)]
-            self.levels.append(kept)
+            row = level[passed:][:columns]
+            row += [tokens[-1 - (7 * i + 3 * j) % len(tokens)] for i in range(len(row), columns)]
+            self.levels.append(row)
         self.seen = len(tokens)
 
     def guess(self, root: int, room: int, tally: Tally) -> ListTree:

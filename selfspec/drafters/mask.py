@@ -92,7 +92,7 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
     walk before ended at a node with a d-th mask slot behind it; summed over d. For every number of nodes the mask slots
     are given best first to the likeliest ends of walks; the best of all is taken.
     """
-    best, found = 0.0, Layout(rows, (0,) * len(acceptance))
+    best, chosen = 0.0, Layout(rows, (0,) * len(acceptance))
     every, _, chances = static_tree(acceptance, rows)  # of fewer nodes: its first ones
     for count in range(1, rows, max(1, rows // 64)):  # large layouts: every few counts, which differ little
         parents, probs = every[:count], chances[:count]
@@ -105,8 +105,8 @@ def layout(acceptance: Acceptance, rows: int) -> Layout:
         taken = sorted(gains)[: rows - count]
         if (worth := -sum(gain for gain, _ in taken)) > best:
             slots = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
-            best, found = worth, Layout(count, slots, worth)
-    return found
+            best, chosen = worth, Layout(count, slots, worth)
+    return chosen
 
 
 class Mask(Trained):
@@ -136,8 +136,8 @@ class Mask(Trained):
         """Logits [..., V] of a depth (from 0) with what the parent token, int64 [...], says."""
         if self.start is None:
             return logits
-        found = F.embedding(parents.to(self.embedding.device), self.embedding)
-        unit = F.rms_norm(found, found.shape[-1:]).to(self.start.dtype)
+        embedded = F.embedding(parents.to(self.embedding.device), self.embedding)
+        unit = F.rms_norm(embedded, embedded.shape[-1:]).to(self.start.dtype)
         return logits + (unit @ self.start[depth] @ self.out).to(logits.dtype)
 
     def along(self, tokens: Tensor, anchors: Tensor, cache: TextCache, documents: Tensor | None = None) -> Tensor:
@@ -151,7 +151,7 @@ class Mask(Trained):
         positions = (read.gather(1, anchors)[:, :, None] + step).flatten(1)
         group = torch.arange(count, device=device).repeat_interleave(masks)
         order = torch.arange(count * masks, device=device)
-        own = (group[:, None] == group) & (order[:, None] >= order)  # [A*K, A*K]
+        same_group = (group[:, None] == group) & (order[:, None] >= order)  # [A*K, A*K]
         hosts = anchors.repeat_interleave(masks, 1)
         text = torch.arange(length, device=device) <= hosts[:, :, None]  # [B, A*K, S]
         if documents is not None:
@@ -159,7 +159,7 @@ class Mask(Trained):
         places = torch.cat([read, positions], 1)  # [B, S + A*K]
 
         def mask(window: int | None) -> Tensor:
-            seen = torch.cat([text, own.expand(rows, -1, -1)], 2)
+            seen = torch.cat([text, same_group.expand(rows, -1, -1)], 2)
             if window is not None:
                 seen = seen & (positions[:, :, None] - places[:, None] < window)
             return additive(seen, self.target.dtype)[:, None]
@@ -168,8 +168,8 @@ class Mask(Trained):
         limit = (self.target.max_positions or 2**62) - 1
         out = view.text(ids, True, cache=cache, masks=view.per_type(mask), positions=positions.clamp(max=limit))
         assert out.logits is not None
-        found: Tensor = out.logits.unflatten(1, (count, masks))
-        return found
+        grouped: Tensor = out.logits.unflatten(1, (count, masks))
+        return grouped
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, masks = batch.tokens, self.config.masks
@@ -195,8 +195,8 @@ class Mask(Trained):
         cache = TextCache(self.target.n_layers, kept=True)
         self.target.text(tokens, False, cache=cache)
         draft = self.along(tokens, at[None].to(tokens.device), cache)[0]  # [n, K, V]
-        found = [self.corrected(draft[:, j], tokens[0, at + 1 + j], j) for j in range(self.depth)]
-        return torch.stack(found)
+        scores = [self.corrected(draft[:, j], tokens[0, at + 1 + j], j) for j in range(self.depth)]
+        return torch.stack(scores)
 
     def session(self, target: Target, rows: int) -> Session:
         return (MaskSession if self.config.passes == 1 else TwoPassSession)(self)
@@ -232,26 +232,26 @@ def with_mask_slots(vocab: int, nodes: Nodes, slots: tuple[int, ...]) -> tuple[T
     ends = scores.double().scatter_add(1, parents[:, 1:].clamp(min=0), -scores[:, 1:].double() * drafted)
     ends = torch.cat([ends[:, :1], ends[:, 1:] - (1 - drafted)], 1)
     order = ends.argsort(dim=1, descending=True, stable=True)
-    made, above, hosts, last, first = [tokens], [parents], [order[:, :0]], order, count
+    parts, above, hosts, last, first = [tokens], [parents], [order[:, :0]], order, count
     for j, wanted in enumerate(slots):
         if not (width := min(wanted, count)):
             break
-        made.append(torch.full_like(order[:, :width], vocab + j))
+        parts.append(torch.full_like(order[:, :width], vocab + j))
         above.append(last[:, :width])
         hosts.append(order[:, :width])
         last = torch.arange(first, first + width, device=order.device).expand_as(order[:, :width])
         first += width
     spare = scores.new_zeros(len(scores), first - count)
-    return torch.cat(made, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), torch.cat(hosts, 1)
+    return torch.cat(parts, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), torch.cat(hosts, 1)
 
 
 def _fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
     """As many mask slots as fit: of a layout with more, those of the last depths go first."""
-    kept = []
+    counts = []
     for count in slots:
-        kept.append(min(count, room))
-        room -= kept[-1]
-    return tuple(kept)
+        counts.append(min(count, room))
+        room -= counts[-1]
+    return tuple(counts)
 
 
 class MaskSession:
@@ -286,15 +286,15 @@ class MaskSession:
         for source in self.sources:
             context.notes[source] = context.notes.get(source, 0) + 1
         drafter, config = self.drafter, self.drafter.config
-        asked = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
+        reduced = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
         rows, width = torch.tensor(self.rows, device=logits.device), max(context.nodes, config.masks)
         if logits.shape[1] > width:  # of a pass with more rows than this one will have
             at = rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1])
             logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
-        given = logits, rows, slots
-        return drafted_by(tree_of, drafter, asked, given, config.width, config.min_prob)
+        inputs = logits, rows, slots
+        return drafted_by(tree_of, drafter, reduced, inputs, config.width, config.min_prob)
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
@@ -327,8 +327,8 @@ class MaskSession:
         """Which mask slots stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask slot."""
         self.parents, nodes = parents.tolist(), parents.shape[1]
         self.groups = [[[] for _ in range(nodes)] for _ in self.parents]
-        for groups, own in zip(self.groups, hosts.tolist(), strict=True):
-            for i, node in enumerate(own):
+        for groups, row_hosts in zip(self.groups, hosts.tolist(), strict=True):
+            for i, node in enumerate(row_hosts):
                 groups[node].append(nodes + i)
 
     def observe(self, accepted: Accepted) -> None:
@@ -340,22 +340,22 @@ class MaskSession:
         self.rows, self.sources = [], []
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
             self.rows.append(self._behind(row, path[-1], masks))
-            own = "mask slots of its own" if self.groups[row][path[-1]] else "mask slots of an ancestor"
-            told = own if max(self.rows[-1]) >= 0 else "no mask slots"
-            self.sources.append(f"walks that end where there are {told}")
+            nearest = "mask slots of its own" if self.groups[row][path[-1]] else "mask slots of an ancestor"
+            whose = nearest if max(self.rows[-1]) >= 0 else "no mask slots"
+            self.sources.append(f"walks that end where there are {whose}")
 
     def _behind(self, row: int, node: int, masks: int) -> list[int]:
         """For each depth the mask slot that forecasts it behind a node: its own, or its nearest ancestor's that reaches
         as far; -1 where there is none."""
-        found = [-1] * masks
+        slots = [-1] * masks
         behind = 0
         while node >= 0:
-            own = self.groups[row][node]
-            for j in range(behind, len(own)):
-                if found[j - behind] < 0:
-                    found[j - behind] = own[j]
+            group = self.groups[row][node]
+            for j in range(behind, len(group)):
+                if slots[j - behind] < 0:
+                    slots[j - behind] = group[j]
             node, behind = self.parents[row][node], behind + 1
-        return found
+        return slots
 
 
 class TwoPassSession:
@@ -380,8 +380,8 @@ class TwoPassSession:
         behind = replace(context, roots=first, lengths=[n + 1 for n in context.lengths], nodes=context.nodes - 1)
         if behind.nodes == 1:
             return chain(torch.stack([roots, first], 1))
-        given = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
-        tokens, parents, scores = drafted_by(tree_of, drafter, behind, given, config.width, config.min_prob)
+        inputs = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
+        tokens, parents, scores = drafted_by(tree_of, drafter, behind, inputs, config.width, config.min_prob)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
         return trusted(tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1))

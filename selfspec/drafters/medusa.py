@@ -96,8 +96,8 @@ class Medusa(Trained):
             x = x + F.silu(torch.baddbmm(bias[:heads].to(x.dtype), x, weight[:heads].to(x.dtype)))
         if self.shared is None:
             logits = x @ weights[2][:heads].to(x.dtype)
-            own: Tensor | None = self.view.bias
-            return logits if own is None else logits + own
+            bias_row: Tensor | None = self.view.bias
+            return logits if bias_row is None else logits + bias_row
         projected: Tensor = self.shared(x, *weights[2:4])
         return projected
 

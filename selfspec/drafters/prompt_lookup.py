@@ -44,14 +44,14 @@ class NGrams:
     def next(self, suffix: tuple[int, ...], choices: int) -> dict[int, int]:
         """Tokens that followed the end of `suffix`, each with the length of its match: longest and most recent
         first."""
-        found: dict[int, int] = {}
+        choices_found: dict[int, int] = {}
         for n in range(len(suffix), self.shortest - 1, -1):
             for token in reversed(self.after.get(suffix[-n:], {})):
-                if token not in found:
-                    found[token] = n
-                    if len(found) == choices:
-                        return found
-        return found
+                if token not in choices_found:
+                    choices_found[token] = n
+                    if len(choices_found) == choices:
+                        return choices_found
+        return choices_found
 
 
 class _Row:

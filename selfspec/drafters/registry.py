@@ -62,9 +62,9 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
             if error.name != name:
                 raise
         else:
-            own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
-            if found := [c for c in own if issubclass(c, Drafter)]:
-                return found[0]
+            classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+            if drafters := [c for c in classes if issubclass(c, Drafter)]:
+                return drafters[0]
     offered = installed()
     path = offered[kind].value.replace(":", ".") if kind in offered else kind
     package = path.partition(".")[0]
@@ -89,26 +89,26 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
 def _imported(path: str) -> type[Drafter]:
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        kind = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as error:  # whatever a module of another package does
         raise ValueError(f"drafter {path!r}: {module} can not be imported ({error!r})") from error
-    if not isinstance(found, type) or not issubclass(found, Drafter):
+    if not isinstance(kind, type) or not issubclass(kind, Drafter):
         raise ValueError(
             f"drafter {path!r}: {module} has no class {name} derived from selfspec.drafters.base.Drafter"
-            + ("" if found is None else f", but {found!r:.60}")
+            + ("" if kind is None else f", but {kind!r:.60}")
         )
-    return found
+    return kind
 
 
 def config_class(kind: type[Drafter]) -> type[DrafterConfig]:
     """The config that a drafter class is built from. Raises ValueError where its annotation of `config` is none."""
     try:
-        found = typing.get_type_hints(kind)["config"]
+        config = typing.get_type_hints(kind)["config"]
     except NameError as error:
         raise ValueError(f"{kind.__qualname__}: an annotation can not be resolved ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, DrafterConfig) and is_dataclass(found)):
+    if not (isinstance(config, type) and issubclass(config, DrafterConfig) and is_dataclass(config)):
         raise ValueError(f"{kind.__qualname__}.config must be annotated with a dataclass derived from DrafterConfig")
-    return found
+    return config
 
 
 def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter:
@@ -193,10 +193,10 @@ def try_out(drafter: Drafter, target: Target) -> None:
     for temperature in (0.0, 1.0):
         options = Options(5, Sampling(temperature), 1)
         try:
-            found = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
+            ids = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
         except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
             raise ValueError(f"drafter {name} fails when it drafts: {error!r}") from error
         exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
-        if exact and found != autoregressive(target, prompts, options).token_ids:
+        if exact and ids != autoregressive(target, prompts, options).token_ids:
             raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
     drafter.train(was)

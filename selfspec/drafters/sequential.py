@@ -160,11 +160,11 @@ class SequentialHeads(Trained):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., H] of tokens, brought to unit root mean square in the target's dtype."""
-        found = F.embedding(tokens, self.embedding)
-        exact = torch.promote_types(found.dtype, torch.float32)
-        scale = found.shape[-1] ** 0.5 / found.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
-        unit: Tensor = found * scale
-        return unit.to(found.dtype)
+        rows = F.embedding(tokens, self.embedding)
+        exact = torch.promote_types(rows.dtype, torch.float32)
+        scale = rows.shape[-1] ** 0.5 / rows.norm(dim=-1, keepdim=True, dtype=exact).clamp(min=1e-30)
+        unit: Tensor = rows * scale
+        return unit.to(rows.dtype)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The products of decoding, called as a module so that benchmarks can time them: `from_root` of two tensors,
@@ -236,9 +236,11 @@ class SequentialHeads(Trained):
             return hidden[:, :-1]
         states = self.prefix.fused(self.prefix.stacked({layer: part[:, :-1] for layer, part in features.items()}))
         # An entry reads a position and the token after it: it belongs where the position does.
-        own = None if documents is None else documents[:, :-1]
+        before_last = None if documents is None else documents[:, :-1]
         after = tokens[:, 1:]
-        return self.prefix.block.text(self.prefix.entry(states, after), after, logits=False, documents=own).hidden
+        return self.prefix.block.text(
+            self.prefix.entry(states, after), after, logits=False, documents=before_last
+        ).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         device, dtype = sample.hidden.device, self.compute_dtype

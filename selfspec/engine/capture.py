@@ -44,8 +44,8 @@ class Captured:
 
     def __call__(self, *args: Any) -> Any:
         """What the function gives, in tensors of its own. Raises what the function raises."""
-        found = list(parts_of(args))
-        place = tuple(tensor.data_ptr() for tensor, stays in found if stays)
+        tensors = list(parts_of(args))
+        place = tuple(tensor.data_ptr() for tensor, stays in tensors if stays)
         with self._lock:
             if self.failed:
                 return self.function(*args)
@@ -56,28 +56,28 @@ class Captured:
                     self.graphs.popitem(last=False)
                 return result
             self.graphs.move_to_end(place)
-            if (made := self.graphs[place]) is None:
+            if (graph := self.graphs[place]) is None:
                 try:
-                    made = self.graphs[place] = self._capture(args)
+                    graph = self.graphs[place] = self._capture(args)
                 except RuntimeError as error:
                     self.failed, self.graphs = True, OrderedDict()
                     self.note(error)
                     return self.function(*args)
-            made.copied.wait()
-            for own, (given, _) in zip(made.inputs, (pair for pair in found if not pair[1]), strict=True):
-                own.copy_(given)
-            made.graph.replay()
-            result = _mapped(made.outputs, Tensor.clone)
-            made.copied.record()
+            graph.copied.wait()
+            for buffer, (value, _) in zip(graph.inputs, (pair for pair in tensors if not pair[1]), strict=True):
+                buffer.copy_(value)
+            graph.graph.replay()
+            result = _mapped(graph.outputs, Tensor.clone)
+            graph.copied.record()
             return result
 
     def _capture(self, args: Any) -> _Graph:
-        own, graph = _mapped(args, _copied), torch.cuda.CUDAGraph()
+        inputs, graph = _mapped(args, _copied), torch.cuda.CUDAGraph()
         with _capturing, torch.cuda.device(next(tensor.device for tensor, _ in parts_of(args) if tensor.is_cuda)):
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                outputs = self.function(*own)
-        return _Graph(graph, [t for t, stays in parts_of(own) if not stays], outputs, torch.cuda.Event())
+                outputs = self.function(*inputs)
+        return _Graph(graph, [t for t, stays in parts_of(inputs) if not stays], outputs, torch.cuda.Event())
 
 
 def _copied(tensor: Tensor) -> Tensor:

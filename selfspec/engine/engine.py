@@ -74,12 +74,12 @@ class Engine:
         start, runs = time.perf_counter(), function
         if self.backend is not None:
             wanted = key(function, args)
-            found = self.compiled.get(wanted)
-            if found is None:
+            code = self.compiled.get(wanted)
+            if code is None:
                 with self._lock:  # another thread may have made it meanwhile
-                    found = self.compiled.get(wanted) or self._make(wanted, function, args)
+                    code = self.compiled.get(wanted) or self._make(wanted, function, args)
                 start = time.perf_counter()
-            runs = found
+            runs = code
         result = runs(*args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
@@ -87,22 +87,22 @@ class Engine:
     def _make(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         shapes = " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
         start, what, path = time.perf_counter(), f"{function.__name__} {shapes}", self._path(function, args)
-        made: Any
-        made, how = _read(path), "read"
-        if made is None:
+        code: Any
+        code, how = _read(path), "read"
+        if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
                 place = "" if self.folder is None else f", kept in {self.folder} for the next start"
                 print(f"compiling for new shapes, some seconds each{place}", file=sys.stderr)
-            made, how = self._compile(function, args, what), "compiled"
-            if made is None:
-                made, how = function, "not compiled"
+            code, how = self._compile(function, args, what), "compiled"
+            if code is None:
+                code, how = function, "not compiled"
             else:
-                self._write(path, made)
+                self._write(path, code)
         self.made.append((what, time.perf_counter() - start, how))
-        if made is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
-            made = Captured(made, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
-        self.compiled[wanted] = made
-        return made
+        if code is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
+            code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
+        self.compiled[wanted] = code
+        return code
 
     def _compile(self, function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
         """The compiled function; None where torch can not compile it."""
@@ -117,14 +117,14 @@ class Engine:
                 options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **_options(str(self.backend))},
             )
             try:
-                made = compiling.aot_compile((args, {}))
+                code = compiling.aot_compile((args, {}))
             except RestartAnalysis:  # torch.compile itself begins again then; aot_compile leaves it to its caller
-                made = compiling.aot_compile((args, {}))
-            made.disable_guard_check()
+                code = compiling.aot_compile((args, {}))
+            code.disable_guard_check()
         except Exception as error:  # torch raises many kinds, and the function itself is still right
             self._refused("not compiled, runs as it is", what, error)
             return None
-        return made
+        return code
 
     def _refused(self, instead: str, what: str, error: Exception) -> None:
         self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
@@ -140,12 +140,12 @@ class Engine:
             print(f"compiled code is not kept: {error}", file=sys.stderr)
             return None
 
-    def _write(self, path: Path | None, made: Any) -> None:
+    def _write(self, path: Path | None, code: Any) -> None:
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            made.save_compiled_function(str(path))
+            code.save_compiled_function(str(path))
             _trim(path.parent)
         except OSError as error:
             print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)
@@ -157,7 +157,7 @@ class Engine:
         """Drop what was compiled for modules that are no longer used."""
         gone = {id(module) for module in modules}
         with self._lock:
-            self.compiled = {known: made for known, made in self.compiled.items() if not _holds(known, gone)}
+            self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
 
 
 def engine_for(name: str, device: torch.device) -> Engine:
@@ -214,14 +214,14 @@ def _read(path: Path | None) -> Any:
         return None
     try:
         with path.open("rb") as file:
-            made: Any = torch.compiler.load_compiled_function(file)
-        made.disable_guard_check()
+            code: Any = torch.compiler.load_compiled_function(file)
+        code.disable_guard_check()
     except Exception as error:
         print(f"compiled anew, since {path} can not be read: {error}", file=sys.stderr)
         return None
     with suppress(OSError):  # of a file that another user owns
         os.utime(path)
-    return made
+    return code
 
 
 def _trim(folder: Path) -> None:

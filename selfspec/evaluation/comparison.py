@@ -61,7 +61,7 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
         arms.setdefault((run.temperature, run.arm), []).append(run)
     order, rows = _order(runs), []
     for (temperature, arm), own in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
-        sizes, told = [], []
+        sizes, chosen_runs = [], []
         halves = _halves(own)
         for half in (0, 1):
             others = [run for run in own if halves[run.question] != half] or own
@@ -69,10 +69,12 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
                 dict.fromkeys(r.nodes for r in others), key=lambda n: _speed([r for r in others if r.nodes == n])
             )
             found = [run for run in own if halves[run.question] == half and run.nodes == chosen]
-            told += found
+            chosen_runs += found
             sizes += [chosen] if found else []
-        if told:
-            rows.append(_row(temperature, arm, ", ".join(dict.fromkeys(sizes)), told, None) | {"runs": told})
+        if chosen_runs:
+            rows.append(
+                _row(temperature, arm, ", ".join(dict.fromkeys(sizes)), chosen_runs, None) | {"runs": chosen_runs}
+            )
     return rows
 
 

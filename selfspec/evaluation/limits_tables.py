@@ -42,8 +42,8 @@ def limits_tables(figures: Figures) -> str:
     ]
     columns = ["drafter", "engine", "T", "best size", "τ expected", "draft, ms", "pass, ms"]
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
-    told = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
-    return f"{text}\n\nExpected over plain decoding of the same engine ({told}):\n\n" + markdown(columns, lines)
+    origin = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
+    return f"{text}\n\nExpected over plain decoding of the same engine ({origin}):\n\n" + markdown(columns, lines)
 
 
 def _compiled_lines(figures: Figures) -> str:

@@ -78,7 +78,7 @@ def _painted(line: list[Cell], width: int) -> str:
 
 
 def _verdict(result: Generated, prompt: Prompt) -> str:
-    told = f"{result.stats.tokens / result.stats.seconds:.0f} tokens/s"
+    rate = f"{result.stats.tokens / result.stats.seconds:.0f} tokens/s"
     if prompt.check is None:
-        return told
-    return f"{'RIGHT' if prompt.check(result.texts[0]) else 'WRONG'}, {told}"
+        return rate
+    return f"{'RIGHT' if prompt.check(result.texts[0]) else 'WRONG'}, {rate}"

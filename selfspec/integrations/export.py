@@ -85,18 +85,18 @@ def export(
     where = resolve(loaded.name)
     where = str(Path(where).absolute()) if Path(where).is_dir() else where
     tokens = text(loaded, tokenizer)
-    told: list[str] = []
+    lines: list[str] = []
     with atomic(folder) as scratch:
         if isinstance(drafter, Eagle3):
             eagle3.write(drafter, loaded, scratch, "speculators" if to == "speculators" else "plain", where)
-            told.append(check_eagle3(scratch, drafter, loaded, tokens, to))
+            lines.append(check_eagle3(scratch, drafter, loaded, tokens, to))
         elif isinstance(drafter, Medusa):
             parts = {"vllm": scratch / "vllm", "tgi": scratch / "tgi"} if to == "medusa" else {"vllm": scratch}
             medusa.write_vllm(drafter, loaded, parts["vllm"])
             if "tgi" in parts:
                 medusa.write_tgi(drafter, loaded, parts["tgi"], where)
-            told += [check_medusa(part, drafter, loaded, tokens) for part in parts.values()]
-    return [f"{folder}: {_size(folder):.1f} MB", *told, *commands(drafter, to, folder, where)]
+            lines += [check_medusa(part, drafter, loaded, tokens) for part in parts.values()]
+    return [f"{folder}: {_size(folder):.1f} MB", *lines, *commands(drafter, to, folder, where)]
 
 
 def _size(folder: Path) -> float:
@@ -214,8 +214,8 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
             full = read_logits if drafter.vocabulary is None else read_logits[drafter.vocabulary.cpu()]
             what = f"{folder} as {reader} reads it, draft step {step + 1}"
             worst = max(worst, _held(mine, full, _EXACT if target.dtype.itemsize > 2 else _ROUGH, what))
-    told = ", ".join(f"read as {reader}" for reader in readers)
-    return f"checked: {len(found)} tensors; {told}: logits of {steps} steps within {worst:.1e} of the drafter's"
+    readings = ", ".join(f"read as {reader}" for reader in readers)
+    return f"checked: {len(found)} tensors; {readings}: logits of {steps} steps within {worst:.1e} of the drafter's"
 
 
 @torch.no_grad()

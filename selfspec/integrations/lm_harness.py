@@ -114,9 +114,16 @@ def compare(one: Path, other: Path) -> str:
         raise ValueError(f"{one} and {other} hold different tasks: {sorted(ours)} and {sorted(theirs)}")
     pairs = [pair for task in ours for pair in zip(ours[task], theirs[task], strict=True)]
     lines = ["| run | nodes | tokens | passes | seconds | tokens/s |", "|---|---|---|---|---|---|"]
-    for place, told in ((one, first), (other, second)):
-        rate = told["tokens"] / told["seconds"]
-        cells = [place.name, told["nodes"], told["tokens"], told["passes"], f"{told['seconds']:.1f}", f"{rate:.0f}"]
+    for place, counts in ((one, first), (other, second)):
+        rate = counts["tokens"] / counts["seconds"]
+        cells = [
+            place.name,
+            counts["nodes"],
+            counts["tokens"],
+            counts["passes"],
+            f"{counts['seconds']:.1f}",
+            f"{rate:.0f}",
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     same = sum(a == b for a, b in pairs)
     saved = first["seconds"] - second["seconds"]

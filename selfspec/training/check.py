@@ -38,7 +38,7 @@ def check(
     """The lines to print. Raises ValueError for what training would refuse, behind what can be told."""
     check_training(target, drafter, config, loop)
     check_sizes(config, loop, world=1)
-    lines = [*_told("training", train), *_told("validation", validation)]
+    lines = [*_described("training", train), *_described("validation", validation)]
     rows = rows_of(train, config, loop)
     counts = config.prompts, config.prompt_tokens, config.new_tokens
     prompts = sample_prompts(validation, tokenizer, *counts, target.max_positions)
@@ -75,7 +75,7 @@ def check(
         states_dtype(target, drafter, train, loop)
 
 
-def _told(name: str, corpus: Corpus) -> list[str]:
+def _described(name: str, corpus: Corpus) -> list[str]:
     lengths, talks = corpus.lengths(), int(corpus.talks.sum())
     found = torch.quantile(lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double())
     spread = ", ".join(f"{n:.0f}" for n in found.tolist())

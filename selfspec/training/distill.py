@@ -155,12 +155,12 @@ def distill(
     if others and not folder.exists() and not quiet:
         print(f"{folder.parent} holds texts of other settings, data or targets: these are written anew")
     folder.mkdir(parents=True, exist_ok=True)
-    told = list[Stats]()
+    stats = list[Stats]()
 
     def chunk(first: int) -> dict[str, Tensor]:
         path = folder / f"{first:06d}.safetensors"
         if (found := _read(path, settings)) is None:
-            found = _write(target, source, config, seed, first, drafter, told)
+            found = _write(target, source, config, seed, first, drafter, stats)
             with atomic(path) as scratch:
                 save_file(found, scratch, settings)
         return found
@@ -168,18 +168,18 @@ def distill(
     chunks = range(0, config.rows, _CHUNK)
     for first in (bar := progress(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
         chunk(first)
-        bar.set_postfix(written(told))
+        bar.set_postfix(written(stats))
     wait()
     parts = [chunk(first) for first in chunks]
     tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
     own = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
-    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool)), told
+    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool)), stats
 
 
-def written(told: list[Stats], processes: int = 1) -> dict[str, str]:
+def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
     """Tokens that were written by so many processes at once, their rate, and tokens per pass."""
-    tokens, seconds, passes = (sum(getattr(s, name) for s in told) for name in ("tokens", "seconds", "passes"))
+    tokens, seconds, passes = (sum(getattr(s, name) for s in stats) for name in ("tokens", "seconds", "passes"))
     return {
         "tokens": f"{tokens}",
         "rate": f"{processes * tokens / max(seconds, 1e-9):.0f}/s",
@@ -202,7 +202,7 @@ def _write(
     seed: int,
     first: int,
     drafter: Drafter | None,
-    told: list[Stats],
+    stats: list[Stats],
 ) -> dict[str, Tensor]:
     """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is
     added to `told`."""
@@ -224,7 +224,7 @@ def _write(
             result = autoregressive(target, given, options)
         else:
             result = speculative(target, given, options, drafter, config.nodes)
-        told.append(result.stats)
+        stats.append(result.stats)
         for row, new in zip(part, result.token_ids, strict=True):
             start = len(prompts[row].tokens)
             end = min(start + len(new), length)

@@ -77,10 +77,10 @@ class HiddenStates:
 
 def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:
     """Where the hidden states of these rows lie on disk; `how` they are computed is part of its name."""
-    told = hashlib.sha256(f"{target_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
+    digest = hashlib.sha256(f"{target_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
     for part in (rows.members, rows.ends):
-        told.update(part.numpy().tobytes())
-    return cache_folder() / "hidden" / told.hexdigest()[:24]
+        digest.update(part.numpy().tobytes())
+    return cache_folder() / "hidden" / digest.hexdigest()[:24]
 
 
 def _whole(path: Path, size: int) -> bool:

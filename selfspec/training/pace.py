@@ -20,7 +20,7 @@ class Pace:
     def __init__(self, steps: int, first: int) -> None:
         self.steps, self.first, self.count, self.tokens = steps, first, 0, 0
         self.seconds: list[float] = []
-        self.slow, self.told = 0, False
+        self.slow, self.warned = 0, False
         self.losses: list[float] = []
 
     def step(self, seconds: float, tokens: int) -> str | None:
@@ -31,10 +31,10 @@ class Pace:
             return self._end() if self.count == _TIMED else None
         usual = median(self.seconds)
         self.slow = self.slow + 1 if seconds > _SLOW * usual else 0
-        self.told = self.told and self.slow > 0
-        if self.slow < _PATIENCE or self.told:
+        self.warned = self.warned and self.slow > 0
+        if self.slow < _PATIENCE or self.warned:
             return None
-        self.told = True
+        self.warned = True
         return f"a step takes {seconds:.2f} s instead of {usual:.2f} s: {crowd() or 'the processor has become slower'}"
 
     def _end(self) -> str:

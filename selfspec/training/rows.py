@@ -112,5 +112,5 @@ def distilled(
     state = PartialState()
     rank, world = state.process_index, state.num_processes
     share = (0, 1) if shard.wanted() else (rank, world)  # a divided target runs in all processes at once
-    texts, told = distill(target, train, config, seed, folder, rank > 0, share, writer, state.wait_for_everyone)
-    return texts, written(shard.gathered(told), world)
+    texts, stats = distill(target, train, config, seed, folder, rank > 0, share, writer, state.wait_for_everyone)
+    return texts, written(shard.gathered(stats), world)

@@ -30,8 +30,8 @@ def read(folder: Path, target: Target) -> Mask:
     """
     config, path = read_config(folder, NAME), folder / FILE
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        told = f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
-        raise ValueError(f"{folder}/{NAME}: {told}; a LORA without biases can be read")
+        adapter = f"peft_type={config.get('peft_type')!r}, bias={config.get('bias')!r}"
+        raise ValueError(f"{folder}/{NAME}: {adapter}; a LORA without biases can be read")
     if odd := [name for name in _ODD if config.get(name)]:
         raise ValueError(f"{folder}/{NAME}: {odd[0]}={config[odd[0]]!r} can not be read; only one LoRA of one rank")
     modules = config.get("target_modules")

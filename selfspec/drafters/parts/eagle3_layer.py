@@ -141,14 +141,14 @@ class Eagle3Layer(FeatureLayer):
         """config: see `parts.llama_config`; dtype: of what is trained; the flags are those of vLLM's config."""
         super().__init__()
         self.layers, self.norm_output, self.config, hidden = layers, norm_output, config, target.hidden_size
-        made: dict[str, Any] = {"device": target.device, "dtype": dtype}
+        place: dict[str, Any] = {"device": target.device, "dtype": dtype}
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
         self.midlayer = DraftLayer(config, norm_before_residual)
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.input_norm = LlamaRMSNorm(len(layers) * hidden, config.rms_norm_eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in layers if fc_norm)
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if own_head else None
-        self.to(**made)
+        self.to(**place)
         self.start_from(target)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target_head = view(target.lm_head)

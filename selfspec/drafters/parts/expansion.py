@@ -133,8 +133,8 @@ def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:
     for d in range(min(depth, growth.nodes - 1)):
         scores, ids = step(growth, d)
         if ranking.noise is not None:
-            own = ranking.noise[:, d] if ids is None else ranking.noise[:, d].gather(1, ids)
-            scores = perturbed(scores, own[:, None], ranking.temperature)
+            depth_noise = ranking.noise[:, d] if ids is None else ranking.noise[:, d].gather(1, ids)
+            scores = perturbed(scores, depth_noise[:, None], ranking.temperature)
         growth.extend(scores * ranking.factors[d], ids)
         if not growth.frontier.shape[1]:
             break

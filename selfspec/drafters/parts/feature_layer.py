@@ -55,13 +55,13 @@ class FeatureLayer(nn.Module, ABC):
         """Read pending rows, up to each row's root. Runs inside a function of the engine."""
         stacked = torch.cat(pending.features, -1)
         stacked = stacked.gather(1, pending.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
-        given = self.entry(self.fused(stacked), pending.tokens)
-        _, outputs, _ = tree_pass(pending.part, pending.kv, given, pending.tokens, None)
+        entering = self.entry(self.fused(stacked), pending.tokens)
+        _, outputs, _ = tree_pass(pending.part, pending.kv, entering, pending.tokens, None)
         at = pending.last[:, None, None].expand(-1, 1, self.width)
         hidden, output = outputs[-1].gather(1, at), outputs[self.block.layer].gather(1, at)
-        found = self.block.text(output, pending.tokens[:, :1], block=False).logits if logits else None
+        logits_at_root = self.block.text(output, pending.tokens[:, :1], block=False).logits if logits else None
         kv = pending.kv._replace(lengths=pending.kv.lengths + pending.last + 1)
-        return RootState(found, hidden, self.carried(output, hidden), pending.drafting, kv)
+        return RootState(logits_at_root, hidden, self.carried(output, hidden), pending.drafting, kv)
 
     def step(
         self, root: RootState, states: Tensor, tree: DraftTree, count: int
@@ -69,8 +69,8 @@ class FeatureLayer(nn.Module, ABC):
         """The layer on the last `count` nodes of a tree behind a root: logits (None where they are not wanted), hidden
         states behind the final norm, and what stands for the nodes, all [B, count, ...]. states: [B, count, H]."""
         tokens = tree.tokens[:, -count:]
-        given, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
-        logits, outputs, _ = tree_pass(root.part, root.kv, given, tokens, tree.parents, ran)
+        entering, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
+        logits, outputs, _ = tree_pass(root.part, root.kv, entering, tokens, tree.parents, ran)
         return logits, outputs[-1], self.carried(outputs[self.block.layer], outputs[-1])
 
     @property
@@ -229,9 +229,9 @@ class DraftLayerCache:
         while (longest := max(map(len, self.pending))) > few:
             count = [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending]
             tokens = self._tokens(context, count, max(count))
-            given = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
+            entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
             layers = block.layer, block.layer + 1
-            block.target.forward(chain(tokens), self.cache, False, layers, given, (block.layer,))
+            block.target.forward(chain(tokens), self.cache, False, layers, entering, (block.layer,))
             self.cache.commit([list(range(n)) for n in count])
             self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 

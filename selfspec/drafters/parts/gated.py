@@ -99,11 +99,11 @@ class GatedTarget(Adapted):
         mean = table.detach().to(dtype).mean(0)
         scale = table.detach().to(dtype).std()
         # Every mask begins near the mean of all tokens; a little noise tells them apart.
-        made = torch.randn(masks, table.shape[1], generator=torch.Generator().manual_seed(0)).to(mean)
+        scatter = torch.randn(masks, table.shape[1], generator=torch.Generator().manual_seed(0)).to(mean)
         if rank != 0:
-            self.masks = nn.Parameter(mean + 0.1 * scale * made)
+            self.masks = nn.Parameter(mean + 0.1 * scale * scatter)
         else:
-            self.register_buffer("masks", mean + 0.1 * scale * made, persistent=False)
+            self.register_buffer("masks", mean + 0.1 * scale * scatter, persistent=False)
         self.paths = wanted
         self._views: dict[tuple[int, tuple[int, ...]], Target] = {}
         self._copies: dict[int, nn.Parameter] = {}

@@ -42,7 +42,7 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     rope = own.get("rope_parameters") or rope
     if not isinstance(rope, dict) or rope.get("rope_type") not in _ROPES:
         raise ValueError(f"drafter.llama.rope_parameters={rope!r}: rope_type must be one of {', '.join(_ROPES)}")
-    found = {
+    settings = {
         "intermediate_size": getattr(theirs, "intermediate_size", None) or 4 * target.hidden_size,
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(theirs, "num_key_value_heads", None) or heads,
@@ -55,19 +55,19 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     }
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
     for name in sizes:
-        if type(found[name]) is not int or found[name] < 1:
-            raise ValueError(f"drafter.llama.{name}={found[name]!r} must be a whole number above 0")
-    if found["head_dim"] % 2:
-        raise ValueError(f"drafter.llama.head_dim={found['head_dim']} must be even: positions turn pairs of numbers")
-    for name, value in {"rms_norm_eps": found["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
+        if type(settings[name]) is not int or settings[name] < 1:
+            raise ValueError(f"drafter.llama.{name}={settings[name]!r} must be a whole number above 0")
+    if settings["head_dim"] % 2:
+        raise ValueError(f"drafter.llama.head_dim={settings['head_dim']} must be even: positions turn pairs of numbers")
+    for name, value in {"rms_norm_eps": settings["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
-    if not isinstance(found["attention_bias"], bool):
-        raise ValueError(f"drafter.llama.attention_bias={found['attention_bias']!r} must be true or false")
-    if found["num_attention_heads"] % found["num_key_value_heads"]:
+    if not isinstance(settings["attention_bias"], bool):
+        raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
+    if settings["num_attention_heads"] % settings["num_key_value_heads"]:
         raise ValueError(
-            f"drafter.llama.num_key_value_heads={found['num_key_value_heads']} must divide "
-            f"num_attention_heads={found['num_attention_heads']}"
+            f"drafter.llama.num_key_value_heads={settings['num_key_value_heads']} must divide "
+            f"num_attention_heads={settings['num_attention_heads']}"
         )
     widths = {
         "embeddings": target.model.get_input_embeddings().weight.shape[-1],
@@ -79,15 +79,15 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
             "layer reads and writes one width"
         )
     try:
-        made = _llama(target.hidden_size, tokens, found)
-        LlamaRotaryEmbedding(made)
+        config = _llama(target.hidden_size, tokens, settings)
+        LlamaRotaryEmbedding(config)
     except Exception as error:
         raise ValueError(f"drafter.llama={own} makes no layer: {' '.join(str(error).split())}") from error
-    return made
+    return config
 
 
 def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
-    made = LlamaConfig(
+    config = LlamaConfig(
         hidden_size=hidden,
         vocab_size=tokens,
         num_hidden_layers=2,  # the first stands for what is read
@@ -95,5 +95,5 @@ def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
         tie_word_embeddings=False,
         **found,
     )
-    made._attn_implementation = "sdpa"
-    return made
+    config._attn_implementation = "sdpa"
+    return config

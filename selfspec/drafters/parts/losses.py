@@ -60,11 +60,11 @@ class _Chunked(torch.autograd.Function):
             part = slice(first, first + _CHUNK)
             log_p = torch.log_softmax(target[part].detach().to(exact), -1)
             with torch.enable_grad():
-                own = draft[part].detach().to(exact).requires_grad_(gradient is not None)
-                found = rule(torch.log_softmax(own, -1), log_p)
+                chunk = draft[part].detach().to(exact).requires_grad_(gradient is not None)
+                nats = rule(torch.log_softmax(chunk, -1), log_p)
                 if gradient is not None:
-                    gradient[part] = torch.autograd.grad(found.sum(), own)[0]
-            losses[part] = found.detach()
+                    gradient[part] = torch.autograd.grad(nats.sum(), chunk)[0]
+            losses[part] = nats.detach()
         if gradient is not None:
             ctx.save_for_backward(gradient)
         return losses
@@ -138,16 +138,16 @@ def try_rule(name: str) -> None:
     log_q, log_p = torch.log_softmax(torch.randn(2, 3, 7, generator=generator), -1)
     log_q.requires_grad_()
     try:
-        found = rule_of(name)(log_q, log_p)
-        fits = isinstance(found, Tensor) and found.shape == (3,) and bool(found.isfinite().all())
-        fits = fits and bool(torch.autograd.grad(found.sum(), log_q)[0].isfinite().all())
+        nats = rule_of(name)(log_q, log_p)
+        fits = isinstance(nats, Tensor) and nats.shape == (3,) and bool(nats.isfinite().all())
+        fits = fits and bool(torch.autograd.grad(nats.sum(), log_q)[0].isfinite().all())
     except ValueError:
         raise
     except Exception as error:  # whatever a function of another package does
         raise ValueError(f"drafter.loss={name!r} fails on log probabilities [3, 7]: {error!r}") from error
     if not fits:
-        told = f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"drafter.loss={name!r} gave {told} for log probabilities [3, 7]; expected finite nats [3]")
+        shape = f"{list(nats.shape)} of {nats.dtype}" if isinstance(nats, Tensor) else type(nats).__name__
+        raise ValueError(f"drafter.loss={name!r} gave {shape} for log probabilities [3, 7]; expected finite nats [3]")
 
 
 def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor:

@@ -165,12 +165,12 @@ class Unrolled(Trained):
             far = torch.cat([behind] * (step + 1), 1)
             places = at[None]
             if documents is not None:
-                own = documents[:, :n]
-                places = restarting(own)
-                seen = seen & (own[:, :, None] == own[:, None]).repeat(1, 1, step + 1)
+                of_rows = documents[:, :n]
+                places = restarting(of_rows)
+                seen = seen & (of_rows[:, :, None] == of_rows[:, None]).repeat(1, 1, step + 1)
             masks = self.layer.block.target.per_type(partial(self._mask, seen, far))
-            given = self.layer.entry(states, after)
-            out = self.layer.block.text(given, after, cache=cache, masks=masks, positions=places)
+            entering = self.layer.entry(states, after)
+            out = self.layer.block.text(entering, after, cache=cache, masks=masks, positions=places)
             assert out.logits is not None
             result.append(out.logits)
             carried = self.layer.carried(out.features[self.layer.block.layer], out.hidden)
@@ -197,11 +197,11 @@ class Unrolled(Trained):
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
-        found = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
+        scores = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
         if self.vocabulary is None:
-            return found
-        none = found.new_full((*found.shape[:2], self.tokens), -torch.inf)
-        return none.index_copy(2, self.vocabulary, self.of_vocabulary(found))
+            return scores
+        none = scores.new_full((*scores.shape[:2], self.tokens), -torch.inf)
+        return none.index_copy(2, self.vocabulary, self.of_vocabulary(scores))
 
     def session(self, target: Target, rows: int) -> UnrolledSession:
         return UnrolledSession(self)

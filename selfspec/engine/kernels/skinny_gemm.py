@@ -51,8 +51,8 @@ def options() -> dict[str, Any]:
 def _kernel(name: str) -> Callable[..., None]:
     """One of KERNELS, compiled."""
     source = "\n".join(path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name))
-    made: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(KERNELS[name], source)
-    return made
+    kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(KERNELS[name], source)
+    return kernel
 
 
 def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
     sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
     layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
     parts = [left, *weights, *([] if bias is None else [bias])]
-    given = [ir.ExternKernel.require_contiguous(part) for part in parts]
-    return _products.bind(given, layout, sizes=sizes, biased=bias is not None).output_node()
+    tensors = [ir.ExternKernel.require_contiguous(part) for part in parts]
+    return _products.bind(tensors, layout, sizes=sizes, biased=bias is not None).output_node()
 
 
 @register_lowering(_few_queries, type_promotion_kind=None)
@@ -120,8 +120,8 @@ def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: flo
     rows, heads, nodes, width = (int(size) for size in query.get_size())
     sizes = (rows, heads, nodes, int(keys.get_size()[2]), width, int(mask.get_size()[0]))
     layout = ir.FixedLayout(query.get_device(), query.get_dtype(), [rows, nodes, heads, width])
-    given = [ir.ExternKernel.require_contiguous(part) for part in (query, keys, values, mask)]
-    return _attention.bind(given, layout, sizes=sizes, scale=scale).output_node()
+    tensors = [ir.ExternKernel.require_contiguous(part) for part in (query, keys, values, mask)]
+    return _attention.bind(tensors, layout, sizes=sizes, scale=scale).output_node()
 
 
 class FewRows(CustomGraphPass):
@@ -166,16 +166,16 @@ def _input(right: fx.Node) -> fx.Node | None:
     """The input of the graph that is seen as columns; None where it is something else."""
     if right.target != _aten.permute.default or right.args[1] != [1, 0]:
         return None
-    found = right.args[0]
-    return found if isinstance(found, fx.Node) and found.op == "placeholder" else None
+    source = right.args[0]
+    return source if isinstance(source, fx.Node) and source.op == "placeholder" else None
 
 
 def _add(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     """A node of the graph, with its value's layout."""
-    made, values = graph.call_function(target, args), fx.map_arg(args, lambda arg: arg.meta["val"])
+    node, values = graph.call_function(target, args), fx.map_arg(args, lambda arg: arg.meta["val"])
     with next(arg for arg in values if isinstance(arg, Tensor)).fake_mode:  # type: ignore[attr-defined]
-        made.meta["val"] = target(*values)
-    return made
+        node.meta["val"] = target(*values)
+    return node
 
 
 def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -185,10 +185,10 @@ def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
         weights = [_input(node.args[-1]) for node in nodes]  # type: ignore[arg-type]
         if weights[0] is None:
             weights = [_add(graph, _aten.permute.default, right, [1, 0])]
-        found, start = _add(graph, _few_rows, left, weights, *bias), 0
+        product, start = _add(graph, _few_rows, left, weights, *bias), 0
         for node in nodes:
             stop = start + node.meta["val"].shape[1]
-            part = _add(graph, _aten.slice.Tensor, found, 1, start, stop) if len(nodes) > 1 else found
+            part = _add(graph, _aten.slice.Tensor, product, 1, start, stop) if len(nodes) > 1 else product
             node.replace_all_uses_with(part)
             start = stop
     for node in nodes:
@@ -205,10 +205,10 @@ def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:
         return
     with graph.inserting_before(node):
         weight = _add(graph, _aten.permute.default, right, [0, 2, 1])
-        found = _add(graph, _few_rows, left, [weight])
+        product = _add(graph, _few_rows, left, [weight])
         if more:
-            found = _add(graph, _aten.add.Tensor, found, more[0])
-    node.replace_all_uses_with(found)
+            product = _add(graph, _aten.add.Tensor, product, more[0])
+    node.replace_all_uses_with(product)
     graph.erase_node(node)
 
 
@@ -216,8 +216,8 @@ def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:
     """`_few_queries` instead of the library's attention, where it serves it."""
     if len(node.args) != 3 or not node.kwargs.keys() <= {"attn_mask", "scale"} or "attn_mask" not in node.kwargs:
         return
-    given = [*node.args, node.kwargs["attn_mask"]]
-    query, keys, _, mask = shapes = [part.meta["val"] for part in given]  # type: ignore[union-attr]
+    inputs = [*node.args, node.kwargs["attn_mask"]]
+    query, keys, _, mask = shapes = [part.meta["val"] for part in inputs]  # type: ignore[union-attr]
     if mask.dim() != 4:
         return
     fits = query.shape[2] <= MOST and query.shape[3] % STEP == 0 and keys.shape[2] % SLOTS == 0
@@ -226,10 +226,10 @@ def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:
         return
     scale = node.kwargs.get("scale") or query.shape[3] ** -0.5
     with graph.inserting_before(node):
-        found = graph.call_function(_few_queries, (*given, scale))
-        seen = graph.call_function(_aten.permute.default, (found, [0, 2, 1, 3]))
+        attention = graph.call_function(_few_queries, (*inputs, scale))
+        seen = graph.call_function(_aten.permute.default, (attention, [0, 2, 1, 3]))
     seen.meta["val"] = next(iter(node.users)).meta["val"]
-    found.meta["val"] = seen.meta["val"].permute(0, 2, 1, 3)
+    attention.meta["val"] = seen.meta["val"].permute(0, 2, 1, 3)
     for user in list(node.users):
         user.replace_all_uses_with(seen)
         graph.erase_node(user)
