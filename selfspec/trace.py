@@ -80,7 +80,7 @@ class Trace:
 
     def tokens(self, row: int = 0) -> list[Token]:
         """A row's text, token by token."""
-        names, found = self.header["sources"], []
+        names, tokens = self.header["sources"], []
         for line in self.passes:
             if line["row"] != row:
                 continue
@@ -88,8 +88,8 @@ class Trace:
                 node = line["path"][i + 1] if i + 1 < len(line["path"]) else None
                 whose = () if node is None else tuple(names[source] for source in line["sources"][node])
                 score = None if node is None or line["scores"] is None else line["scores"][node]
-                found.append(Token(text, whose, 0 if node is None else i + 1, score, choices[0][2]))
-        return found
+                tokens.append(Token(text, whose, 0 if node is None else i + 1, score, choices[0][2]))
+        return tokens
 
 
 def read_traces(path: str | Path) -> list[Trace]:
@@ -135,7 +135,7 @@ class Tracer:
         tokenizer: Tokenizer | None,
         prompts: Sequence[Sequence[int]],
         options: Options,
-        told: Figures,
+        call: Figures,
     ) -> None:
         self.tokenizer, self.passes, self.count = tokenizer, list[Figures](), 0
         self.ids: list[list[int]] = [[] for _ in prompts]
@@ -146,15 +146,17 @@ class Tracer:
         seed = options.seed if isinstance(options.seed, int) else list(options.seed)
         if options.sampling.temperature > 0:
             rows = range(len(prompts))
-            given = [(seed, row) for row in rows] if isinstance(seed, int) else [(each, 0) for each in seed]
-            self.noise = [Noise([own], [sequence], target.vocab_size, target.device) for own, sequence in given]
+            seeds = [(seed, row) for row in rows] if isinstance(seed, int) else [(each, 0) for each in seed]
+            self.noise = [
+                Noise([row_seed], [sequence], target.vocab_size, target.device) for row_seed, sequence in seeds
+            ]
         self.header = {
             "trace": VERSION,
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "engine": target.engine.name,
-            **told,
+            **call,
             **asdict(options.sampling),
             "seed": seed,
             "prompts": [list(prompt) for prompt in prompts],
@@ -222,7 +224,7 @@ class Tracer:
         parents: list[int],
         records: list[tuple[Tensor, Tensor]],
     ) -> list[list[list[object]]]:
-        found = []
+        choices = []
         for j, (_, scores) in enumerate(records):
             logs = scores.double().log_softmax(-1)
             noise = self.noise[row].ahead([position + 1 + j], 1)[0, 0] if self.noise else torch.zeros_like(logs)
@@ -233,8 +235,8 @@ class Tracer:
                 [token, self._text(token), _rounded(float(logs[token].exp())), _rounded(float(noise[token]))]
                 for token in dict.fromkeys([*best, *sorted(drafted, key=lambda token: -float(total[token]))])
             ]
-            found.append([[*choice[:3], choice[3] if self.noise else None] for choice in listed])
-        return found
+            choices.append([[*choice[:3], choice[3] if self.noise else None] for choice in listed])
+        return choices
 
     def trace(self, stats: Stats) -> Trace:
         """Everything seen, when the call is over."""

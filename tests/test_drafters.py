@@ -107,11 +107,11 @@ TABLE = {
         norm_before_fc=True,
         norm_output=True,
         head="own",
-        vocabulary=20,
+        draft_vocab=20,
         min_prob=0.0,
     ),
-    "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, vocabulary=20, depth=7, width=5),
-    "feature_few": of(Feature, layers=[1, 2], vocabulary=20),
+    "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
+    "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
 

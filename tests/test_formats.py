@@ -36,11 +36,11 @@ IDS = eagle3.IDS
 CASES: dict[str, Eagle3Config] = {
     "portable": Eagle3Config(layers=[0, 1]),
     "three": Eagle3Config(layers=[0, 1, 2], fc_norm=True, norm_output=True),
-    "few": Eagle3Config(layers=[1], vocabulary=20),
+    "few": Eagle3Config(layers=[1], draft_vocab=20),
     "own": Eagle3Config(
         layers=[0, 2],
         head="own",
-        vocabulary=17,
+        draft_vocab=17,
         norm_before_residual=True,
         norm_before_fc=True,
         llama={"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
@@ -367,7 +367,7 @@ def test_a_head_with_a_bias(folder: Path) -> None:
     model.lm_head = torch.nn.Linear(32, VOCAB, bias=True)
     target = Target(model)
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
-        Eagle3(target, Eagle3Config(layers=[1], vocabulary=20))
+        Eagle3(target, Eagle3Config(layers=[1], draft_vocab=20))
     for kind, message in (
         (Eagle3(target, Eagle3Config(layers=[1])), "no draft model has"),
         (of(MedusaConfig(), target), "has a bias"),

@@ -342,7 +342,7 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> No
 
 
 def test_few_tokens_are_drafted_and_all_are_emitted(llama: Target) -> None:
-    drafter = random_drafter(Feature, llama, vocabulary=7)
+    drafter = random_drafter(Feature, llama, draft_vocab=7)
     drafter.vocabulary.copy_(torch.tensor([3, 60, 8, 41, 0, 22, 17]))
     drafter.eval()
     for temperature in (0.0, 1.0):
@@ -359,7 +359,7 @@ def test_few_tokens_are_drafted_and_all_are_emitted(llama: Target) -> None:
 )
 def test_a_broken_map_is_refused(ids: list[int], message: str, tmp_path: Path) -> None:
     target = Target(tiny_model())
-    drafter = random_drafter(Feature, target, vocabulary=3)
+    drafter = random_drafter(Feature, target, draft_vocab=3)
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     path = tmp_path / "d" / "drafter.safetensors"
     state = load_file(path)
@@ -390,7 +390,7 @@ QUICK = (
         ("sequential", ["drafter.rank=4", "drafter.heads=3"]),
         pytest.param("sequential", ["drafter.form=markov", "drafter.prefix=false"], marks=pytest.mark.slow),
         pytest.param("early_exit", ["drafter.rank=4"], marks=pytest.mark.slow),
-        ("feature", ["drafter.vocabulary=50"]),
+        ("feature", ["drafter.draft_vocab=50"]),
         pytest.param("early_exit", ["drafter.rank=0"], marks=pytest.mark.slow),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_target_of_one_layer_is_refused() -> None:
 
 def test_a_reduced_vocabulary_wants_plain_logits() -> None:
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
-        made(Feature, Target(tiny_model("granite", logits_scaling=8.0)), vocabulary=20)
+        made(Feature, Target(tiny_model("granite", logits_scaling=8.0)), draft_vocab=20)
 
 
 TABLE = [[0.5, 0.2]] * 3
@@ -531,14 +531,14 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (EarlyExit, {"min_prob": None}, "drafter.min_prob=None"),
         (Feature, {"train": "some"}, "drafter.train='some'"),
         (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
-        (Feature, {"vocabulary": VOCAB + 1}, f"drafter.vocabulary={VOCAB + 1}"),
+        (Feature, {"draft_vocab": VOCAB + 1}, f"drafter.draft_vocab={VOCAB + 1}"),
         (Feature, {"vocabulary": 5, "loss": "ce"}, "needs the whole vocabulary"),
         (Eagle3, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
         (Eagle3, {"head": "mine"}, "drafter.head='mine'"),
         (Eagle3, {"fc_norm": "yes"}, "drafter.fc_norm='yes'"),
-        (Eagle3, {"vocabulary": VOCAB + 1, "head": "own"}, f"drafter.vocabulary={VOCAB + 1}"),
+        (Eagle3, {"draft_vocab": VOCAB + 1, "head": "own"}, f"drafter.draft_vocab={VOCAB + 1}"),
         (Eagle3, {"llama": {"num_heads": 2}}, r"drafter.llama has unknown keys \['num_heads'\]"),
-        (Eagle3, {"vocabulary": VOCAB}, "all of which are drafted with drafter.vocabulary=null"),
+        (Eagle3, {"draft_vocab": VOCAB}, "all of which are drafted with drafter.draft_vocab=null"),
         (Eagle3, {"llama": {"rope_parameters": {"rope_type": "x"}}}, "rope_type must be one of default"),
         (Eagle3, {"llama": {"head_dim": 7}}, "head_dim=7 must be even"),
         (Eagle3, {"llama": {"rms_norm_eps": -1.0}}, "rms_norm_eps=-1.0 must be a finite number"),

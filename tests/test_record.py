@@ -82,7 +82,7 @@ TRAINED = {
     "sequential_markov": ["drafter=sequential", "drafter.form=markov", "drafter.prefix=false"],
     "feature": ["drafter=feature"],
     "feature_lora": ["drafter=feature", "drafter.train=lora"],
-    "feature_few": ["drafter=feature", "drafter.vocabulary=512"],
+    "feature_few": ["drafter=feature", "drafter.draft_vocab=512"],
 }
 SETTINGS = """target.name=tiny-target target.dtype=float32 data=text data.validation_share=0.5 train.length=64
 train.packed=false train.lr=1e-3 train.validation_rows=2 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16

@@ -27,6 +27,7 @@ from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.utils.files import Figures, atomic
 
 FORMAT = 3
+RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
 
 
@@ -186,6 +187,7 @@ def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfi
     exist."""
     config = config_class(kind)
     known = {f.name for f in fields(config)}
+    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
     if known != saved.keys():
         unknown, missing = sorted(saved.keys() - known), sorted(known - saved.keys())
         raise ValueError(

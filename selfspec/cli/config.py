@@ -19,6 +19,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from selfspec.api import NODES
+from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.core.generate import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
@@ -193,10 +194,23 @@ def register_class(name: str, kind: type[Drafter]) -> None:
     ConfigStore.instance().store(group="drafter", name=name, node=node)
 
 
+def renamed(arguments: list[str]) -> list[str]:
+    """Command-line arguments with the present names of keys. A line tells of each that was given by its old one."""
+    result = []
+    for argument in arguments:
+        key, mark, value = argument.partition("=")
+        name = key.lstrip("+~")
+        if name.startswith("drafter.") and (new := RENAMED.get(name.removeprefix("drafter."))) is not None:
+            print(f"{name} is now drafter.{new}; the old name works until version 0.5", file=sys.stderr)
+            argument = f"{key.removesuffix(name)}drafter.{new}{mark}{value}"
+        result.append(argument)
+    return result
+
+
 def with_classes(arguments: list[str]) -> list[str]:
     """Command-line arguments in which `drafter._target_=package.module.Class` has become a choice of the group
     `drafter`. Raises ValueError for what is no drafter class."""
-    found = []
+    replaced = []
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key.lstrip("+") == "drafter._target_":
@@ -204,8 +218,8 @@ def with_classes(arguments: list[str]) -> list[str]:
             for path in paths:
                 register_class(path, drafter_class(path, trust=True))
             argument = f"drafter={','.join(paths)}"
-        found.append(argument)
-    return found
+        replaced.append(argument)
+    return replaced
 
 
 def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
@@ -213,17 +227,17 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
     wrong types of a class of another package."""
     if isinstance(config, DrafterConfig):
         return drafter_class(type(config).__module__.rsplit(".", 1)[-1]), config
-    given = dict(config)
-    kind = drafter_class(given.pop("_target_"), trust=True)
+    settings = dict(config)
+    kind = drafter_class(settings.pop("_target_"), trust=True)
     schema = OmegaConf.structured(config_class(kind))
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(schema, given))
+        drafter_config = OmegaConf.to_object(OmegaConf.merge(schema, settings))
     except OmegaConfBaseException as error:
         why = one_line_error(error).replace("there is no ", "there is no drafter.")
         why = f"drafter.{why}" if "must be of type" in why else why
         raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
-    assert isinstance(found, DrafterConfig)
-    return kind, found
+    assert isinstance(drafter_config, DrafterConfig)
+    return kind, drafter_config
 
 
 def constant(arguments: list[str]) -> list[str]:
@@ -242,9 +256,9 @@ def flags_first(arguments: list[str]) -> list[str]:
     """Hydra's own options before the overrides, wherever they were typed: its parser takes no others behind them."""
     flags, overrides, takes = list[str](), list[str](), False
     for argument in arguments:
-        own = takes or (argument.startswith("-") and len(argument) > 1)
+        is_flag = takes or (argument.startswith("-") and len(argument) > 1)
         takes = not takes and argument in _WITH_VALUE
-        (flags if own else overrides).append(argument)
+        (flags if is_flag else overrides).append(argument)
     return flags + overrides
 
 
@@ -279,8 +293,8 @@ def one_line_error(error: BaseException) -> str:
     """What to say of bad input, on one line."""
     text = one_line(error)
     missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
-    if missing is None and (found := re.search(r"Missing mandatory value: ([\w.]+)", text)) is not None:
-        missing = found[1]
+    if missing is None and (match := re.search(r"Missing mandatory value: ([\w.]+)", text)) is not None:
+        missing = match[1]
     if missing is not None:
         return f"{missing} is missing; give {missing}=..."
     if (unknown := re.search(r"Key '(\w+)' (?:is )?not in \S+ .*?full_key: ([\w.]+)", text)) is not None:

@@ -84,18 +84,18 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
-        own = [record for record in records if record.arm == "speculative"]
+        speculative = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
             forecast = point["speculative"]["forecast"]
             nodes = forecast["nodes"] / max(1, forecast["passes"])
             print(f"tree.nodes=auto: {nodes:.1f} nodes a pass, expected speedup {forecast['speedup']:.2f}")
-        if own and run.decode.batch_size == 1 and run.decode.lossy is None:
+        if speculative and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["host_overhead"] = host_overhead(spec, prompts[:8], run.decode, run.tree.nodes)
-        if own and run.decode.metrics:
+        if speculative and run.decode.metrics:
             calibration = spec.drafter.calibration.get("sampled" if run.decode.temperature > 0 else "greedy")
             accuracy = [depth[0] for depth in calibration.acceptance] if calibration is not None else []
             accuracy = accuracy if isinstance(spec.drafter, Trained) else []
-            point["metrics"] = {name: defined(name, own, accuracy) for name in run.decode.metrics}
+            point["metrics"] = {name: defined(name, speculative, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
         if run.decode.traces:
             path = folder / "traces.jsonl"
@@ -135,37 +135,37 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
     prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
     done = folder / "audit.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
-        found = audit(spec, prompts, run.audit)
+        result = audit(spec, prompts, run.audit)
         tests = []
         if run.audit.distribution_samples:
             short = [prompt[:32] for prompt in prompts[:8]]  # thousands of texts begin with it
             tests = distribution_tests(
                 spec, short, run.audit.distribution_samples, run.audit.distribution_top_k, nodes=8
             )
-        report = audit_report(found, tests)
-        figures = {**found.as_dict(), "distribution": [asdict(t) for t in tests], "config": plain}
+        report = audit_report(result, tests)
+        figures = {**result.as_dict(), "distribution": [asdict(t) for t in tests], "config": plain}
         figures["distribution_verdict"] = distribution_verdict(tests) if tests else None
         write_text(folder / "audit.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "report.md", report + "\n")
         keys = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
         log.write({key: figures[key] for key in keys})
-        margins = [(float(d.position), d.margin) for d in found.divergences]
-        log.images({"margins": plot_margins(margins, found.bound, folder / "margins.png")})
+        margins = [(float(d.position), d.margin) for d in result.divergences]
+        log.images({"margins": plot_margins(margins, result.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
     return figures
 
 
 def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
     """The prompts of a comparison; answers to earlier turns are greedy."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for name in config.questions:
         groups = config.groups
         if groups is not None and name in SETS:
             groups = [group for group in groups if group in SETS[name]]
         if groups != []:
             asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
-            found += asked(spec, data, asking, {}, config.seed, each=True)[1]
-    return found
+            prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    return prompts
 
 
 def run_compare(config: DictConfig, folder: Path) -> list[Figures]:

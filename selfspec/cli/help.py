@@ -61,20 +61,20 @@ def _line(name: str) -> list[ast.ClassDef]:
 
 def fields(name: str) -> dict[str, tuple[str, str]]:
     """The fields of a dataclass: annotation and default, as they are written."""
-    found: dict[str, tuple[str, str]] = {}
+    rows: dict[str, tuple[str, str]] = {}
     for node in _line(name):
         for part in node.body:
             if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
-                found[part.target.id] = ast.unparse(part.annotation), _default(part.value)
-    return found
+                rows[part.target.id] = ast.unparse(part.annotation), _default(part.value)
+    return rows
 
 
 def _default(value: ast.expr) -> str:
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
-        made = value.keywords[0].value
-        if isinstance(made, ast.Lambda):
-            return _default(made.body)
-        return {"list": "[]", "dict": "{}"}.get(ast.unparse(made), "")
+        factory = value.keywords[0].value
+        if isinstance(factory, ast.Lambda):
+            return _default(factory.body)
+        return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "list":  # of a constant
         value = _constant(ast.unparse(value.args[0]))
         names = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
@@ -88,16 +88,16 @@ def _default(value: ast.expr) -> str:
 def described(name: str) -> dict[str, str]:
     """What the docstrings of a dataclass and of those it derives from say of its fields: `name: text` or
     `name, name: text`, one after the other."""
-    names, found = fields(name).keys(), dict[str, str]()
+    names, texts = fields(name).keys(), dict[str, str]()
     for node in _line(name):
         text = " ".join((ast.get_docstring(node) or "").split())
         marks = list(re.finditer(r"(?<![\w.])(\w+(?:, \w+)*(?: and \w+)?): ", text))
         marks = [mark for mark in marks if set(re.split(", | and ", mark[1])) <= names]
         for i, mark in enumerate(marks):
             last = i + 1 == len(marks)
-            said = text[mark.end() : None if last else marks[i + 1].start()].strip(" ;.")
-            found |= dict.fromkeys(re.split(", | and ", mark[1]), said.split(". ")[0] if last else said)
-    return found
+            description = text[mark.end() : None if last else marks[i + 1].start()].strip(" ;.")
+            texts |= dict.fromkeys(re.split(", | and ", mark[1]), description.split(". ")[0] if last else description)
+    return texts
 
 
 def options(name: str, prefix: str = "") -> list[Row]:
@@ -113,12 +113,12 @@ def options(name: str, prefix: str = "") -> list[Row]:
 
 def drafter_configs() -> dict[str, str]:
     """The kinds of drafters and their configs' names."""
-    found = {}
+    configs = {}
     for path in sorted((PACKAGE / "drafters").glob("*.py")):
         names = re.findall(r"^class (\w+Config)\(", path.read_text(), re.MULTILINE)
         if names and path.stem not in ("base", "hybrid"):
-            found[path.stem] = names[0]
-    return found
+            configs[path.stem] = names[0]
+    return configs
 
 
 def experiments(config: str) -> list[Row]:
@@ -137,8 +137,8 @@ def _data() -> list[Row]:
     rows = []
     for path in sorted((config_folder() / "data").glob("*.yaml")):
         pairs = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-        given = [f"data.{p.replace(': ', '=')}" for p in pairs if ": " in p and not p.startswith("_")]
-        rows.append((f"data={path.stem}", ", ".join(given)))
+        options_given = [f"data.{p.replace(': ', '=')}" for p in pairs if ": " in p and not p.startswith("_")]
+        rows.append((f"data={path.stem}", ", ".join(options_given)))
     return rows
 
 
@@ -156,7 +156,7 @@ def page(name: str, command: Command) -> str:
     set_here = _defaults(command.config)
     rows = [row for row in options(_SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
     pairs = [(*row[0].split("=", 1), row[1]) for row in rows]
-    rows = [(f"{key}={set_here.get(key, value)}", said) for key, value, said in pairs]
+    rows = [(f"{key}={set_here.get(key, value)}", description) for key, value, description in pairs]
     lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]
     if any(row[0].startswith("data=") for row in rows):
         lines += ["", "data=NAME, and the options of each", *_lines(_data())]
@@ -171,8 +171,8 @@ def page(name: str, command: Command) -> str:
 
 def _lines(rows: list[Row]) -> list[str]:
     lines = []
-    for head, said in rows:
-        first, *more = textwrap.wrap(said, _WIDTH - _AT) or [""]
+    for head, description in rows:
+        first, *more = textwrap.wrap(description, _WIDTH - _AT) or [""]
         if len(head) + 4 > _AT:
             lines.append(f"  {head}")
             head = ""

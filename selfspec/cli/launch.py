@@ -19,7 +19,16 @@ from omegaconf import DictConfig
 from selfspec.checkpoints.drafter_folder import read_meta
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import BAD_INPUT, clear_errors, constant, flags_first, one_line_error, register, with_classes
+from selfspec.cli.config import (
+    BAD_INPUT,
+    clear_errors,
+    constant,
+    flags_first,
+    one_line_error,
+    register,
+    renamed,
+    with_classes,
+)
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
@@ -33,12 +42,12 @@ def launch(name: str, config_name: str, trains: bool) -> None:
     transformers.utils.logging.disable_progress_bar()  # of loading weights
     register(drafters=trains)
     with clear_errors():
-        given = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
-        given = flags_first(with_classes(given) if trains else given)
-        if {"-m", "--multirun"} & set(given):
-            kept = ",".join(f'"{key}"' for key in constant(given))
-            given.append(f"hydra.job.config.override_dirname.exclude_keys=[{kept}]")
-        sys.argv = [sys.argv[0], *given]
+        arguments = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
+        arguments = flags_first(with_classes(renamed(arguments)) if trains else arguments)
+        if {"-m", "--multirun"} & set(arguments):
+            constant_keys = ",".join(f'"{key}"' for key in constant(arguments))
+            arguments.append(f"hydra.job.config.override_dirname.exclude_keys=[{constant_keys}]")
+        sys.argv = [sys.argv[0], *arguments]
         hydra.main(config_path=str(config_folder()), config_name=config_name, version_base="1.3")(TASKS[name])()
 
 
@@ -77,8 +86,8 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
 def _title(config: DictConfig) -> str:
     """What a run is called in its logger: its name, and in a sweep what is its own."""
     settings = HydraConfig.get()
-    own = settings.job.override_dirname if settings.mode == RunMode.MULTIRUN else ""
-    return f"{config.name} {own}".strip()
+    override = settings.job.override_dirname if settings.mode == RunMode.MULTIRUN else ""
+    return f"{config.name} {override}".strip()
 
 
 @_task
@@ -98,9 +107,9 @@ def _report(figures: Figures, folder: Path) -> None:
         top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
         print(f"{mode:8} top-1 by depth {top1}; expected acceptance length {tau}")
-        if (found := figures[mode].get("decoded")) is not None:
-            share = found / figures[mode]["tau"]["16"]
-            print(f"{mode:8} decoded with 16 nodes {found:.2f}, {share:.2f} of what was expected")
+        if (decoded := figures[mode].get("decoded")) is not None:
+            share = decoded / figures[mode]["tau"]["16"]
+            print(f"{mode:8} decoded with 16 nodes {decoded:.2f}, {share:.2f} of what was expected")
     if "step_over_forward" in figures:
         ratio = figures["step_over_forward"]
         print(f"training step: {ratio:.1f}x the time of a target forward over the same batch")
@@ -114,14 +123,14 @@ def _report(figures: Figures, folder: Path) -> None:
 @_task
 def distill(config: DictConfig, folder: Path) -> None:
     figures = runs.run_distill(config, folder)
-    own = config.train.distill
+    settings = config.train.distill
     if is_main_process():
         print(
             f"wrote {figures['tokens']} tokens at {figures['rate']}, {figures['tau']} per pass; {figures['rows']} "
             f"rows are there, {figures['counted']} tokens of them count in the loss\n"
-            f"train on them with the same settings: train.distill.rows={own.rows} "
-            f"train.distill.prompt_tokens={own.prompt_tokens} train.distill.new_tokens={own.new_tokens} "
-            f"train.distill.folder={own.folder or folder / 'distill'}"
+            f"train on them with the same settings: train.distill.rows={settings.rows} "
+            f"train.distill.prompt_tokens={settings.prompt_tokens} train.distill.new_tokens={settings.new_tokens} "
+            f"train.distill.folder={settings.folder or folder / 'distill'}"
         )
 
 

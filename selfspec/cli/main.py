@@ -12,19 +12,19 @@ from selfspec.cli.commands import COMMANDS
 
 def main() -> None:
     """The command `selfspec`, and `python -m selfspec`."""
-    given = sys.argv[1:]
-    if not given or given[0] in ("-h", "--help"):
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(overview())
-    elif given[0] == "--version":
+    elif arguments[0] == "--version":
         print(f"selfspec {__version__}")
-    elif given[0] not in COMMANDS:
-        near = difflib.get_close_matches(given[0], COMMANDS, 1)
-        meant = f"selfspec {near[0]}" if near else f"selfspec complete {given[0]!r}"
-        print(f"selfspec: there is no command {given[0]!r}; did you mean: {meant}", file=sys.stderr)
+    elif arguments[0] not in COMMANDS:
+        near = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+        meant = f"selfspec {near[0]}" if near else f"selfspec complete {arguments[0]!r}"
+        print(f"selfspec: there is no command {arguments[0]!r}; did you mean: {meant}", file=sys.stderr)
         sys.exit(2)
     else:
-        sys.argv = [f"selfspec {given[0]}", *given[1:]]
-        start(given[0])
+        sys.argv = [f"selfspec {arguments[0]}", *arguments[1:]]
+        start(arguments[0])
 
 
 def start(name: str) -> None:
@@ -37,17 +37,17 @@ def start(name: str) -> None:
 
 
 def _start(name: str) -> None:
-    command, given = COMMANDS[name], sys.argv[1:]
+    command, arguments = COMMANDS[name], sys.argv[1:]
     if not command.config:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         from selfspec.cli import terminal
 
-        getattr(terminal, name)(given)
-    elif "--help" in given or "-h" in given:
+        getattr(terminal, name)(arguments)
+    elif "--help" in arguments or "-h" in arguments:
         from selfspec.cli.help import text
 
         print(text(name), end="")
-    elif "--version" in given:
+    elif "--version" in arguments:
         print(f"selfspec {__version__}")
     else:
         from selfspec.cli.launch import launch

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
@@ -50,6 +51,7 @@ _FREE = (
         "loop.checkpoint_every",
     ),
     *("check", "trust_code", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    "train.rounds",  # of runs that version 0.2 began
 )
 
 
@@ -82,6 +84,12 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
             raise
 
 
+def _present_name(key: str) -> str:
+    """A key of a saved config, by its name in this version."""
+    outer, _, last = key.rpartition("/")
+    return f"drafter/{RENAMED[last]}" if outer == "drafter" and last in RENAMED else key
+
+
 def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
     """Raises ValueError naming the keys in which the saved config and this one differ."""
     try:
@@ -93,6 +101,7 @@ def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
     if not isinstance(saved, dict) or not saved:
         raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
     before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
+    before = {_present_name(key): value for key, value in before.items()}
     changed = [
         key
         for key in sorted(before.keys() | now.keys())
@@ -112,18 +121,18 @@ def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
 
 def typed(kind: type[R], config: DictConfig) -> R:
     """A config as the dataclass it was composed from, checked."""
-    found = OmegaConf.to_object(config)
-    assert isinstance(found, kind)
-    name = getattr(found, "name", "run")
+    run = OmegaConf.to_object(config)
+    assert isinstance(run, kind)
+    name = getattr(run, "name", "run")
     if name != name.strip() or not Path(name).parts or name.startswith("/") or ".." in Path(name).parts:
         raise ValueError(f"name={name!r} must name a folder below runs/")
-    return found
+    return run
 
 
 def as_plain(config: DictConfig) -> Figures:
     """A config as plain data. Raises omegaconf's errors for values that are missing."""
-    found: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    return found
+    plain: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    return plain
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
@@ -159,9 +168,11 @@ def finished(folder: Path, steps: int) -> Figures | None:
         records = [record for _, record in whole_lines(folder / "train.jsonl")]
     except (OSError, ValueError):  # never begun, or damaged
         return None
-    found = next((record["summary"] for record in records[::-1] if "summary" in record), None)
-    whole = found is not None and found.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
-    return found if whole else None
+    summary = next((record["summary"] for record in records[::-1] if "summary" in record), None)
+    whole = (
+        summary is not None and summary.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
+    )
+    return summary if whole else None
 
 
 def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
@@ -179,8 +190,8 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
         texts = _tokenized(data, tokenizer, str(target.device))
         with RunLog(folder, run, plain, "train.jsonl", title) as log:
-            given = target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log
-            figures = train_drafter(DrafterRun(*given))
+            arguments = target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log
+            figures = train_drafter(DrafterRun(*arguments))
             if is_main_process():
                 from selfspec.evaluation.plots import plot_training  # slow to import
 
@@ -192,17 +203,17 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     """Only write the self-distillation data of a training; see `selfspec.training.distill`. Figures of what was written
     in this call."""
     run = typed(TrainRun, config)
-    own, loop = run.train.distill, run.loop
+    settings, loop = run.train.distill, run.loop
     if run.check:
         raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
-    if not own.rows:
+    if not settings.rows:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
     with run_folder(config, folder, checkpoint_path(folder)):
         target, tokenizer, data = _opened(run, config)
         texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
         corpus, _ = _tokenized(data, tokenizer, str(target.device))
-        found, figures = distilled(target, corpus, own, loop.seed, texts, writer)
-        return {**figures, "rows": own.rows, "counted": found.counted}
+        texts_written, figures = distilled(target, corpus, settings, loop.seed, texts, writer)
+        return {**figures, "rows": settings.rows, "counted": texts_written.counted}
 
 
 def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
@@ -215,7 +226,7 @@ def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Co
             stored(data, tokenizer, cache_folder() / "texts")
         except ValueError as error:
             problem = str(error)
-    if problems := [found for found in shard.gathered([problem]) if found is not None]:
+    if problems := [text for text in shard.gathered([problem]) if text is not None]:
         raise ValueError(problems[0])  # in all processes, none of which then waits for another
     return stored(data, tokenizer, cache_folder() / "texts")
 
@@ -229,8 +240,8 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     if shard.wanted():
         shard.group(device)
         divide = partial(shard.divide, device=device)
-    target, found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
-    tokenizer = tokenizer_of(target, found)
+    target, tokenizer_found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
+    tokenizer = tokenizer_of(target, tokenizer_found)
     return target, tokenizer, build_data(config.data, tokenizer)
 
 

@@ -73,14 +73,17 @@ def _templated(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: 
 
 def _tagged(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
     """Spans by the template's own generation tags."""
-    own: Any = tokenizer.special_tokens_map
+    special_tokens: Any = tokenizer.special_tokens_map
     try:
-        found: Any = render_jinja_template(
-            [list(messages)], chat_template=tokenizer.get_chat_template(), return_assistant_tokens_mask=True, **own
+        rendered: Any = render_jinja_template(
+            [list(messages)],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **special_tokens,
         )
     except Exception as error:  # a template is a program
         raise ValueError(f"{place}: the chat template refuses it ({error})") from error
-    text, tagged, done = found[0][0], found[1][0], 0
+    text, tagged, done = rendered[0][0], rendered[1][0], 0
     for start, end in tagged:
         if start > done:
             yield text[done:start], False
@@ -105,20 +108,20 @@ def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str)
         return
     text = _templated(messages, tokenizer, place, False)
     done = 0
-    for i, said in enumerate(messages):
-        content = said["content"].strip()
-        if said["role"] != "assistant" or not content:
+    for i, turn in enumerate(messages):
+        content = turn["content"].strip()
+        if turn["role"] != "assistant" or not content:
             continue
         before = _templated(messages[:i], tokenizer, place, True) if i else ""
         # Searched for behind what stands before it: an answer may be part of the template's own words.
         start = len(before) if text.startswith(before) else done
-        if (found := text.find(content, max(done, start))) < 0:
+        if (start_of_answer := text.find(content, max(done, start))) < 0:
             continue  # a template may leave a message out
-        end = found + len(content)
+        end = start_of_answer + len(content)
         if tokenizer.eos_token and (tail := re.compile(r"\s*" + re.escape(tokenizer.eos_token)).match(text, end)):
             end = tail.end()  # an answer may end in a space
-        yield text[done:found], False
-        yield text[found:end], True
+        yield text[done:start_of_answer], False
+        yield text[start_of_answer:end], True
         done = end
     if text[done:]:
         yield text[done:], False

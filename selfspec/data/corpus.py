@@ -98,8 +98,8 @@ class PythonSource:
 
     def _held_out(self, names: tuple[str, ...]) -> list[Document]:
         root = self._root()
-        found = [(name, _read(root / name)) for name in names if (root / name).is_file()]
-        return [Document(name, ((text, True),)) for name, text in found if text]
+        modules = [(name, _read(root / name)) for name in names if (root / name).is_file()]
+        return [Document(name, ((text, True),)) for name, text in modules if text]
 
     def train(self) -> list[Document]:
         root = self._root()
@@ -151,13 +151,13 @@ class TextFolder:
         root = Path(self.root)
         if not root.is_dir():
             raise ValueError(f"data.root={self.root!r} is not a folder")
-        found = []
+        documents = []
         for path in sorted(p for p in root.rglob(self.pattern) if p.is_file()):
             if (text := _read(path)) is None:
                 raise ValueError(f"{path} is not UTF-8 text; convert it or narrow data.pattern={self.pattern!r}")
             if text.strip():
-                found.append(Document(str(path), ((text, True),)))
-        return _usable(found, f"no file with text matches {self.pattern!r} under {root}")
+                documents.append(Document(str(path), ((text, True),)))
+        return _usable(documents, f"no file with text matches {self.pattern!r} under {root}")
 
     def train(self) -> list[Document]:
         return _split(self._documents(), self.validation_share)[0]

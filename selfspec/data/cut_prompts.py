@@ -35,16 +35,16 @@ def prompts_of_group(
         line = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
         return [p + line + p[: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
     ends = [(d.text, m.end()) for d in modules for m in _DOCSTRING.finditer(d.text)]
-    found = []
+    prompts = []
     for text, end in ends:
         ids = tokenizer(text[max(0, end - 16 * tokens) : end], add_special_tokens=False)["input_ids"]
         if len(ids) >= tokens:
-            found.append(ids[-tokens:])
-    if len(found) < count:
+            prompts.append(ids[-tokens:])
+    if len(prompts) < count:
         raise ValueError(
-            f"no usable example: {len(found)} of {count} docstrings of held-out modules follow {tokens} tokens"
+            f"no usable example: {len(prompts)} of {count} docstrings of held-out modules follow {tokens} tokens"
         )
-    return [found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count)]
+    return [prompts[(2 * i + 1) * len(prompts) // (2 * count)] for i in range(count)]
 
 
 def cut_prompts(
@@ -110,15 +110,15 @@ def sample_prompts(
         )
     only, many = many == count, min(many, len(fitting))
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
-    asked = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
+    questions = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
     if only:
-        return asked
+        return questions
     some = texts[:: max(1, len(texts) // _MANY)].tolist()
     texts_of = [str(tokenizer.decode(corpus.document(i).tokens[1:])) for i in some]
     documents = [Document("", ((text, True),)) for text in texts_of]
-    found = asked + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
-    if not found:
+    prompts = questions + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
+    if not prompts:
         raise ValueError(
             f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; ask for shorter ones"
         )
-    return found
+    return prompts

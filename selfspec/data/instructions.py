@@ -31,32 +31,32 @@ def instructions(pool: Pool, groups: Sequence[str], count: int, seed: int) -> li
         raise ValueError(
             f"groups of instructions are {sorted(unknown) if groups else []}; choose from {', '.join(TASKS)}"
         )
-    found = []
+    chosen = []
     for i in range(count):
         group, n = groups[i % len(groups)], i // len(groups)
         make = TASKS[group][n % len(TASKS[group])]
-        found.append(Instruction(make.__name__, group, tuple(make(pool, Random(f"{seed} {group} {n}")))))
-    return found
+        chosen.append(Instruction(make.__name__, group, tuple(make(pool, Random(f"{seed} {group} {n}")))))
+    return chosen
 
 
 def messages(asked: Sequence[Instruction], system: str | None = None) -> list[dict[str, str]]:
     """One conversation of all turns of some instructions, with the right answers."""
-    found = [] if system is None else [{"role": "system", "content": system}]
+    turns = [] if system is None else [{"role": "system", "content": system}]
     for turn in (turn for instruction in asked for turn in instruction.turns):
-        found += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
-    return found
+        turns += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    return turns
 
 
 def conversations(asked: Sequence[Instruction], tokenizer: Tokenizer, seed: int) -> list[Document]:
     """Instructions as documents: one in three behind a system message, one in six joined with the next."""
-    rng, found, at = Random(seed), [], 0
+    rng, documents, at = Random(seed), [], 0
     while at < len(asked):
         taken = asked[at : at + (2 if rng.random() < 1 / 6 else 1)]
         system = rng.choice(_SYSTEM) if rng.random() < 1 / 3 else None
         name = f"instruction {at}"
-        found.append(Document(name, spans(messages(taken, system), tokenizer, name)))
+        documents.append(Document(name, spans(messages(taken, system), tokenizer, name)))
         at += len(taken)
-    return found
+    return documents
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Instructions:
     root: str | None = None
 
     def _with_source(self, source: list[Document], split: str, count: int) -> list[Document]:
-        made = instructions(pool(source, split), list(TASKS), count, seed=0)
-        return conversations(made, self.tokenizer, seed=0) + source
+        chosen = instructions(pool(source, split), list(TASKS), count, seed=0)
+        return conversations(chosen, self.tokenizer, seed=0) + source
 
     def train(self) -> list[Document]:
         return self._with_source(PythonSource(self.root).train(), "train", self.count)

@@ -67,8 +67,8 @@ class Question:
         if self.ids:
             return list(self.ids)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        for said, answer in zip(self.turns, answers[:turn], strict=False):
-            messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+        for turn_text, answer in zip(self.turns, answers[:turn], strict=False):
+            messages += [{"role": "user", "content": turn_text}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": self.turns[turn]})
         return opening(messages, tokenizer, self.id)
 
@@ -84,8 +84,8 @@ def read_questions(
     file that does not exist.
     """
     name = asking.questions or "source"
-    found = [] if name in SETS else _read(Path(name))
-    known = SETS.get(name) or tuple(dict.fromkeys(question.group for question in found))
+    questions = [] if name in SETS else _read(Path(name))
+    known = SETS.get(name) or tuple(dict.fromkeys(question.group for question in questions))
     if unknown := set(asking.groups or ()) - set(known):
         raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(known)}")
     groups = asking.groups or ([] if name == "source" else list(known))
@@ -93,8 +93,8 @@ def read_questions(
     if name == "source":
         return _source(groups, count, tokenizer, documents(), asking)
     if name == "instructions":
-        found = _instructions(groups, count, documents())
-    chosen = _even({group: [q for q in found if q.group == group] for group in groups}, count)
+        questions = _instructions(groups, count, documents())
+    chosen = _even({group: [q for q in questions if q.group == group] for group in groups}, count)
     if not asking.chat:
         return [_plain(question, tokenizer) for question in chosen]
     if not tokenizer.chat_template:
@@ -114,18 +114,25 @@ def _even(groups: dict[str, list[Question]], count: int) -> list[Question]:
     """One question of each group in turn, as long as it has any, of a group spread over what it holds."""
     shares = dict.fromkeys(groups, 0)
     while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
-        for group, own in groups.items():
-            if shares[group] < len(own) and sum(shares.values()) < count:
+        for group, group_questions in groups.items():
+            if shares[group] < len(group_questions) and sum(shares.values()) < count:
                 shares[group] += 1
     picked = {
-        group: [own[(2 * i + 1) * len(own) // (2 * shares[group])] for i in range(shares[group])]
-        for group, own in groups.items()
+        group: [
+            group_questions[(2 * i + 1) * len(group_questions) // (2 * shares[group])] for i in range(shares[group])
+        ]
+        for group, group_questions in groups.items()
     }
-    return [own[i] for i in range(max(shares.values())) for own in picked.values() if i < len(own)]
+    return [
+        group_questions[i]
+        for i in range(max(shares.values()))
+        for group_questions in picked.values()
+        if i < len(group_questions)
+    ]
 
 
 def _instructions(groups: Sequence[str], count: int, documents: list[Document]) -> list[Question]:
-    made = instructions(pool(documents, "evaluation"), groups, count, _SEED)
+    chosen = instructions(pool(documents, "evaluation"), groups, count, _SEED)
     return [
         Question(
             f"{instruction.task}-{i // len(groups)}",
@@ -133,7 +140,7 @@ def _instructions(groups: Sequence[str], count: int, documents: list[Document]) 
             tuple(turn.question for turn in instruction.turns),
             checks=tuple(turn.check for turn in instruction.turns),
         )
-        for i, instruction in enumerate(made)
+        for i, instruction in enumerate(chosen)
     ]
 
 
@@ -145,12 +152,12 @@ def _source(
         return _texts(
             "source", sample_prompts(tokenize(documents, tokenizer), tokenizer, count, tokens, asking.max_new_tokens)
         )
-    found = {}
+    questions = {}
     for i, group in enumerate(groups):
         share = count // len(groups) + (i < count % len(groups))
         rows = prompts_of_group(group, documents, tokenizer, share, tokens) if share else []
-        found[group] = _texts(group, rows)
-    return _even(found, count)
+        questions[group] = _texts(group, rows)
+    return _even(questions, count)
 
 
 def _texts(group: str, rows: list[list[int]]) -> list[Question]:
@@ -166,7 +173,7 @@ def _read(path: Path) -> list[Question]:
             f"questions={str(path)!r} is neither {' nor '.join(SETS)} nor a JSON-lines file or a folder of them"
         )
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    found: dict[str, Question] = {}
+    questions: dict[str, Question] = {}
     for file in files:
         try:
             lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -175,12 +182,12 @@ def _read(path: Path) -> list[Question]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 question = _question(line, f"{file}, line {number}", file.stem, number)
-                if question.id in found:
+                if question.id in questions:
                     question = replace(question, id=f"{file.stem}-{number}-{question.id}")
-                found[question.id] = question
-    if not found:
+                questions[question.id] = question
+    if not questions:
         raise ValueError(f"no usable example: {path} asks nothing")
-    return list(found.values())
+    return list(questions.values())
 
 
 def _question(line: str, place: str, stem: str, number: int) -> Question:
@@ -191,9 +198,9 @@ def _question(line: str, place: str, stem: str, number: int) -> Question:
             raise ValueError(f"{place}: a turn without text: {turn!r:.80}")
         if any(0xD800 <= ord(c) < 0xE000 for c in turn):
             raise ValueError(f"{place}: a turn with half of a surrogate pair, which is no text: {turn!r:.80}")
-    own = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"{stem}-{number}")
+    identity = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"{stem}-{number}")
     group = record.get("category", record.get("subject", stem))
-    return Question(str(own), str(group), tuple(turns), system, record=record)
+    return Question(str(identity), str(group), tuple(turns), system, record=record)
 
 
 def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:
@@ -206,9 +213,9 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:
     messages = record.get("messages", record.get("conversations"))
     if isinstance(messages, list) and messages:
         said = [message(turn, place) for turn in messages]
-        own = {role: [m["content"] for m in said if m["role"] == role] for role in ("system", "user")}
-        if own["user"]:
-            return (own["system"][0] if own["system"] else None), own["user"]
+        by_role = {role: [m["content"] for m in said if m["role"] == role] for role in ("system", "user")}
+        if by_role["user"]:
+            return (by_role["system"][0] if by_role["system"] else None), by_role["user"]
     for key in _TEXT_KEYS:
         if isinstance(record.get(key), str):
             return None, [record[key]]

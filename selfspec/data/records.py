@@ -70,8 +70,8 @@ class Records(ABC):
     def documents(self, broken: Broken | None = None) -> Iterator[tuple[Document, str]]:
         """Documents in their order, each with its part, `train` or `validation`. What is left out is counted in
         `broken`. Raises ValueError for more broken records than are tolerated, and where a part would be empty."""
-        found = self._usable(Broken() if broken is None else broken)
-        first = list(islice(found, _SMALL + 1))
+        usable = self._usable(Broken() if broken is None else broken)
+        first = list(islice(usable, _SMALL + 1))
         if len(first) < 2:
             raise ValueError(
                 f"no usable example: {self} holds {len(first)} of text or with an assistant's turn, but one must train "
@@ -82,7 +82,7 @@ class Records(ABC):
             texts = sorted({_digest(document) for document in first})
             edge = texts[min(len(texts) - 1, max(1, round(edge * len(texts))))]
         some = set[str]()
-        for document in chain(first, found):
+        for document in chain(first, usable):
             part = "validation" if _digest(document) < edge else "train"
             some.add(part)
             yield document, part
@@ -117,13 +117,13 @@ class Records(ABC):
     def _document(self, record: object, place: str) -> Document | None:
         if not isinstance(record, dict):
             raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
-        given = {name: record[name] for name in _FORMS if record.get(name) is not None}  # None: a table's empty cell
-        text, turns = given.get("text"), given.get("messages") or given.get("conversations") or []
-        if not given or not isinstance(text, str | None) or not isinstance(turns, list):
-            found = {name: type(value).__name__ for name, value in record.items()}
+        forms = {name: record[name] for name in _FORMS if record.get(name) is not None}  # None: a table's empty cell
+        text, turns = forms.get("text"), forms.get("messages") or forms.get("conversations") or []
+        if not forms or not isinstance(text, str | None) or not isinstance(turns, list):
+            types = {name: type(value).__name__ for name, value in record.items()}
             raise ValueError(
                 f"{place}: expected a string as `text`, or a list as `messages` or `conversations`, found "
-                f"{found!s:.200}"
+                f"{types!s:.200}"
             )
         if not turns:
             _encodable(text or "", place)
@@ -161,17 +161,17 @@ def _encodable(text: str, place: str) -> None:
 
 def files_of(path: object) -> list[Path]:
     """Files by their paths, or by patterns. Raises ValueError for what is neither."""
-    given = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    found = list[Path]()
-    for one in given:
+    paths = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    files_found = list[Path]()
+    for one in paths:
         names = sorted(glob.glob(one)) if isinstance(one, str) and not Path(one).is_file() else [one]
         files = [Path(name) for name in names if isinstance(name, str) and Path(name).is_file()]
         if not files:
             raise ValueError(f"data.path={one!r} is not a file, and matches none as a pattern such as data/*.jsonl")
-        found += files
-    if not found:
+        files_found += files
+    if not files_found:
         raise ValueError("data.path=[] names no file")
-    return found
+    return files_found
 
 
 def _hashed(files: Sequence[Path]) -> str:
@@ -269,8 +269,8 @@ class Hub(Records):
             ) from error
 
     def fingerprint(self) -> str:
-        found = self._loaded()
-        return f"{found._fingerprint} {self.subset} {self.split} {len(found)}"
+        loaded = self._loaded()
+        return f"{loaded._fingerprint} {self.subset} {self.split} {len(loaded)}"
 
     def records(self) -> Iterator[tuple[str, object]]:
         return ((f"{self.name}, row {number}", row) for number, row in enumerate(self._loaded(), 1))

@@ -79,8 +79,8 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_En
     while batch := list(islice(left, _BATCH)):
         texts = [document.text for document in batch]
         if tokenizer.is_fast:
-            found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
-            rows: Iterable[Any] = zip(found["input_ids"], found["offset_mapping"], strict=True)
+            encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
+            rows: Iterable[Any] = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         else:
             rows = (_by_span(document, tokenizer) for document in batch)
         for document, text, (ids, offsets) in zip(batch, texts, rows, strict=True):

@@ -157,8 +157,11 @@ def side_by_side(corpus: Corpus, length: int, pad: int) -> Stream:
     tokens = torch.full((len(ends), length), pad)
     mask = torch.zeros(len(ends), length, dtype=torch.bool)
     for i, row in enumerate(members.tensor_split(ends[:-1])):
-        own = [corpus.document(int(member)) for member in row]
-        found, counts = torch.cat([s.tokens for s in own])[:length], torch.cat([s.mask for s in own])[:length]
+        documents = [corpus.document(int(member)) for member in row]
+        found, counts = (
+            torch.cat([s.tokens for s in documents])[:length],
+            torch.cat([s.mask for s in documents])[:length],
+        )
         tokens[i, : len(found)], mask[i, : len(found)] = found, counts
     return Stream(tokens.flatten(), mask.flatten(), corpus.n_bytes)
 
@@ -175,12 +178,12 @@ def openings(corpus: Corpus) -> tuple[Tensor, Tensor]:
 
 def _begins(mask: Tensor, piece: int = 1 << 24) -> Tensor:
     """Where a mask [T] turns True, a piece at a time, so that long ones are not held."""
-    found, before = [torch.zeros(0, dtype=torch.int64)], torch.zeros(1, dtype=torch.bool)
+    parts, before = [torch.zeros(0, dtype=torch.int64)], torch.zeros(1, dtype=torch.bool)
     for first in range(0, len(mask), piece):
         part = torch.cat([before, mask[first : first + piece]])
-        found.append((part[1:] & ~part[:-1]).nonzero()[:, 0] + first)
+        parts.append((part[1:] & ~part[:-1]).nonzero()[:, 0] + first)
         before = part[-1:]
-    return torch.cat(found)
+    return torch.cat(parts)
 
 
 def share_of_questions(questions: int, tokens: int, length: int) -> float:

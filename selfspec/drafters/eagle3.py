@@ -58,7 +58,7 @@ class Eagle3(Unrolled):
         usual = {1, n // 2 - 1, n - 4} if n >= 7 else {min(1, n - 1), n // 2, max(n - 2, 0)}
         self.reads = config.read_layers(target, usual)
         own = config.head == "own"
-        rows = config.vocabulary if own and config.vocabulary is not None else target.vocab_size
+        rows = config.draft_vocab if own and config.draft_vocab is not None else target.vocab_size
         self.layer = Eagle3Layer(
             target,
             self.reads,
@@ -71,7 +71,7 @@ class Eagle3(Unrolled):
             own,
         )
         self.layer.start_head(torch.arange(rows, device=target.device))
-        if config.vocabulary is not None and not own:
+        if config.draft_vocab is not None and not own:
             self.check_head()
 
     @property

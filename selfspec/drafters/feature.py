@@ -44,7 +44,7 @@ class Feature(Unrolled):
         self.reads = config.read_layers(target, {min(1, last), target.n_layers // 2, last})
         full = config.train == "full"
         self.layer: LastLayer = LastLayer(target, self.reads, config.rank, full, training_dtype(target.dtype))
-        if config.vocabulary is not None:
+        if config.draft_vocab is not None:
             self.check_head()
 
     @property

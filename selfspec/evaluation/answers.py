@@ -43,7 +43,7 @@ def answer_files(folder: Path, name: str, arms: Sequence[str]) -> dict[str, Path
 def check_ids(questions: Sequence[Question]) -> None:
     """Raises ValueError for two questions of one id, which an answer file can not tell apart."""
     ids = [_id(question) for question in questions]
-    if twice := next((own for own in ids if ids.count(own) > 1), None):
+    if twice := next((name for name in ids if ids.count(name) > 1), None):
         raise ValueError(
             f"decode.answers: two questions have the id {twice!r}; give each line a question_id of its own"
         )
@@ -59,13 +59,13 @@ def write_answers(
     """One line per question with all its turns, in the order of the questions, into the file of each arm. Questions of
     which a turn was not asked are left out. Every record holds one row."""
     for arm, rows in by_arm(records).items():
-        found = {record.questions[0]: record for record in rows}
+        by_question = {record.questions[0]: record for record in rows}
         lines = []
         for question in questions:
-            turns = [found.get((question.id, turn)) for turn in range(max(1, len(question.turns)))]
-            own = [turn for turn in turns if turn is not None]
-            if len(own) == len(turns):
-                lines.append(json.dumps(_line(question, own, spec, f"{model_id}-{arm}")) + "\n")
+            turns = [by_question.get((question.id, turn)) for turn in range(max(1, len(question.turns)))]
+            answered = [turn for turn in turns if turn is not None]
+            if len(answered) == len(turns):
+                lines.append(json.dumps(_line(question, answered, spec, f"{model_id}-{arm}")) + "\n")
         write_text(files[arm], "".join(lines))
 
 
@@ -74,10 +74,10 @@ def _line(question: Question, turns: list[Record], spec: Spec, model_id: str) ->
     choice = {
         "index": 0,
         "turns": [str(spec.tokenizer.decode(t.token_ids[0], skip_special_tokens=True)) for t in turns],  # type: ignore[union-attr]
-        "decoding_steps": [len(own) for own in lengths],
+        "decoding_steps": [len(passes) for passes in lengths],
         "new_tokens": [turn.tokens for turn in turns],
         "wall_time": [turn.seconds for turn in turns],
-        "accept_lengths": [length for own in lengths for length in own],
+        "accept_lengths": [length for passes in lengths for length in passes],
     }
     return {
         "question_id": _id(question),

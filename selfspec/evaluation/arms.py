@@ -24,11 +24,11 @@ Call = Callable[[list[int], float, int], Figures]  # of a prompt, a temperature 
 def ours(specs: dict[str, Spec], nodes: Sequence[int | str], max_new_tokens: int) -> dict[tuple[str, str], Call]:
     """Plain decoding and the drafters, by (name, nodes): what gives an arm's tokens, passes and times."""
     any_spec = next(iter(specs.values()))
-    found: dict[tuple[str, str], Call] = {("plain", "-"): partial(_plain, any_spec, max_new_tokens)}
+    calls: dict[tuple[str, str], Call] = {("plain", "-"): partial(_plain, any_spec, max_new_tokens)}
     for name, spec in specs.items():
         for size in nodes:
-            found[name, str(size)] = partial(_drafted, spec, max_new_tokens, size)
-    return found
+            calls[name, str(size)] = partial(_drafted, spec, max_new_tokens, size)
+    return calls
 
 
 def theirs(

@@ -139,7 +139,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     rows = tokens = 0
     noise: list[Tensor] = []
     deviation = deviation_plain = 0.0
-    found: list[Divergence] = []
+    divergences: list[Divergence] = []
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
     trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
     bar = progress(total=len(settings) * len(prompts) * (1 + len(trees)), desc="audit")
@@ -177,13 +177,13 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
                         before = logits[i][min(at, shorter - 1)]
                         margin = _margin(before, both, temperature, seeds[i], len(prompts[i]) + at)
                         where = (i, temperature, seed, nodes, size, at)
-                        found.append(Divergence(*where, both[0], both[1], margin, float(swings[-1])))
+                        divergences.append(Divergence(*where, both[0], both[1], margin, float(swings[-1])))
                     bar.update()
-                    bar.set_postfix(divergences=len(found), tokens=tokens, refresh=False)
+                    bar.set_postfix(divergences=len(divergences), tokens=tokens, refresh=False)
     bar.close()
     measured = torch.cat(noise)
     figures = (float(measured.max()), float(measured.median()), deviation_plain, deviation)
-    return Audit(str(target.dtype), rows, tokens, *figures, found)
+    return Audit(str(target.dtype), rows, tokens, *figures, divergences)
 
 
 def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, position: int) -> float:

@@ -124,9 +124,11 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
             records.append(_record(spec, first, arm, batch, statistics.median(seconds[arm]), results[arm], config))
         if {"autoregressive", "speculative"} <= set(arms):
             slow, fast = ([r for r in records if r.arm == arm] for arm in ("autoregressive", "speculative"))
-            found = speedup(slow, fast)
-            bar.set_postfix(speedup=f"{found['ratio']:.2f}", interval=f"{found['low']:.2f} to {found['high']:.2f}")
-            narrow = found["high"] - found["low"] <= (config.until_width or 0.0) * found["ratio"]
+            interval = speedup(slow, fast)
+            bar.set_postfix(
+                speedup=f"{interval['ratio']:.2f}", interval=f"{interval['low']:.2f} to {interval['high']:.2f}"
+            )
+            narrow = interval["high"] - interval["low"] <= (config.until_width or 0.0) * interval["ratio"]
             if config.until_width is not None and len(slow) >= _FEWEST and narrow:
                 bar.close()
                 break
@@ -142,14 +144,14 @@ def write_traces(
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
     lines = []
-    for prompt in progress([p for own in groups.values() for p in own[: config.traces]], desc="traces"):
+    for prompt in progress([p for group in groups.values() for p in group[: config.traces]], desc="traces"):
         arguments = {**config.arguments(), "seed": [prompt.seed], "trace": True}
         for call in (
             partial(spec.autoregressive, [prompt.ids], **arguments),
             partial(spec.generate, [prompt.ids], **arguments, nodes=nodes, lossy=config.lossy),
         ):
-            found = sorted((timed(spec, call)[0] for _ in range(_TRACED)), key=lambda result: result.stats.seconds)
-            result = found[_TRACED // 2]
+            results = sorted((timed(spec, call)[0] for _ in range(_TRACED)), key=lambda result: result.stats.seconds)
+            result = results[_TRACED // 2]
             assert result.trace is not None
             header = result.trace.header
             header.update(group=prompt.group, question=prompt.question)
@@ -176,7 +178,7 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[tuple[int, list[Promp
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
-    cut = [[own[i : i + size] for i in range(0, len(own), size)] for own in groups.values()]
+    cut = [[group[i : i + size] for i in range(0, len(group), size)] for group in groups.values()]
     turns = [batches[i] for i in range(max(map(len, cut))) for batches in cut if i < len(batches)]
     firsts = [sum(map(len, turns[:i])) for i in range(len(turns))]
     return list(zip(firsts, turns, strict=True))
@@ -243,8 +245,8 @@ def regime(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], sam
         logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
         log_p = torch.log_softmax(warp(logits, sampling.warpers()).double(), -1)
         exact = torch.log_softmax(logits.double() / (sampling.temperature or 1.0), -1)
-        own = exact.gather(1, text[0, len(prompt) :, None]).sum()
-        totals += torch.stack([own, torch.special.entr(log_p.exp()).sum(), log_p.amax(-1).exp().sum()]).cpu()
+        log_likelihood = exact.gather(1, text[0, len(prompt) :, None]).sum()
+        totals += torch.stack([log_likelihood, torch.special.entr(log_p.exp()).sum(), log_p.amax(-1).exp().sum()]).cpu()
     log_prob, entropy, top1 = totals.tolist()
     return Regime(log_prob, entropy, top1, sum(map(len, grams)), sum(len(set(row)) for row in grams))
 

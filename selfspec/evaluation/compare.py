@@ -129,7 +129,7 @@ def run_comparison(
     """All arms on all prompts at all temperatures, appended to the JSON lines of `path`; those already there are
     kept."""
     spec = next(iter(specs.values()))
-    check(spec.target, [prompt.ids for own in prompts.values() for prompt in own], Options(config.max_new_tokens))
+    check(spec.target, [prompt.ids for group in prompts.values() for prompt in group], Options(config.max_new_tokens))
     most = config.max_new_tokens
     calls = ours(specs, config.nodes, most)
     calls |= theirs(spec, config.methods, most, draft_model, config.exit_layer, config.lookup_tokens)
@@ -138,11 +138,11 @@ def run_comparison(
         write_text(path, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
     done = {(*run.point, run.arm, run.nodes) for run in runs}
     points = [
-        _Point(temperature, own[i])
+        _Point(temperature, group[i])
         for i in range(max(map(len, prompts.values())))
         for temperature in config.temperatures
-        for own in prompts.values()
-        if i < len(own)
+        for group in prompts.values()
+        if i < len(group)
     ]
     _same_texts(path, runs, points)
     missing = [
@@ -151,7 +151,7 @@ def run_comparison(
     missing = [entry for entry in missing if entry[2]]
     bar = progress(total=sum(len(left) for _, _, left in missing), desc="compare")
     if missing:
-        longest = max((prompt.ids for own in prompts.values() for prompt in own), key=len)
+        longest = max((prompt.ids for group in prompts.values() for prompt in group), key=len)
         _warm_up(spec, calls, longest, config)
     for turn, point, left in missing:
         order = Random(config.seed + turn).sample(left, len(left))
@@ -224,17 +224,17 @@ def _between_plain(
         part = []
         for name in order[first : first + config.between]:
             start = time.perf_counter()
-            found = calls[name](ids, point.temperature, point.prompt.seed)
-            part.append((name, found.pop("seconds", time.perf_counter() - start), found))
+            figures = calls[name](ids, point.temperature, point.prompt.seed)
+            part.append((name, figures.pop("seconds", time.perf_counter() - start), figures))
         after = plain()
-        for (arm, nodes), seconds, found in part:
-            new, expected = found.pop("ids"), before["ids"]
+        for (arm, nodes), seconds, figures in part:
+            new, expected = figures.pop("ids"), before["ids"]
             beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
-            own = {"plain_decode": beside["decode"], "same": new == expected} if "decode" in found else {}
+            beside_plain = {"plain_decode": beside["decode"], "same": new == expected} if "decode" in figures else {}
             where = (*point.key, point.text, arm, nodes)
-            counts = (seconds, len(new), beside["seconds"], len(expected), found.pop("passes"))
-            regime = found.pop("text", None)
-            yield Run(*where, *counts, **found, **own, right=right(new), regime=regime)  # type: ignore[misc]
+            counts = (seconds, len(new), beside["seconds"], len(expected), figures.pop("passes"))
+            regime = figures.pop("text", None)
+            yield Run(*where, *counts, **figures, **beside_plain, right=right(new), regime=regime)  # type: ignore[misc]
         before = after
 
 

@@ -60,17 +60,17 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
     for run in runs:
         arms.setdefault((run.temperature, run.arm), []).append(run)
     order, rows = _order(runs), []
-    for (temperature, arm), own in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
+    for (temperature, arm), arm_runs in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
         sizes, chosen_runs = [], []
-        halves = _halves(own)
+        halves = _halves(arm_runs)
         for half in (0, 1):
-            others = [run for run in own if halves[run.question] != half] or own
+            others = [run for run in arm_runs if halves[run.question] != half] or arm_runs
             chosen = max(
                 dict.fromkeys(r.nodes for r in others), key=lambda n: _speed([r for r in others if r.nodes == n])
             )
-            found = [run for run in own if halves[run.question] == half and run.nodes == chosen]
-            chosen_runs += found
-            sizes += [chosen] if found else []
+            half_runs = [run for run in arm_runs if halves[run.question] == half and run.nodes == chosen]
+            chosen_runs += half_runs
+            sizes += [chosen] if half_runs else []
         if chosen_runs:
             rows.append(
                 _row(temperature, arm, ", ".join(dict.fromkeys(sizes)), chosen_runs, None) | {"runs": chosen_runs}
@@ -95,17 +95,17 @@ def _order(runs: list[Run]) -> dict[str, int]:
     return {name: i for i, name in enumerate(ordered)}
 
 
-def _row(temperature: float, arm: str, nodes: str, own: list[Run], costs: list[float] | None) -> Figures:
-    passes, tokens = sum(r.passes for r in own), sum(r.tokens for r in own)
-    row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(own)}
+def _row(temperature: float, arm: str, nodes: str, arm_runs: list[Run], costs: list[float] | None) -> Figures:
+    passes, tokens = sum(r.passes for r in arm_runs), sum(r.tokens for r in arm_runs)
+    row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(arm_runs)}
     row |= {
         "tau": tokens / max(1, passes),
-        "tau_interval": _tau(own),
-        "tokens_per_second": tokens / sum(r.seconds for r in own),
+        "tau_interval": _tau(arm_runs),
+        "tokens_per_second": tokens / sum(r.seconds for r in arm_runs),
     }
-    row |= {"speedup": ratio_to_plain(own), **_right(own), "groups": {}}
-    for group in dict.fromkeys(r.group for r in own):
-        part = [r for r in own if r.group == group]
+    row |= {"speedup": ratio_to_plain(arm_runs), **_right(arm_runs), "groups": {}}
+    for group in dict.fromkeys(r.group for r in arm_runs):
+        part = [r for r in arm_runs if r.group == group]
         tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
         row["groups"][group] = {
             "prompts": len(part),
@@ -114,8 +114,8 @@ def _row(temperature: float, arm: str, nodes: str, own: list[Run], costs: list[f
             "speedup": ratio_to_plain(part),
             **_right(part),
         }
-    if own[0].decode is not None:
-        row |= _ours_alone(own, nodes, costs, row["tau"])
+    if arm_runs[0].decode is not None:
+        row |= _ours_alone(arm_runs, nodes, costs, row["tau"])
     return row
 
 
@@ -136,28 +136,37 @@ def regimes(runs: list[Run]) -> list[Figures]:
     rows = []
     plain = [run for run in runs if run.regime is not None]
     for temperature, group in dict.fromkeys((run.temperature, run.group) for run in plain):
-        own = [run for run in plain if (run.temperature, run.group) == (temperature, group)]
-        tokens = sum(run.tokens for run in own)
-        figures = regime_figures([Regime(**run.regime) for run in own if run.regime is not None], tokens)
-        rows.append({"T": temperature, "group": group, "prompts": len(own), "tokens": tokens, **_right(own), **figures})
+        group_runs = [run for run in plain if (run.temperature, run.group) == (temperature, group)]
+        tokens = sum(run.tokens for run in group_runs)
+        figures = regime_figures([Regime(**run.regime) for run in group_runs if run.regime is not None], tokens)
+        rows.append(
+            {
+                "T": temperature,
+                "group": group,
+                "prompts": len(group_runs),
+                "tokens": tokens,
+                **_right(group_runs),
+                **figures,
+            }
+        )
     return rows
 
 
-def _ours_alone(own: list[Run], nodes: str, costs: list[float] | None, tau: float) -> Figures:
+def _ours_alone(arm_runs: list[Run], nodes: str, costs: list[float] | None, tau: float) -> Figures:
     def total(name: str) -> float:
-        return float(sum(getattr(r, name) or 0.0 for r in own))
+        return float(sum(getattr(r, name) or 0.0 for r in arm_runs))
 
     passes, step = total("passes"), total("plain_decode") / total("plain_tokens")
     parts = {name: 1000 * total(name) / passes for name in ("draft", "target", "other")}
     decode = (total("plain_decode") / total("plain_tokens")) / (total("decode") / total("tokens"))
     row: Figures = {"milliseconds_per_pass": parts, "draft_steps": parts["draft"] / 1000 / step, "decode": decode}
-    row["same"] = sum(bool(r.same) for r in own)
-    if costs is not None and all(r.nodes_run is not None for r in own):
+    row["same"] = sum(bool(r.same) for r in arm_runs)
+    if costs is not None and all(r.nodes_run is not None for r in arm_runs):
         mean = total("nodes_run") / passes
         row["mean_nodes"], below = mean, min(int(mean), len(costs) - 2)
         cost = costs[below] + (mean - below) * (costs[below + 1] - costs[below])
         row["limit"] = speedup(tau, 1.0, cost / costs[0], row["draft_steps"])
-    forecasts = [r.forecast for r in own if r.forecast is not None]
+    forecasts = [r.forecast for r in arm_runs if r.forecast is not None]
     if forecasts:
         tokens, steps, count, n = (sum(f[key] for f in forecasts) for key in ("tokens", "steps", "passes", "nodes"))
         row |= {"predicted": tokens / steps, "mean_nodes": n / count}

@@ -57,9 +57,9 @@ def groups_table(best: list[Figures]) -> str:
     for row in best:
         cells = []
         for group in groups:
-            found = row["groups"].get(group)
-            right = f", {found['right']}/{found['of']} right" if found and found["of"] else ""
-            cells.append(f"{interval(found['speedup'])}, τ {found['tau']:.2f}{right}" if found else "")
+            group_row = row["groups"].get(group)
+            right = f", {group_row['right']}/{group_row['of']} right" if group_row and group_row["of"] else ""
+            cells.append(f"{interval(group_row['speedup'])}, τ {group_row['tau']:.2f}{right}" if group_row else "")
         lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], interval(row["speedup"]), *cells])
     return markdown(["T", "method", "nodes", "all", *groups], lines)
 
@@ -111,11 +111,11 @@ def verdict(best: list[Figures]) -> str:
         cells = []
         for name in names:
             beside = [run for other in theirs if other["arm"] == name for run in other["runs"]]
-            if (found := against(row["runs"], beside)) is None:
+            if (ratio := against(row["runs"], beside)) is None:
                 cells.append("")
                 continue
-            word = "wins " if found["low"] > 1 else "loses " if found["high"] < 1 else "level "
-            cells.append(f"{word if len(row['runs']) > 1 else ''}{interval(found)}")  # one prompt decides nothing
+            word = "wins " if ratio["low"] > 1 else "loses " if ratio["high"] < 1 else "level "
+            cells.append(f"{word if len(row['runs']) > 1 else ''}{interval(ratio)}")  # one prompt decides nothing
         lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
     return markdown(["T", "drafter", "nodes", *(f"over `{name}`" for name in names)], lines)
 

@@ -43,11 +43,11 @@ def prompts_of(
             if spec.target.max_positions is not None and len(ids) >= spec.target.max_positions:
                 skipped += [f"{question.id}, turn {t + 1} ({len(ids)} tokens)" for t in range(turn, turns)]
                 break
-            own = zlib.crc32(f"{seed} {question.group} {question.id} {turn}".encode())
+            prompt_seed = zlib.crc32(f"{seed} {question.group} {question.id} {turn}".encode())
             check = question.checks[turn] if question.checks else None
-            prompts.append(Prompt(ids, own, question.group, question.id, turn, check))
+            prompts.append(Prompt(ids, prompt_seed, question.group, question.id, turn, check))
             if turn + 1 < turns:
-                answers.append(spec.autoregressive([ids], **arguments, seed=[own]).texts[0])
+                answers.append(spec.autoregressive([ids], **arguments, seed=[prompt_seed]).texts[0])
     if not prompts:
         raise ValueError(f"no usable example: all questions fill the target's {spec.target.max_positions} positions")
     return prompts, skipped

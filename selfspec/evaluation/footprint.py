@@ -16,15 +16,15 @@ from selfspec.utils.files import Figures
 
 def price(name: str, spec: Spec) -> Figures:
     """Of a drafter by its name, all members of a hybrid together."""
-    found: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
+    figures: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
     members = members_of(name, spec.drafter)
     for part in member_names(name):
         if untrained(part) is None:
             home = drafter_folder(part)
-            found["parameters"] += sum(p.numel() for p in members[part].trained().values())
-            found["disk"] += _disk(home)
-            found["training"] = _training(home)
-    return found
+            figures["parameters"] += sum(p.numel() for p in members[part].trained().values())
+            figures["disk"] += _disk(home)
+            figures["training"] = _training(home)
+    return figures
 
 
 def price_of_model(name: str, model: nn.Module) -> Figures:
@@ -51,7 +51,7 @@ def _disk(folder: Path) -> int:
 def held_bytes(part: nn.Module, beside: nn.Module) -> int:
     """Bytes of tensors that `part` holds beyond those of `beside`, whatever it laid out for decoding included."""
     others = {t.untyped_storage().data_ptr() for t in (*beside.parameters(), *beside.buffers())}
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     seen: set[int] = set()
 
     def visit(value: Any) -> None:
@@ -61,7 +61,7 @@ def held_bytes(part: nn.Module, beside: nn.Module) -> int:
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             if storage.data_ptr() not in others:
-                found[storage.data_ptr()] = storage.nbytes()
+                sizes[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, dict):
             for item in list(value.values()):
                 visit(item)
@@ -74,4 +74,4 @@ def held_bytes(part: nn.Module, beside: nn.Module) -> int:
                     visit(item)
 
     visit(part)
-    return sum(found.values())
+    return sum(sizes.values())

@@ -67,16 +67,16 @@ def random_model(config: str, dtype: torch.dtype, device: str | None) -> PreTrai
     if config.endswith(".json") and not Path(config).is_file():
         raise ValueError(f"limits.config={config!r} is not a file")
     try:
-        made = AutoConfig.from_pretrained(config)
+        model_config = AutoConfig.from_pretrained(config)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"limits.config={config!r} is no config.json, and no folder or hub id with one: {one_line(error)}"
         ) from error
-    if type(made) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"limits.config={config!r}: a model of type {made.model_type!r} is no causal LM")
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"limits.config={config!r}: a model of type {model_config.model_type!r} is no causal LM")
     torch.manual_seed(0)
     with torch.device(device or "cpu"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(made, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     return model.eval()
 
 
@@ -103,11 +103,11 @@ def bandwidth(size: int, device: torch.device) -> float:
 def peak(dtype: torch.dtype, device: torch.device, width: int = 1024) -> float:
     """Products and additions per second of square matrices of this dtype, or on a CPU of float32 where that is faster:
     kernels may convert."""
-    found = 0.0
+    fastest_rate = 0.0
     for of in {dtype, torch.float32 if device.type == "cpu" else dtype}:
         a = torch.ones(width, width, dtype=of, device=device)
-        found = max(found, _rate(lambda a=a: a @ a, 2 * width**3, device))  # type: ignore[misc]
-    return found
+        fastest_rate = max(fastest_rate, _rate(lambda a=a: a @ a, 2 * width**3, device))  # type: ignore[misc]
+    return fastest_rate
 
 
 def weights_of(target: Target) -> tuple[int, int]:
@@ -119,9 +119,9 @@ def weights_of(target: Target) -> tuple[int, int]:
 
 
 def _tree(nodes: int, vocab: int, device: torch.device) -> DraftTree:
-    made = random.Random(nodes)
-    parents = [-1, *(made.randrange(max(0, i - 6), i) for i in range(1, nodes))]
-    tokens = [made.randrange(vocab) for _ in range(nodes)]
+    rng = random.Random(nodes)
+    parents = [-1, *(rng.randrange(max(0, i - 6), i) for i in range(1, nodes))]
+    tokens = [rng.randrange(vocab) for _ in range(nodes)]
     return DraftTree(torch.tensor([tokens], device=device), torch.tensor([parents], device=device))
 
 
@@ -160,8 +160,8 @@ def step_seconds(
     """Median seconds of a draft, of a pass until what it kept is known, of a whole step, and of the host overhead
     in it (outside the engine's functions), over short calls. The first draft of a call reads the prompt and does not
     count."""
-    made = random.Random(1)
-    prompt = [made.randrange(target.vocab_size) for _ in range(_CONTEXT)]
+    rng = random.Random(1)
+    prompt = [rng.randrange(target.vocab_size) for _ in range(_CONTEXT)]
     drafts: list[float] = []
     passes: list[float] = []
     steps: list[float] = []
@@ -266,6 +266,6 @@ def measure_limits(
                         {"drafter": name, "engine": engine, "T": temperature, "nodes": n, "tau": tau, "draft": draft}
                         | {"pass": one, "step": step, "other": other, "speedup": ratio}
                     )
-    made = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
+    compiled = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
     figures = {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
-    return figures | {"compiled": made, "failed": fast.engine.failed}
+    return figures | {"compiled": compiled, "failed": fast.engine.failed}

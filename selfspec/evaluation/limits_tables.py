@@ -30,10 +30,10 @@ def limits_tables(figures: Figures) -> str:
     if not figures["forecasts"]:
         return text
     best: dict[tuple[str, str, float], Figures] = {}
-    for found in figures["forecasts"]:
-        key = (found["drafter"], found["engine"], found["T"])
-        if key not in best or found["speedup"] > best[key]["speedup"]:
-            best[key] = found
+    for forecast in figures["forecasts"]:
+        key = (forecast["drafter"], forecast["engine"], forecast["T"])
+        if key not in best or forecast["speedup"] > best[key]["speedup"]:
+            best[key] = forecast
     lines = [
         [f["drafter"], f["engine"], f"{f['T']:g}", str(f["nodes"]), f"{f['tau']:.2f}"]
         + [f"{1000 * f[part]:.2f}" for part in ("draft", "pass", "step", "other")]
@@ -48,11 +48,11 @@ def limits_tables(figures: Figures) -> str:
 
 def _compiled_lines(figures: Figures) -> str:
     """What was compiled for passes and drafts, and what could not be."""
-    made = [each for each in figures["compiled"] if each["how"] == "compiled"]
+    functions = [each for each in figures["compiled"] if each["how"] == "compiled"]
     read = sum(each["how"] == "read" for each in figures["compiled"])
-    text = f"{read} functions read from disk, {len(made)} compiled"
-    if made:
-        seconds = sorted(each["seconds"] for each in made)
+    text = f"{read} functions read from disk, {len(functions)} compiled"
+    if functions:
+        seconds = sorted(each["seconds"] for each in functions)
         text += f" in {sum(seconds):.0f} s ({seconds[0]:.1f} to {seconds[-1]:.1f} s each)"
     failed = "; ".join(f"{what}: {why}" for what, why in figures["failed"].items())
     return f"{text}." + (f" Not compiled: {failed}." if failed else "")

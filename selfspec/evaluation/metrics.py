@@ -96,12 +96,12 @@ def regime_figures(regimes: list[Regime], tokens: int) -> dict[str, float]:
 
 
 def _group(arms: dict[str, list[Record]]) -> Figures:
-    found: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}}
+    figures: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}}
     if "speculative" in arms:
-        found["acceptance_length"] = total([r.stats for r in arms["speculative"] if r.stats]).acceptance_length
+        figures["acceptance_length"] = total([r.stats for r in arms["speculative"] if r.stats]).acceptance_length
         if "autoregressive" in arms:
-            found["speedup"] = speedup(arms["autoregressive"], arms["speculative"])
-    return found
+            figures["speedup"] = speedup(arms["autoregressive"], arms["speculative"])
+    return figures
 
 
 def drift(plain: list[Record]) -> float:
@@ -130,12 +130,12 @@ def _speculative(rows: list[Record]) -> Figures:
     parts = {part: getattr(pooled, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
     step = pooled.seconds - pooled.seconds_prefill
     forecasts = [r.forecast for r in rows if r.forecast is not None]
-    told = {}
+    forecast = {}
     if forecasts:
         sums = {key: sum(f[key] for f in forecasts) for key in ("passes", "nodes", "tokens", "steps")}
-        told = {"forecast": {**sums, "speedup": sums["tokens"] / sums["steps"]}}
+        forecast = {"forecast": {**sums, "speedup": sums["tokens"] / sums["steps"]}}
     return {
-        **told,
+        **forecast,
         "passes": pooled.passes,
         "acceptance_length": pooled.acceptance_length,
         "full_acceptance": pooled.accepted_per_depth,
@@ -148,8 +148,8 @@ def _speculative(rows: list[Record]) -> Figures:
 
 def total(stats: list[Stats]) -> Stats:
     """The counts and times of several calls as those of one."""
-    kept = ("accepted", "lengths", "notes")
-    numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in kept}
+    counted = ("accepted", "lengths", "notes")
+    numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in counted}
     notes = sum((Counter(s.notes) for s in stats), Counter[str]())
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
     accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]

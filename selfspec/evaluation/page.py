@@ -52,8 +52,8 @@ def page_data(config: PageConfig) -> Figures:
     """What the page shows. Raises FileNotFoundError for a folder that is missing and ValueError for one with nothing
     to show, or with a damaged file."""
     if config.runs is None:
-        found: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
-        return found
+        saved: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
+        return saved
     data: Figures = {"version": VERSION, "made_by": f"selfspec {__version__}", "missing": {}}
     data |= {"comparisons": [], "curves": [], "traces": [], "acceptance": []}
     traces: list[Trace] = []
@@ -91,8 +91,8 @@ def write_page(data: Figures, path: Path) -> int:
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     style = (_FOLDER / _STYLE).read_text(encoding="utf-8")
     # No text of a trace may end the element that holds it.
-    told = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
-    for mark, content in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ('"DATA"', told)):
+    data_text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    for mark, content in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ('"DATA"', data_text)):
         before, _, after = text.partition(mark)
         text = before + content + after
     size = len(text.encode())
@@ -117,28 +117,28 @@ def _last(name: str) -> str:
 
 def _comparison(figures: Figures) -> Figures:
     config = figures["config"]
-    kept = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "speedup", "limit", "same"]
-    kept += ["milliseconds_per_pass", "draft_steps"]
+    columns = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "speedup", "limit", "same"]
+    columns += ["milliseconds_per_pass", "draft_steps"]
     rows = []
     for row in figures["rows"]:
         groups = {
             group: {key: part[key] for key in ("prompts", "tau", "tau_interval", "speedup") if key in part}
             for group, part in row["groups"].items()
         }
-        rows.append({key: row[key] for key in kept if key in row} | {"arm": _last(row["arm"]), "groups": groups})
-    told = {"name": config["name"], "engine": config["engine"], "target": _last(config["target"])}
-    return told | {"machine": figures.get("machine", ""), "command": figures.get("command", ""), "rows": rows}
+        rows.append({key: row[key] for key in columns if key in row} | {"arm": _last(row["arm"]), "groups": groups})
+    header = {"name": config["name"], "engine": config["engine"], "target": _last(config["target"])}
+    return header | {"machine": figures.get("machine", ""), "command": figures.get("command", ""), "rows": rows}
 
 
 def _curves(figures: Figures) -> list[Figures]:
     config, curves = figures["config"], list[Figures]()
-    told = {"target": _last(figures["target"]), "machine": figures.get("machine", "")}
-    told |= {"command": figures.get("command", ""), "name": config["name"]}
+    header = {"target": _last(figures["target"]), "machine": figures.get("machine", "")}
+    header |= {"command": figures.get("command", ""), "name": config["name"]}
     machine = {"size": figures["bytes"]} | {key: figures[key] for key in ("products", "bandwidth", "peak")}
     for engine in ("eager", "compiled"):
         passes = sorted(figures["passes"], key=lambda row: row["nodes"])
         curve = {"sizes": [row["nodes"] for row in passes], "seconds": [row[engine] for row in passes]}
-        curves.append({**told, "engine": engine, **curve, **machine})
+        curves.append({**header, "engine": engine, **curve, **machine})
     return curves
 
 
@@ -168,9 +168,9 @@ def _spread(pairs: Sequence[tuple[Trace | None, Trace]], count: int) -> list[tup
     while len(order) < len(pairs):
         drafters = dict.fromkeys((kind[0], kind[1]) for kind in kinds)
         for at, drafter in enumerate(drafters):
-            own = [kind for kind in kinds if kind[:2] == drafter and kinds[kind]]
-            if own:
-                order.append(kinds[own[(turn + at) % len(own)]].pop(0))
+            groups = [kind for kind in kinds if kind[:2] == drafter and kinds[kind]]
+            if groups:
+                order.append(kinds[groups[(turn + at) % len(groups)]].pop(0))
         turn += 1
     return order[:count]
 
@@ -186,13 +186,13 @@ def _shown(plain: Trace | None, fast: Trace) -> Figures:
     for line in passes:
         texts |= dict(zip(line["tokens"], line["texts"], strict=True))
         texts |= {choice[0]: choice[1] for choices in line["choices"] for choice in choices}
-        kept = {key: value for key, value in line.items() if key not in ("texts", "row", "pass")}
-        lines.append(kept | {"choices": [[[c[0], c[2], c[3]] for c in choices] for choices in line["choices"]]})
+        shown = {key: value for key, value in line.items() if key not in ("texts", "row", "pass")}
+        lines.append(shown | {"choices": [[[c[0], c[2], c[3]] for c in choices] for choices in line["choices"]]})
     beside = None
     if plain is not None:
-        own = [line for line in plain.passes if line["row"] == 0]
-        pieces = [piece for line in own for piece in line["pieces"]]
-        seconds = [round(sum(line["seconds"].values()), 6) for line in own]
+        plain_passes = [line for line in plain.passes if line["row"] == 0]
+        pieces = [piece for line in plain_passes for piece in line["pieces"]]
+        seconds = [round(sum(line["seconds"].values()), 6) for line in plain_passes]
         beside = {"pieces": pieces, "seconds": seconds, "seconds_prefill": plain.header["seconds_prefill"]}
     return {"header": header, "texts": texts, "passes": lines, "plain": beside}
 
@@ -210,11 +210,11 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
             if not any(line["masks"] for line in trace.passes):
                 kinds.setdefault(kind, []).append(trace)
     tables = []
-    for (target, drafter, temperature, group), own in kinds.items():
+    for (target, drafter, temperature, group), traces_of in kinds.items():
         visits = [0] * _DEPTHS
         right = [[0] * _RANKS for _ in range(_DEPTHS)]
         passes = tokens = 0
-        for line in (line for trace in own for line in trace.passes if not _undrafted(trace, line)):
+        for line in (line for trace in traces_of for line in trace.passes if not _undrafted(trace, line)):
             passes, tokens = passes + 1, tokens + len(line["emitted"])
             for depth, (node, token) in enumerate(zip(line["path"], line["emitted"], strict=False)):
                 children = [n for n, parent in enumerate(line["parents"]) if parent == node and n]
@@ -229,7 +229,7 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
         ]
         if table:
             told = {"target": target, "drafter": drafter, "T": temperature, "group": group, "table": table}
-            nodes = max(len(line["tokens"]) for trace in own for line in trace.passes)
+            nodes = max(len(line["tokens"]) for trace in traces_of for line in trace.passes)
             tables.append(told | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
     return tables
 

@@ -66,13 +66,19 @@ def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
     of a pass, and the speedup by group of text."""
     drawn = {}
     for temperature in dict.fromkeys(row["T"] for row in rows):
-        own = [row for row in rows if row["T"] == temperature]
+        at_temperature = [row for row in rows if row["T"] == temperature]
         drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "groups": _compare_groups}
         for name, draw in drawings.items():
             key = f"compare_{name}_T{temperature:g}"
-            wide, high = (name == "groups") * len({row["arm"] for row in own}), (name == "time") * len(own)
-            size = {"width": max(6.4, 1.0 * wide), "height": max(_rows_height(high), 0.25 * len(_lines(own)))}
-            drawn[key] = _saved(folder / f"{key}.png", draw, own, **size)
+            wide, high = (
+                (name == "groups") * len({row["arm"] for row in at_temperature}),
+                (name == "time") * len(at_temperature),
+            )
+            size = {
+                "width": max(6.4, 1.0 * wide),
+                "height": max(_rows_height(high), 0.25 * len(_lines(at_temperature))),
+            }
+            drawn[key] = _saved(folder / f"{key}.png", draw, at_temperature, **size)
     return drawn
 
 
@@ -127,9 +133,9 @@ def _limits(axes: Axes, figures: Figures) -> None:
 
 def _expected(axes: Axes, figures: Figures) -> None:
     lines: dict[str, list[Figures]] = {}
-    for found in figures["forecasts"]:
-        if found["engine"] == "compiled":
-            lines.setdefault(f"{found['drafter']}, T={found['T']:g}", []).append(found)
+    for forecast in figures["forecasts"]:
+        if forecast["engine"] == "compiled":
+            lines.setdefault(f"{forecast['drafter']}, T={forecast['T']:g}", []).append(forecast)
     for name, line in lines.items():
         style = "o-" if name.endswith("T=0") else "o--"
         axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
@@ -179,8 +185,8 @@ def _compare_limit(axes: Axes, rows: list[Figures]) -> None:
 
 def _star(axes: Axes, rows: list[Figures], arm: str, color: str, value: Callable[[Figures], float]) -> None:
     """nodes=auto, at the nodes that it ran on average."""
-    found = [row for row in rows if row["arm"] == arm and row["nodes"] == "auto" and "mean_nodes" in row]
-    axes.plot([row["mean_nodes"] for row in found], [value(row) for row in found], "*", ms=11, color=color)
+    auto_rows = [row for row in rows if row["arm"] == arm and row["nodes"] == "auto" and "mean_nodes" in row]
+    axes.plot([row["mean_nodes"] for row in auto_rows], [value(row) for row in auto_rows], "*", ms=11, color=color)
 
 
 def _compare_time(axes: Axes, rows: list[Figures]) -> None:
@@ -200,11 +206,11 @@ def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
     best = {arm: max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms}
     groups = list(rows[0]["groups"])
     for i, group in enumerate(groups):
-        found = [best[arm]["groups"].get(group, {}).get("speedup", {}) for arm in arms]
+        speedups = [best[arm]["groups"].get(group, {}).get("speedup", {}) for arm in arms]
         at = [x + (i - (len(groups) - 1) / 2) * 0.8 / len(groups) for x in range(len(arms))]
-        height = [f.get("ratio", 0.0) for f in found]
+        height = [f.get("ratio", 0.0) for f in speedups]
         errors = [
-            [max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(found, height, strict=True)]
+            [max(0.0, f.get(side, 0.0) * sign - h * sign) for f, h in zip(speedups, height, strict=True)]
             for side, sign in (("low", -1), ("high", 1))
         ]
         axes.bar(at, height, width=0.8 / len(groups), yerr=errors, capsize=1, error_kw={"linewidth": 0.6}, label=group)
@@ -283,10 +289,10 @@ def _tau(axes: Axes, points: list[Figures]) -> None:
     labelled(named, keys)
     lines: dict[str, list[tuple[float, float, bool]]] = {}
     for point, name in zip(points, (p["label"] for p in named), strict=True):
-        own, nodes = point["speculative"], point["config"]["tree"]["nodes"]
+        figures, nodes = point["speculative"], point["config"]["tree"]["nodes"]
         auto = nodes == "auto"
-        at = own["forecast"]["nodes"] / max(1, own["forecast"]["passes"]) if auto else nodes
-        lines.setdefault(name, []).append((at, own["acceptance_length"], auto))
+        at = figures["forecast"]["nodes"] / max(1, figures["forecast"]["passes"]) if auto else nodes
+        lines.setdefault(name, []).append((at, figures["acceptance_length"], auto))
     for i, (name, line) in enumerate(lines.items()):
         color, style = f"C{i % 10}", ("o-", "o--", "o:", "o-.")[i // 10 % 4]
         fixed = sorted((at, tau) for at, tau, auto in line if not auto)

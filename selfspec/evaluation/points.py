@@ -69,21 +69,21 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
     configs = [_leaves(point) for point in points]
     shown = {key: _shown(key, [config.get(key) for config in configs]) for key in named}
     for i, (point, config) in enumerate(zip(points, configs, strict=True)):
-        values = {key: found[i] for key, found in shown.items()}
+        values = {key: values_of[i] for key, values_of in shown.items()}
         parts = [values[key] if key in ("drafter", "target") else f"{named[key]}={values[key]}" for key in named]
         point["label"] = " ".join(parts) or _short("drafter", config.get("drafter"))
 
 
 def _leaves(point: Figures) -> Figures:
     """A point's config without nesting; a list is one value."""
-    found: Figures = {}
+    leaves: Figures = {}
     for key, value in flat(point["config"]):
         head, _, number = key.rpartition("/")
         if number.isdigit():
-            found[head] = f"{found[head]},{value}" if head in found else str(value)
+            leaves[head] = f"{leaves[head]},{value}" if head in leaves else str(value)
         else:
-            found[key] = value
-    return {key: value for key, value in found.items() if not any(f"{key}/".startswith(f"{u}/") for u in _UNTOLD)}
+            leaves[key] = value
+    return {key: value for key, value in leaves.items() if not any(f"{key}/".startswith(f"{u}/") for u in _UNTOLD)}
 
 
 def _shown(key: str, values: Sequence[Any]) -> list[str]:
@@ -107,12 +107,12 @@ def _whole(point: Any) -> bool:
     try:
         ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
         known = point["identical"], point["config"]["tree"]["nodes"]
-        own = point.get("speculative", {"full_acceptance": [], "conditional_acceptance": []})
-        told = [point["arms"], point.get("groups", {}), *point.get("columns", {}).values()]
+        figures = point.get("speculative", {"full_acceptance": [], "conditional_acceptance": []})
+        parts = [point["arms"], point.get("groups", {}), *point.get("columns", {}).values()]
         return (
             None not in known
-            and [type(value) for value in told] == [dict, dict, *[str] * (len(told) - 2)]
-            and {"full_acceptance", "conditional_acceptance"} <= own.keys()
+            and [type(value) for value in parts] == [dict, dict, *[str] * (len(parts) - 2)]
+            and {"full_acceptance", "conditional_acceptance"} <= figures.keys()
             and all(isinstance(r, (int, float)) for r in ratios)
         )
     except (TypeError, KeyError, AttributeError):
@@ -125,8 +125,8 @@ def agreement(one: Path, other: Path) -> list[Figures]:
     if one.resolve() == other.resolve():
         raise ValueError(f"sweep and against are the same folder, {one}; give two runs")
     first, second = _ratios(one, other), _ratios(other, one)
-    for folder, found in ((one, first), (other, second)):
-        if not found:
+    for folder, ratios in ((one, first), (other, second)):
+        if not ratios:
             raise ValueError(f"{folder} holds no finished run with a speedup over plain decoding")
     pairs = []
     for name in (name for name in first if name in second):
@@ -152,16 +152,16 @@ def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
         print(f"skipped {path}: {why}")
     if not (beside / "compare.json").is_file():
         others = read_points(beside)[0]
-        told = [*varying(points), *varying(others)]
-        labelled(points, list(dict.fromkeys(told)) or ["drafter", "tree/nodes"])
-    found: dict[str, Figures] = {}
+        keys = [*varying(points), *varying(others)]
+        labelled(points, list(dict.fromkeys(keys)) or ["drafter", "tree/nodes"])
+    ratios: dict[str, Figures] = {}
     for point in (p for p in points if "autoregressive" in p["speedup"]):
-        if point["label"] in found:
+        if point["label"] in ratios:
             raise ValueError(
                 f"{folder} holds two points of the label {point['label']!r}; compare one sweep with another"
             )
-        found[point["label"]] = point["speedup"]["autoregressive"]
-    return found
+        ratios[point["label"]] = point["speedup"]["autoregressive"]
+    return ratios
 
 
 def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:

@@ -41,12 +41,12 @@ def start_costs(drafter: str, target: str, dtype: str, device: str | None) -> di
 
     Raises ChildProcessError with what a process said that failed.
     """
-    found = {}
+    costs = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, engine in STARTS.items():
-            told = json.dumps([drafter, target, dtype, device, engine])
+            arguments = json.dumps([drafter, target, dtype, device, engine])
             done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, told],
+                [sys.executable, "-c", _PROGRAM, arguments],
                 env={**os.environ, "SELFSPEC_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 capture_output=True,
                 text=True,
@@ -54,5 +54,5 @@ def start_costs(drafter: str, target: str, dtype: str, device: str | None) -> di
             )
             if done.returncode:
                 raise ChildProcessError(f"a process that starts {engine} failed: {done.stderr.strip()[-2000:]}")
-            found[name] = json.loads(done.stdout.splitlines()[-1])
-    return found
+            costs[name] = json.loads(done.stdout.splitlines()[-1])
+    return costs

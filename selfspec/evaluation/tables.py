@@ -19,8 +19,8 @@ def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
     return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
 
 
-def interval(found: dict[str, float]) -> str:
-    return f"{found['ratio']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+def interval(ratio: dict[str, float]) -> str:
+    return f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 # -- benchmark points
@@ -45,7 +45,7 @@ Column = Callable[[Figures, list[Record]], object]
 
 def own_columns(paths: list[str]) -> dict[str, Column]:
     """Functions of other packages, `package.module.function`, by their names. Raises ValueError for what is none."""
-    found = {}
+    columns = {}
     for path in paths:
         if path == "all":
             continue
@@ -56,21 +56,21 @@ def own_columns(paths: list[str]) -> dict[str, Column]:
             raise ValueError(f"decode.columns: {path}: {module} can not be imported ({error!r})") from error
         if not callable(column):
             raise ValueError(f"decode.columns: {path!r} is no function; give package.module.function")
-        found[name] = column
-    return found
+        columns[name] = column
+    return columns
 
 
 def group_table(points: list[Figures]) -> str:
     """The same points by group of text."""
     lines = []
     for point in points:
-        for group, found in point.get("groups", {}).items():
-            plain = found["arms"].get("autoregressive", {})
+        for group, figures in point.get("groups", {}).items():
+            plain = figures["arms"].get("autoregressive", {})
             cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1", "distinct_4grams")]
-            own = found["arms"].get("speculative", plain)
-            right = f"{own['right']}/{own['of']}" if own.get("of") else "-"
-            tau = f"{found['acceptance_length']:.2f}" if "acceptance_length" in found else "-"
-            ratio = interval(found["speedup"]) if "speedup" in found else "-"
+            speculative = figures["arms"].get("speculative", plain)
+            right = f"{speculative['right']}/{speculative['of']}" if speculative.get("of") else "-"
+            tau = f"{figures['acceptance_length']:.2f}" if "acceptance_length" in figures else "-"
+            ratio = interval(figures["speedup"]) if "speedup" in figures else "-"
             lines.append([point["label"], group, tau, ratio, *cells, right])
     return markdown(
         ["point", "group", "tau", "vs autoregressive", "entropy", "top-1", "distinct 4-grams", "right"], lines
@@ -95,18 +95,18 @@ def _speculative(point: Figures, cell: Callable[[Figures], str]) -> str:
 
 
 def _rate(point: Figures, arm: str) -> str:
-    found = point["arms"].get(arm)
-    return f"{found['tokens_per_second']:.0f}" if found else "-"
+    figures = point["arms"].get(arm)
+    return f"{figures['tokens_per_second']:.0f}" if figures else "-"
 
 
 def _ratio(point: Figures, arm: str) -> str:
-    found = point["speedup"].get(arm)
-    return interval(found) if found else "-"
+    ratio = point["speedup"].get(arm)
+    return interval(ratio) if ratio else "-"
 
 
 def _same(point: Figures) -> str:
-    found = point["identical"].get("autoregressive")
-    return f"{found['rows']}/{found['of']}" if found else "-"
+    counts = point["identical"].get("autoregressive")
+    return f"{counts['rows']}/{counts['of']}" if counts else "-"
 
 
 def _text(point: Figures, name: str) -> str:
@@ -115,9 +115,11 @@ def _text(point: Figures, name: str) -> str:
 
 
 def _right(point: Figures) -> str:
-    plain, own = (point["arms"].get(arm) for arm in ("autoregressive", "speculative"))
-    plain, own = plain or own or {}, own or plain or {}
-    return f"{plain['right']}/{plain['of']} / {own['right']}/{own['of']}" if own.get("of") else "-"
+    plain, speculative = (point["arms"].get(arm) for arm in ("autoregressive", "speculative"))
+    plain, speculative = plain or speculative or {}, speculative or plain or {}
+    return (
+        f"{plain['right']}/{plain['of']} / {speculative['right']}/{speculative['of']}" if speculative.get("of") else "-"
+    )
 
 
 # A column is one entry, (name, function of a point). Pass cost: plain steps that one pass takes, its draft included;
@@ -164,11 +166,11 @@ BRIEF = ("point", "tau", "tok/s plain", "tok/s spec", "vs autoregressive", "iden
 def training_table(runs: dict[str, Figures]) -> str:
     """Runs of a sweep by name, with what their last validations promise: τ at 16 nodes, top-1 of the first depth."""
     rows = []
-    for name, found in runs.items():
-        cells = [f"{found[mode]['tau']['16']:.2f}" for mode in ("greedy", "sampled")]
-        cells += [f"{found[mode]['top1'][0]:.3f}" if found[mode]["top1"] else "-" for mode in ("greedy", "sampled")]
-        loss, seconds = found.get("loss"), found.get("seconds")
-        cells += ["-" if loss is None else f"{loss:.3f}", str(found.get("kept_step", "-"))]
+    for name, figures in runs.items():
+        cells = [f"{figures[mode]['tau']['16']:.2f}" for mode in ("greedy", "sampled")]
+        cells += [f"{figures[mode]['top1'][0]:.3f}" if figures[mode]["top1"] else "-" for mode in ("greedy", "sampled")]
+        loss, seconds = figures.get("loss"), figures.get("seconds")
+        cells += ["-" if loss is None else f"{loss:.3f}", str(figures.get("kept_step", "-"))]
         rows.append([name, *cells, "-" if seconds is None else f"{seconds:.0f}"])
     return markdown(["run", "τ T=0", "τ T=1", "top-1 T=0", "top-1 T=1", "loss", "kept step", "seconds"], rows)
 

@@ -197,10 +197,10 @@ def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
 def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, to: str = "vllm") -> str:
     """Hold a written EAGLE-3 folder against its contract and the drafter. Raises ValueError naming what differs."""
     path = folder / "model.safetensors"
-    config, found = eagle3.flat(read_config(folder)), read_tensors(path)
+    config, tensors = eagle3.flat(read_config(folder)), read_tensors(path)
     layers = eagle3.layers_read(config, target.n_layers, folder)
-    own = drafter.layer.lm_head is not None or drafter.vocabulary is not None
-    hold(found, eagle3.contract(config, len(layers), own, folder), path)
+    has_map = drafter.layer.lm_head is not None or drafter.vocabulary is not None
+    hold(tensors, eagle3.contract(config, len(layers), has_map, folder), path)
     tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
     out = target.text(tokens, False, reads=drafter.reads)
     ours = drafter.unrolled(tokens, out.features, steps)
@@ -215,7 +215,7 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
             what = f"{folder} as {reader} reads it, draft step {step + 1}"
             worst = max(worst, _held(mine, full, _EXACT if target.dtype.itemsize > 2 else _ROUGH, what))
     readings = ", ".join(f"read as {reader}" for reader in readers)
-    return f"checked: {len(found)} tensors; {readings}: logits of {steps} steps within {worst:.1e} of the drafter's"
+    return f"checked: {len(tensors)} tensors; {readings}: logits of {steps} steps within {worst:.1e} of the drafter's"
 
 
 @torch.no_grad()
@@ -223,10 +223,10 @@ def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) 
     """Hold a written Medusa folder against its contract and the drafter. Raises ValueError naming what differs."""
     config = read_config(folder)
     if "medusa_num_heads" in config:
-        found = read_tensors(folder / medusa.FILE)
+        tensors = read_tensors(folder / medusa.FILE)
     else:
-        found = read_tensors(folder / "model.safetensors")
-        hold(found, medusa.contract(config, folder), folder / "model.safetensors")
+        tensors = read_tensors(folder / "model.safetensors")
+        hold(tensors, medusa.contract(config, folder), folder / "model.safetensors")
     root = tokens.shape[1] - 1
     hidden = target.text(tokens.to(target.device), False).hidden[0, root:]
     ours, theirs = drafter(hidden)[:, 0].float().cpu(), reference.medusa(folder, target.model, tokens, root)
@@ -236,7 +236,7 @@ def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) 
         _held(mine, read, tolerance, f"{folder}, head {i}")
         for i, (mine, read) in enumerate(zip(ours, theirs, strict=True))
     )
-    return f"checked: {len(found)} tensors; logits of {len(theirs)} heads within {worst:.1e} of the drafter's"
+    return f"checked: {len(tensors)} tensors; logits of {len(theirs)} heads within {worst:.1e} of the drafter's"
 
 
 def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:

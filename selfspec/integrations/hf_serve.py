@@ -53,22 +53,22 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
 
 def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any]) -> Any:
     with _OPENING:
-        kept: _Kept | None = vars(model).get("_selfspec")
+        cached: _Kept | None = vars(model).get("_selfspec")
         # A copy of the model has the original's; one that was cast or moved since needs another
-        if kept is None or kept.spec.target.model is not model or kept.spec.target.changed:
-            kept = _opened(model)
-            vars(model)["_selfspec"] = kept
+        if cached is None or cached.spec.target.model is not model or cached.spec.target.changed:
+            cached = _opened(model)
+            vars(model)["_selfspec"] = cached
     for name in ("custom_generate", "trust_remote_code"):  # which led here
         arguments.pop(name, None)
     if arguments.get("nodes") is None:
-        arguments["nodes"] = kept.nodes
+        arguments["nodes"] = cached.nodes
     config = arguments.get("generation_config")
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
         arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())
         arguments["stop_strings"], config.stop_strings = config.stop_strings, None
     # Not `model.generate`, which is this function where the model was loaded with trust_remote_code
-    return type(model).generate(model, inputs, custom_generate=kept.spec, **arguments)  # type: ignore[attr-defined]
+    return type(model).generate(model, inputs, custom_generate=cached.spec, **arguments)  # type: ignore[attr-defined]
 
 
 def _opened(model: PreTrainedModel) -> _Kept:
@@ -83,8 +83,8 @@ def _opened(model: PreTrainedModel) -> _Kept:
             f"wrote ({EXPORTED} is missing); load the model from the folder that custom_generate names"
         )
     try:
-        told = json.loads(path.read_text())
-        names, nodes = str(told["drafter"]).split("+"), told["nodes"]
+        settings = json.loads(path.read_text())
+        names, nodes = str(settings["drafter"]).split("+"), settings["nodes"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not what was written ({error}); export the drafter again") from error
     flags = [(p, p.requires_grad) for p in model.parameters()]

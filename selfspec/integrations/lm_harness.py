@@ -79,8 +79,8 @@ class Harness(HFLM):
         return sequences
 
     def get_model_info(self) -> Figures:
-        told = {"drafter": self.drafter, "nodes": self.nodes, **self.counted}
-        return {"selfspec": told, "model_dtype": str(self.spec.target.dtype), "model_source": "selfspec"}
+        counts = {"drafter": self.drafter, "nodes": self.nodes, **self.counted}
+        return {"selfspec": counts, "model_dtype": str(self.spec.target.dtype), "model_source": "selfspec"}
 
 
 def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:

@@ -78,12 +78,14 @@ def measure_along(
             values = logits[d].double()
             if sample.noise is not None:
                 values = perturbed(values, sample.noise(at + 2 + d), sample.temperature)
-            own = values.gather(1, truth[:, None])
-            rank = (values > own).sum(1).masked_fill(~own.isfinite()[:, 0], values.shape[1]).cpu()  # inf: never drafted
+            true_score = values.gather(1, truth[:, None])
+            rank = (
+                (values > true_score).sum(1).masked_fill(~true_score.isfinite()[:, 0], values.shape[1]).cpu()
+            )  # inf: never drafted
             agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
             tried[d] += alive.sum()
             right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
-            short = values.topk(min(4 * CHOICES, values.shape[1]), -1).values - own  # the rest weighs nothing
+            short = values.topk(min(4 * CHOICES, values.shape[1]), -1).values - true_score  # the rest weighs nothing
             for i, factor in enumerate(_FACTORS):
                 surprise[d, i] += (short * factor).logsumexp(1)[alive & (rank < CHOICES)].sum().cpu()
             alive &= rank < CHOICES
@@ -163,22 +165,22 @@ def write_samples(
         batch = prompts[first : first + _BATCH]
         own_seeds = list(seeds[first : first + len(batch)])
         options = Options(new_tokens, Sampling(temperature), own_seeds, end_tokens(target))
-        for prompt, new, own in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
+        for prompt, new, seed in zip(batch, autoregressive(target, batch, options).token_ids, own_seeds, strict=True):
             tokens = torch.tensor(prompt + new)
             with torch.inference_mode():
                 tree = chain(tokens[None].to(target.device))
                 out = target.forward(tree, target.cache(1, len(tokens)), logits=False, reads=reads)
-            kept = {layer: states[0].clone() for layer, states in out.features.items()}
-            noise = _noise(own, target) if temperature > 0 else None
-            samples.append(Sample(tokens, len(prompt), out.hidden[0].clone(), kept, temperature, noise))
+            features = {layer: states[0].clone() for layer, states in out.features.items()}
+            noise = _noise(seed, target) if temperature > 0 else None
+            samples.append(Sample(tokens, len(prompt), out.hidden[0].clone(), features, temperature, noise))
     return samples
 
 
 def _noise(seed: int, target: Target) -> Callable[[Tensor], Tensor]:
     ids = torch.arange(target.vocab_size, device=target.device)
-    own, sequence = torch.tensor(seed, device=target.device), torch.tensor(0, device=target.device)
+    row_seed, sequence = torch.tensor(seed, device=target.device), torch.tensor(0, device=target.device)
 
     def at(positions: Tensor) -> Tensor:
-        return gumbel(noise_bits(own, sequence, positions.to(target.device)[:, None], ids))
+        return gumbel(noise_bits(row_seed, sequence, positions.to(target.device)[:, None], ids))
 
     return at

@@ -77,8 +77,10 @@ def check(
 
 def _described(name: str, corpus: Corpus) -> list[str]:
     lengths, talks = corpus.lengths(), int(corpus.talks.sum())
-    found = torch.quantile(lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double())
-    spread = ", ".join(f"{n:.0f}" for n in found.tolist())
+    quantiles = torch.quantile(
+        lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double()
+    )
+    spread = ", ".join(f"{n:.0f}" for n in quantiles.tolist())
     return [
         f"{name}: {len(lengths)} documents, {talks} of them conversations; {len(corpus.tokens)} tokens, "
         f"{corpus.counted / max(1, len(corpus.tokens)):.1%} of them count in the loss",

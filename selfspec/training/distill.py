@@ -148,8 +148,8 @@ def distill(
             f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
             f"{target.max_positions} positions"
         )
-    kept = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
-    settings = {"settings": f"{kept} seed={seed} target={target_hash(target)} text={corpus.key}"}
+    identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
+    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)} text={corpus.key}"}
     others = folder.is_dir() and any(folder.iterdir())
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     if others and not folder.exists() and not quiet:
@@ -159,11 +159,11 @@ def distill(
 
     def chunk(first: int) -> dict[str, Tensor]:
         path = folder / f"{first:06d}.safetensors"
-        if (found := _read(path, settings)) is None:
-            found = _write(target, source, config, seed, first, drafter, stats)
+        if (rows_of_chunk := _read(path, settings)) is None:
+            rows_of_chunk = _write(target, source, config, seed, first, drafter, stats)
             with atomic(path) as scratch:
-                save_file(found, scratch, settings)
-        return found
+                save_file(rows_of_chunk, scratch, settings)
+        return rows_of_chunk
 
     chunks = range(0, config.rows, _CHUNK)
     for first in (bar := progress(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
@@ -172,9 +172,9 @@ def distill(
     wait()
     parts = [chunk(first) for first in chunks]
     tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
-    own = torch.arange(length) < used[:, None]
+    inside = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
-    return joined(tokens[own], mask[own], starts, torch.ones(len(used), dtype=torch.bool)), stats
+    return joined(tokens[inside], mask[inside], starts, torch.ones(len(used), dtype=torch.bool)), stats
 
 
 def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
@@ -219,11 +219,11 @@ def _write(
         if not part:
             continue
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
-        given = [prompts[row].tokens.tolist() for row in part]
+        openings = [prompts[row].tokens.tolist() for row in part]
         if drafter is None:
-            result = autoregressive(target, given, options)
+            result = autoregressive(target, openings, options)
         else:
-            result = speculative(target, given, options, drafter, config.nodes)
+            result = speculative(target, openings, options, drafter, config.nodes)
         stats.append(result.stats)
         for row, new in zip(part, result.token_ids, strict=True):
             start = len(prompts[row].tokens)

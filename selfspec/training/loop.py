@@ -187,8 +187,8 @@ class _Loop:
     def step(self) -> None:
         """One optimizer step and what is told of it."""
         state, config, start = self.state, self.config, time.perf_counter()
-        given = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
-        loss, parts, norm, tokens = _step(*given)
+        arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
+        loss, parts, norm, tokens = _step(*arguments)
         state.step += 1
         took = time.perf_counter() - start
         state.seconds += took
@@ -258,8 +258,8 @@ class _Loop:
         if not self.figures or not last:  # a finished run that was resumed, or weights of an earlier step
             self.figures = self.checked()
         self.module.eval()
-        kept = self.state.step if best is None else best[1]
-        return {**self.figures, "seconds": self.state.seconds, "steps": self.state.step, "kept_step": kept}
+        kept_step = self.state.step if best is None else best[1]
+        return {**self.figures, "seconds": self.state.seconds, "steps": self.state.step, "kept_step": kept_step}
 
 
 def _mean(accelerator: Accelerator, value: float) -> float:

@@ -69,6 +69,6 @@ def crowd() -> str | None:
     processors, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     if load < 1.5 * processors:
         return None
-    own = torch.get_num_threads()
-    many = f", {own} of them of this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
-    return f"{load:.0f} threads want {processors} processors" + (many if own > 1 else "; other programs run here")
+    threads = torch.get_num_threads()
+    many = f", {threads} of them of this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
+    return f"{load:.0f} threads want {processors} processors" + (many if threads > 1 else "; other programs run here")

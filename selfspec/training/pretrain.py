@@ -136,13 +136,15 @@ def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
         )
     backend = Backend.from_str(tokenizer.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    own = PreTrainedTokenizerFast(
+    chatting = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=tokenizer.bos_token, clean_up_tokenization_spaces=False
     )
     roles = [f"<|{role}|>" for role in chat.ROLES]
-    own.add_special_tokens({"eos_token": chat.END, "pad_token": own.bos_token, "additional_special_tokens": roles})
-    own.chat_template = chat.TEMPLATE
-    return own
+    chatting.add_special_tokens(
+        {"eos_token": chat.END, "pad_token": chatting.bos_token, "additional_special_tokens": roles}
+    )
+    chatting.chat_template = chat.TEMPLATE
+    return chatting
 
 
 class NextToken(nn.Module):
@@ -222,8 +224,8 @@ def instruct(
     if model.generation_config is not None:
         model.generation_config.eos_token_id = ends
     groups = list(TASKS)
-    made = instructions(pool(train, "train"), groups, config.count, loop.seed)
-    rows = side_by_side(tokenize(conversations(made, tokenizer, loop.seed), tokenizer), config.length, ends[0])
+    training_set = instructions(pool(train, "train"), groups, config.count, loop.seed)
+    rows = side_by_side(tokenize(conversations(training_set, tokenizer, loop.seed), tokenizer), config.length, ends[0])
     source = tokenize(train, tokenizer)
     if len(source.tokens) <= config.length:
         raise ValueError(
@@ -237,8 +239,8 @@ def instruct(
     loop = replace(loop, steps=config.steps, batch_size=config.batch_size, decay=config.decay)
     world = accelerator.process_index, accelerator.num_processes
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world, aligned=True)
-    asked = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
-    answers = tokenize(conversations(asked, tokenizer, loop.seed), tokenizer)
+    held_out_set = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
+    answers = tokenize(conversations(held_out_set, tokenizer, loop.seed), tokenizer)
     held_out: dict[str, Stream] = {
         "": tokenize(validation, tokenizer),
         "answer_": side_by_side(answers, config.length, ends[0]),
@@ -291,8 +293,8 @@ def _stage(
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            own = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
-            both = {name: value + before.get(name, 0) for name, value in own.items()}
+            took = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
+            both = {name: value + before.get(name, 0) for name, value in took.items()}
             (scratch / "training.json").write_text(json.dumps(both) + "\n")
     accelerator.wait_for_everyone()
     return figures

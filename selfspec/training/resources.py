@@ -22,15 +22,16 @@ def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -
     """
     frozen = list({id(p): p for p in target.model.parameters()}.values())
     trained = list(drafter.trained().values())
-    kept = sum(p.numel() * p.element_size() for p in frozen) / parts
+    frozen_bytes = sum(p.numel() * p.element_size() for p in frozen) / parts
     moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
     depths = drafter.depth if isinstance(drafter, Trained) else 0
     logits = tokens * target.vocab_size * target.dtype.itemsize * (1 + 2 * depths)
-    counts = [sum(p.numel() for p in found) / 1e6 for found in (trained, frozen)]
+    counts = [sum(p.numel() for p in parameters) / 1e6 for parameters in (trained, frozen)]
+    held = (frozen_bytes + moved + logits) / 2**30
     return (
         f"trains {counts[0]:.2f}M parameters, with gradients and moments {moved / 2**20:.1f} MB, beside a target of "
-        f"{counts[1]:.2f}M, {kept / 2**20:.1f} MB; logits of {tokens} tokens at once {logits / 2**20:.1f} MB; in each "
-        f"process {(kept + moved + logits) / 2**30:.2f} GiB and what hidden states take"
+        f"{counts[1]:.2f}M, {frozen_bytes / 2**20:.1f} MB; logits of {tokens} tokens at once {logits / 2**20:.1f} MB; "
+        f"in each process {held:.2f} GiB and what hidden states take"
     )
 
 

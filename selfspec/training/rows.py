@@ -60,8 +60,8 @@ def rows_of(
     corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1
 ) -> Packed | Windows:
     """Rows of the data. Raises ValueError where there are none, or they do not divide over `world` processes."""
-    made = Packed if config.packed else Windows
-    return made(corpus, config.length, loop.batch_size, loop.seed, rank, world)
+    kind = Packed if config.packed else Windows
+    return kind(corpus, config.length, loop.batch_size, loop.seed, rank, world)
 
 
 def distilled_rows(

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def wanted() -> bool:
     """Whether `accelerate launch` was given a configuration of FSDP, and more than one process."""
-    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    return asked and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return sharded and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def group(device: str) -> PartialState:
@@ -70,8 +70,8 @@ def _part(p: Tensor, mesh: DeviceMesh, device: str) -> Tensor:
     if p.ndim < 2:
         return p.to(device, copy=True)
     cut = distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)
-    own = cut.to_local().clone()  # a copy, so that the whole matrix's storage is freed
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+    local = cut.to_local().clone()  # a copy, so that the whole matrix's storage is freed
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
 
 @cache

@@ -59,29 +59,29 @@ class Checkpoint:
         if not self.path.exists():
             return State(), []
         try:
-            kept = torch.load(self.path, map_location="cpu", weights_only=True)
+            saved_run = torch.load(self.path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
             ) from error
-        if "state" not in kept:
+        if "state" not in saved_run:
             raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
-        if {n: p.shape for n, p in kept["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
+        if {n: p.shape for n, p in saved_run["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
             raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
-        self.put(kept["parameters"])
-        for optimizer, saved in zip(self.optimizers, kept["optimizers"], strict=True):
+        self.put(saved_run["parameters"])
+        for optimizer, saved in zip(self.optimizers, saved_run["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        said = [
-            f"resumed with {name} {now}, begun with {kept['versions'][name]}: results may differ in rounding"
+        notes = [
+            f"resumed with {name} {now}, begun with {saved_run['versions'][name]}: results may differ in rounding"
             for name, now in _versions().items()
-            if kept["versions"][name] != now
+            if saved_run["versions"][name] != now
         ]
-        if kept["world"] != self.world:
-            said.append(
-                f"resumed in {self.world} processes, begun in {kept['world']}: each step reads the same rows, and "
+        if saved_run["world"] != self.world:
+            notes.append(
+                f"resumed in {self.world} processes, begun in {saved_run['world']}: each step reads the same rows, and "
                 "results differ in rounding alone"
             )
-        return State(**kept["state"]), said
+        return State(**saved_run["state"]), notes
 
     @torch.no_grad()
     def put(self, parameters: dict[str, Tensor]) -> None:
@@ -93,6 +93,6 @@ class Checkpoint:
         return {name: p.detach().to("cpu", copy=True) for name, p in self.owned.items()}
 
     def write(self, state: State) -> None:
-        kept = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
-        kept |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
-        _save(self.path, {**kept, "step": state.step, "world": self.world, "versions": _versions()})
+        record = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
+        record |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
+        _save(self.path, {**record, "step": state.step, "world": self.world, "versions": _versions()})

@@ -66,9 +66,9 @@ class DraftLoss(nn.Module):
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
-        given = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
+        seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
         average = self.average if self.training else itself
-        return self.drafter.loss(Batch(*given, documents, average))
+        return self.drafter.loss(Batch(*seen, documents, average))
 
 
 @dataclass
@@ -180,9 +180,9 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
 
 def _write_calibration_texts(run: DrafterRun) -> None:
     seeds = range(run.loop.seed + run.part, run.loop.seed + len(run.prompts), run.parts)
-    given = run.prompts[run.part :: run.parts], run.config.new_tokens
+    openings = run.prompts[run.part :: run.parts], run.config.new_tokens
     run.samples = {
-        mode: write_samples(run.target, *given, temperature, seeds, run.drafter.reads)
+        mode: write_samples(run.target, *openings, temperature, seeds, run.drafter.reads)
         for mode, temperature in TEMPERATURES.items()
     }
 
@@ -222,8 +222,8 @@ def _trained(
     run.say([memory_line(target, drafter, at_once, run.world if shard.wanted() else 1)])
     settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(drafter.trained().values(), **settings)]
-    given = module, optimizers, batches.batch, validate, loop, run.folder, run.log, "tau16"
-    figures = fit(run.accelerator, *given, best=True)
+    arguments = module, optimizers, batches.batch, validate, loop, run.folder, run.log, "tau16"
+    figures = fit(run.accelerator, *arguments, best=True)
     piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
     figures |= relative_cost(module, target, piece, autocast(target.device, loop))
     for mode in TEMPERATURES:
@@ -290,8 +290,8 @@ def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopCon
 def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
     """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
     ValueError, with `name`, where they are not of the same kind and shapes."""
-    own, given = ({**d.trained(), **d.saved_buffers()} for d in (drafter, source))
-    shapes = [{key: list(p.shape) for key, p in found.items()} for found in (own, given)]
+    into, saved = ({**d.trained(), **d.saved_buffers()} for d in (drafter, source))
+    shapes = [{key: list(p.shape) for key, p in tensors.items()} for tensors in (into, saved)]
     if drafter.kind != source.kind or shapes[0] != shapes[1]:
         odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
         raise ValueError(
@@ -299,18 +299,18 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
             + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
             + "; give one of the same configuration"
         )
-    for key, p in own.items():
-        p.copy_(given[key])
+    for key, p in into.items():
+        p.copy_(saved[key])
 
 
 def agree(settings: dict[str, object]) -> None:
     """Raises ValueError, in every process, where they were started with different settings."""
     for name in settings:
-        found = shard.gathered([repr(settings[name])])
-        if odd := [i for i, value in enumerate(found) if value != found[0]]:
+        values = shard.gathered([repr(settings[name])])
+        if odd := [i for i, value in enumerate(values) if value != values[0]]:
             raise ValueError(
-                f"process {odd[0]} was started with another {name} than process 0: {found[odd[0]]} instead of "
-                f"{found[0]}; start all with the same command"
+                f"process {odd[0]} was started with another {name} than process 0: {values[odd[0]]} instead of "
+                f"{values[0]}; start all with the same command"
             )
 
 

@@ -31,11 +31,11 @@ def one_line_errors() -> Iterator[None]:
 
 def command_line(processes: int = 1) -> str:
     """What was typed to start this program, to be typed again."""
-    given = sys.orig_argv[1:]
-    for i, word in enumerate(given):
+    words = sys.orig_argv[1:]
+    for i, word in enumerate(words):
         name = Path(word).name
         if name == "selfspec":
-            return shlex.join(["selfspec", *given[i + 1 :]])
+            return shlex.join(["selfspec", *words[i + 1 :]])
         if name.endswith(".py") and processes == 1:
-            return shlex.join(["python", *given[i:]])
+            return shlex.join(["python", *words[i:]])
     return "the same command"

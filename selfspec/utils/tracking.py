@@ -106,12 +106,12 @@ class RunLog:
 
         if mode == "auto":
             mode = "online" if library.login(prompt=False) else "offline"
-        kept = self.folder / "wandb_id"
-        if not kept.exists() or not re.fullmatch(rb"[0-9a-z]{8}\s*", kept.read_bytes()):
-            write_text(kept, secrets.token_hex(4))
+        id_file = self.folder / "wandb_id"
+        if not id_file.exists() or not re.fullmatch(rb"[0-9a-z]{8}\s*", id_file.read_bytes()):
+            write_text(id_file, secrets.token_hex(4))
         tracker = WandBTracker(
             wandb.project,
-            id=kept.read_text().strip(),
+            id=id_file.read_text().strip(),
             resume="allow" if mode == "online" else None,
             entity=wandb.entity,
             group=wandb.group,
@@ -142,8 +142,8 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
         if self.path.exists():
-            kept = [line for line, record in whole_lines(self.path) if record.get("step", 0) <= step]
-            write_text(self.path, "".join(kept))
+            lines = [line for line, record in whole_lines(self.path) if record.get("step", 0) <= step]
+            write_text(self.path, "".join(lines))
 
     def images(self, paths: dict[str, Path]) -> None:
         """Send saved plots to the logger."""
@@ -166,9 +166,9 @@ def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            found = json.loads(line)
-            if not isinstance(found, dict):
-                raise ValueError(f"it is {found!r:.40}")
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"it is {record!r:.40}")
         except ValueError as error:
             if number == len(lines):
                 return
@@ -176,7 +176,7 @@ def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
                 f"{path}, line {number}: no record in JSON ({error}); mend it, or choose another name="
             ) from error
         if line.endswith("\n"):
-            yield line, found
+            yield line, record
 
 
 def flat(record: Figures, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -45,25 +45,25 @@ def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name:
 
 
 def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype) -> Figures:
-    own, config = drafter.layer.config, drafter.config
-    rope: dict[str, Any] = {**(own.rope_parameters or {})}
+    llama, config = drafter.layer.config, drafter.config
+    rope: dict[str, Any] = {**(llama.rope_parameters or {})}
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "hidden_size": own.hidden_size,
-        "intermediate_size": own.intermediate_size,
-        "num_attention_heads": own.num_attention_heads,
-        "num_key_value_heads": own.num_key_value_heads,
-        "head_dim": own.head_dim,
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "num_attention_heads": llama.num_attention_heads,
+        "num_key_value_heads": llama.num_key_value_heads,
+        "head_dim": llama.head_dim,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
-        "rms_norm_eps": own.rms_norm_eps,
-        "max_position_embeddings": own.max_position_embeddings,
+        "rms_norm_eps": llama.rms_norm_eps,
+        "max_position_embeddings": llama.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": few,  # null, but present: SGLang then takes the target's lm_head
         "tie_word_embeddings": False,
-        "attention_bias": own.attention_bias,
+        "attention_bias": llama.attention_bias,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "rope_theta": rope.get("rope_theta"),  # beside rope_parameters: readers of older transformers
         "rope_scaling": None if scaled.get("rope_type", "default") == "default" else scaled,
@@ -168,10 +168,10 @@ def contract(config: Figures, aux: int, head: bool, folder: Path) -> Contract:
         shapes |= {f"fc_norm.{i}.weight": [H] for i in range(aux)}
     if head or few < V:
         shapes["lm_head.weight"] = [few, H]
-    found: Contract = {name: (shape, None) for name, shape in shapes.items()}
+    shapes_wanted: Contract = {name: (shape, None) for name, shape in shapes.items()}
     if few < V:
-        found |= {"d2t": ([few], torch.int64), "t2d": ([V], torch.bool)}
-    return found
+        shapes_wanted |= {"d2t": ([few], torch.int64), "t2d": ([V], torch.bool)}
+    return shapes_wanted
 
 
 def read(folder: Path, target: Target) -> Eagle3:
@@ -219,20 +219,20 @@ def read(folder: Path, target: Target) -> Eagle3:
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].to(torch.int64)
     hold(tensors, contract(config, len(layers), "lm_head.weight" in tensors, folder), path)
-    made = Eagle3Config(
+    drafter_config = Eagle3Config(
         layers=layers,
-        vocabulary=few if few < target.vocab_size else None,
+        draft_vocab=few if few < target.vocab_size else None,
         head="own" if "lm_head.weight" in tensors else "shared",
         llama=_own(config),
         **{name: config[name] for name in FLAGS},
     )
-    drafter = Eagle3(target, made)
+    drafter = Eagle3(target, drafter_config)
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     with torch.no_grad():
-        own = drafter.trained()
+        parameters = drafter.trained()
         for name, tensor in tensors.items():
-            own[f"layer.{name}"].copy_(tensor)
+            parameters[f"layer.{name}"].copy_(tensor)
         if d2t is not None and drafter.vocabulary is not None:
             drafter.vocabulary.copy_(d2t + torch.arange(few))
     return drafter.eval()
@@ -246,9 +246,9 @@ def _plain(name: str) -> str:
 
 def _own(config: Figures) -> dict[str, Any]:
     """What the layer has of its own, by the names of `drafter.llama`."""
-    found = {name: config[name] for name in OWN if config.get(name) is not None}
+    settings = {name: config[name] for name in OWN if config.get(name) is not None}
     rope = config.get("rope_parameters")
     if rope is None:
         rope = {**(config.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": config.get("rope_theta")}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**found, "rope_parameters": {**rope, "rope_theta": theta}}
+    return {**settings, "rope_parameters": {**rope, "rope_theta": theta}}

@@ -27,12 +27,12 @@ def read_config(folder: Path, name: str = "config.json") -> Figures:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ValueError(f"{path} must hold an object")
-    return found
+    return config
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

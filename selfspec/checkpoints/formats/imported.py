@@ -38,7 +38,7 @@ def read(folder: Path, target: Target) -> Drafter:
 def named_target(folder: Path) -> str | None:
     """The target that a published folder names."""
     config = read_config(folder, uno.NAME if published(folder) == "uno" else "config.json")
-    found = config.get("base_model_name_or_path")
+    name = config.get("base_model_name_or_path")
     if isinstance(inner := config.get("speculators_config"), dict) and isinstance(inner.get("verifier"), dict):
-        found = found or inner["verifier"].get("name_or_path")
-    return found if isinstance(found, str) else None
+        name = name or inner["verifier"].get("name_or_path")
+    return name if isinstance(name, str) else None

@@ -49,7 +49,7 @@ def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -
 @torch.no_grad()
 def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str, Tensor]:
     """All tensors of the heads, in the target's saved dtype; LoRA is folded into a full projection for each head."""
-    found, dtype = dict[str, Tensor](), target.saved_dtype
+    tensors, dtype = dict[str, Tensor](), target.saved_dtype
     lora = None if drafter.shared is None else drafter.shared.weights()  # [K, H, r], [K, r, V]
     for i in range(drafter.config.heads):
         if lora is None:
@@ -59,10 +59,10 @@ def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str
             projection = drafter.shared.base.weight.float() + (lora[0][i].float() @ lora[1][i].float()).T
         for j in range(drafter.config.blocks):
             name = block.format(i=i, j=j)
-            found[f"{name}.weight"] = drafter.weight[j, i].to(dtype)
-            found[f"{name}.bias"] = drafter.bias[j, i, 0].to(dtype)
-        found[head.format(i=i)] = projection.to(dtype)
-    return found
+            tensors[f"{name}.weight"] = drafter.weight[j, i].to(dtype)
+            tensors[f"{name}.bias"] = drafter.bias[j, i, 0].to(dtype)
+        tensors[head.format(i=i)] = projection.to(dtype)
+    return tensors
 
 
 def contract(config: Figures, folder: Path) -> Contract:
@@ -70,14 +70,14 @@ def contract(config: Figures, folder: Path) -> Contract:
     H, V, heads, layers = (
         number(config, n, folder) for n in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
     )
-    found: Contract = {}
+    shapes: Contract = {}
     for i in range(heads):
         for j in range(layers):
-            found[f"blocks.{i}.layers.{j}.weight"] = [H, H], None
+            shapes[f"blocks.{i}.layers.{j}.weight"] = [H, H], None
             if config.get("medusa_fc_bias"):
-                found[f"blocks.{i}.layers.{j}.bias"] = [H], None
-        found[f"lm_heads.{i}.weight"] = [V, H], None
-    return found
+                shapes[f"blocks.{i}.layers.{j}.bias"] = [H], None
+        shapes[f"lm_heads.{i}.weight"] = [V, H], None
+    return shapes
 
 
 def read(folder: Path, target: Target) -> Medusa:
@@ -94,7 +94,7 @@ def read(folder: Path, target: Target) -> Medusa:
     biased = any(name.endswith(".bias") for name in tensors)
     if config.get("truncated_vocab_size") not in (None, V):
         raise ValueError(f"{folder}: truncated_vocab_size={config['truncated_vocab_size']}: heads need all {V} tokens")
-    own = any(name.startswith("lm_heads.") for name in tensors)
+    has_heads = any(name.startswith("lm_heads.") for name in tensors)
     as_vllm = {
         "hidden_size": H,
         "vocab_size": V,
@@ -103,17 +103,17 @@ def read(folder: Path, target: Target) -> Medusa:
         "medusa_fc_bias": biased,
     }
     wanted = contract(as_vllm, folder)
-    if not own:  # heads that read through the target's lm_head
+    if not has_heads:  # heads that read through the target's lm_head
         wanted = {name: shape for name, shape in wanted.items() if not name.startswith("lm_heads.")}
     hold(tensors, wanted, folder)
-    drafter = Medusa(target, MedusaConfig(heads, layers, "full" if own else "lora", 1))
+    drafter = Medusa(target, MedusaConfig(heads, layers, "full" if has_heads else "lora", 1))
     with torch.no_grad():
         for i in range(heads):
             for j in range(layers):
                 drafter.weight[j, i] = tensors[f"blocks.{i}.layers.{j}.weight"]
                 if biased:
                     drafter.bias[j, i, 0] = tensors[f"blocks.{i}.layers.{j}.bias"]
-            if own:
+            if has_heads:
                 drafter.full[i] = tensors[f"lm_heads.{i}.weight"]
     return drafter.eval()
 
@@ -126,20 +126,20 @@ def _found(folder: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has neither {FILE}, model.safetensors nor {path.name}")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} is no file of tensors alone: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ValueError(f"{path} must hold tensors by name")
-    return found
+    return tensors
 
 
 def _plain(name: str) -> str:
     """A tensor's name as vLLM writes it. FasterDecoding's `0.1.linear.weight` is `blocks.0.layers.1.weight`, and its
     `0.2.weight` behind two blocks `lm_heads.0.weight`."""
     name = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
-        return f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"
-    if found := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
-        return f"lm_heads.{found[1]}.weight"
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.linear\.(weight|bias)", name):
+        return f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"
+    if match := re.fullmatch(r"(\d+)\.(\d+)\.weight", name):
+        return f"lm_heads.{match[1]}.weight"
     return name

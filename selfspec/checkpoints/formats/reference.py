@@ -30,8 +30,8 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
     before = config.get("norm_before_residual", "speculators_model_type" in config) and reader == "vllm"
     key, eps = "eagle_aux_hidden_state_layer_ids", inner["rms_norm_eps"]
     ids = config[key] if reader == "vllm" else [layer + 1 for layer in config["eagle_config"][key]]
-    found = hidden_states(model, tokens)
-    aux = [found[v][0, : root + 1].float() for v in ids]  # [n, H] each
+    states_seen = hidden_states(model, tokens)
+    aux = [states_seen[v][0, : root + 1].float() for v in ids]  # [n, H] each
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
@@ -47,11 +47,11 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
     heads, keys, width = (inner[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     embed = next(model.get_input_embeddings().parameters()).float().cpu()
     past: list[tuple[Tensor, Tensor]] = []
-    given, after, result = states, tokens[0, 1 : root + 2], []
+    entering, after, result = states, tokens[0, 1 : root + 2], []
     for step in range(steps):
-        positions = torch.arange(len(given))[None] if step == 0 else torch.tensor([[root + step]])
+        positions = torch.arange(len(entering))[None] if step == 0 else torch.tensor([[root + step]])
         cos, sin = turns(config, inner, positions)
-        e, n = norm(embedding(after, embed), "midlayer.input_layernorm"), norm(given, "midlayer.hidden_norm")
+        e, n = norm(embedding(after, embed), "midlayer.input_layernorm"), norm(entering, "midlayer.hidden_norm")
         both = torch.cat([e, n], -1)
         q = rotated(project(both, "self_attn.q_proj").unflatten(-1, (heads, width)).transpose(0, 1), cos, sin)
         k = rotated(project(both, "self_attn.k_proj").unflatten(-1, (keys, width)).transpose(0, 1), cos, sin)
@@ -59,12 +59,12 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
         past.append((k, v))
         k, v = (torch.cat([pair[i] for pair in past], 1).repeat_interleave(heads // keys, 0) for i in (0, 1))
         a = scaled_dot_product_attention(q, k, v, is_causal=step == 0)  # [heads, n, width]
-        r = (n if before else given) + project(a.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        r = (n if before else entering) + project(a.transpose(0, 1).flatten(1), "self_attn.o_proj")
         x = norm(r, "midlayer.post_attention_layernorm")
         r = r + project(silu(project(x, "mlp.gate_proj")) * project(x, "mlp.up_proj"), "mlp.down_proj")
         out = norm(r, "norm")
         result.append(logits(out[-1], model, w))
-        given = (out if flags["norm_output"] else r)[-1:]
+        entering = (out if flags["norm_output"] else r)[-1:]
         after = tokens[0, root + 2 + step : root + 3 + step]
     return result
 
@@ -74,10 +74,10 @@ def logits(hidden: Tensor, model: PreTrainedModel, w: dict[str, Tensor]) -> Tens
     head = model.get_output_embeddings()
     if "lm_head.weight" not in w:
         return linear(hidden, head.weight.float().cpu())
-    found = linear(hidden, w["lm_head.weight"])
+    scores = linear(hidden, w["lm_head.weight"])
     if "d2t" not in w:
-        return found
-    return torch.full((len(head.weight),), -torch.inf).scatter(0, torch.arange(len(found)) + w["d2t"], found)
+        return scores
+    return torch.full((len(head.weight),), -torch.inf).scatter(0, torch.arange(len(scores)) + w["d2t"], scores)
 
 
 @torch.no_grad()
@@ -98,8 +98,8 @@ def turns(config: dict[str, Any], inner: dict[str, Any], positions: Tensor) -> t
     rope = {"rope_theta": config.get("rope_theta"), **(inner.get("rope_parameters") or {})}
     width, kind, most = inner["head_dim"], rope.get("rope_type", "default"), inner["max_position_embeddings"]
     if kind not in ("default", "llama3"):
-        made = LlamaConfig(head_dim=width, max_position_embeddings=most, rope_parameters=rope)
-        return LlamaRotaryEmbedding(made)(torch.zeros(1), positions)
+        rope_config = LlamaConfig(head_dim=width, max_position_embeddings=most, rope_parameters=rope)
+        return LlamaRotaryEmbedding(rope_config)(torch.zeros(1), positions)
     frequency = rope["rope_theta"] ** -(torch.arange(0, width, 2).float() / width)
     if kind == "llama3":
         turns_before = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the original length

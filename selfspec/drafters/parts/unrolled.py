@@ -47,7 +47,7 @@ class UnrolledConfig(DrafterConfig):
     depth: int = 5
     width: int = 4
     min_prob: float = 0.2
-    vocabulary: int | None = None
+    draft_vocab: int | None = None
     loss: str = "kl"
     depth_decay: float = 0.8
 
@@ -63,10 +63,10 @@ class UnrolledConfig(DrafterConfig):
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
         check_loss(self.loss)
-        if self.vocabulary is not None:
-            whole("vocabulary", self.vocabulary)
+        if self.draft_vocab is not None:
+            whole("draft_vocab", self.draft_vocab)
             if self.loss == "ce":
-                raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.vocabulary=null")
+                raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
         positive("depth_decay", self.depth_decay)
 
     def read_layers(self, target: Target, default: set[int]) -> tuple[int, ...]:
@@ -94,10 +94,10 @@ class Unrolled(Trained):
         super().__init__(config, config.depth)
         pack(self, draft_head=None)
         self.tokens = target.vocab_size
-        if config.vocabulary is not None:
-            why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.vocabulary=null"
-            whole("vocabulary", config.vocabulary, 1, target.vocab_size - 1, why)
-        few = None if config.vocabulary is None else torch.arange(config.vocabulary, device=target.device)
+        if config.draft_vocab is not None:
+            why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.draft_vocab=null"
+            whole("draft_vocab", config.draft_vocab, 1, target.vocab_size - 1, why)
+        few = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=target.device)
         self.register_buffer("vocabulary", few)
 
     @property
@@ -123,8 +123,8 @@ class Unrolled(Trained):
         assert out.logits is not None
         if not torch.allclose(out.logits.float(), F.linear(out.hidden, self.head.weight).float(), rtol=0.02, atol=0.02):
             raise ValueError(
-                f"drafter.vocabulary={self.config.vocabulary}: the target scales, caps or shifts its logits, which a "
-                "reduced draft vocabulary does not; take drafter.vocabulary=null"
+                f"drafter.draft_vocab={self.config.draft_vocab}: the target scales, caps or shifts its logits, which a "
+                "reduced draft vocabulary does not; take drafter.draft_vocab=null"
             )
 
     def train(self, mode: bool = True) -> Unrolled:
