@@ -18,7 +18,8 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from selfspec.cli.config import clear_errors, register
+from selfspec.cli.config import register
+from selfspec.cli.errors import clear_errors
 from selfspec.utils.files import write_section, write_text
 
 register()

@@ -28,7 +28,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import speculative_steps
-from selfspec.core.options import Options, as_seed, check, limited
+from selfspec.core.options import Options, as_seed, check, integer, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
@@ -258,3 +258,41 @@ def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int
         torch.stack([row[i][which] if i < len(row) else torch.zeros_like(some) for row in records]).float()
         for i in range(steps)
     )
+
+
+# Of a GenerationConfig: what is served, by the names of `Arguments`; what says nothing of the tokens.
+_SERVED = {"max_new_tokens": "max_new_tokens", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+_ONE = ("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty")  # of which 1 changes nothing
+
+
+_SILENT = ("transformers_version", "do_sample", "temperature", "bos_token_id", "pad_token_id", "use_cache")
+
+
+def from_config(config: GenerationConfig) -> tuple[dict[str, Any], frozenset[int] | None]:
+    """The arguments that a GenerationConfig of transformers stands for, and its EOS ids (None: the target's own).
+    Raises ValueError naming a setting that is not served here."""
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(f"generation_config is a {type(config).__name__}; give transformers' GenerationConfig")
+    given = {
+        key: value
+        for key, value in config.to_diff_dict().items()
+        if value is not None and value is not False and key[0] != "_" and not (value == 1 and key in _ONE)
+    }
+    found = {own: given.pop(key) for key, own in _SERVED.items() if key in given}
+    if "stop_strings" in given:
+        found["stop"] = given.pop("stop_strings")
+    eos = given.pop("eos_token_id", None)
+    if eos is not None:
+        eos = eos.tolist() if hasattr(eos, "tolist") else eos
+        eos = [integer("generation_config.eos_token_id", one) for one in (eos if isinstance(eos, list) else [eos])]
+    sampled = bool(config.do_sample)
+    found["temperature"] = float(given.get("temperature", 1.0)) if sampled else 0.0
+    found = {key: value for key, value in found.items() if sampled or key not in ("top_k", "top_p", "min_p")}
+    if other := sorted(given.keys() - set(_SILENT)):
+        raise ValueError(
+            f"generation_config has {other[0]}={given[other[0]]!r}, which generate does not take; "
+            "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
+        )
+    return found, None if eos is None else frozenset(eos)

@@ -16,12 +16,9 @@ from selfspec.cli.evaluation_runs import run_audit
 from selfspec.core import generate
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.evaluation.audit import (
-    Audit,
-    AuditConfig,
+from selfspec.evaluation.audit import Audit, AuditConfig, Divergence, audit
+from selfspec.evaluation.distribution import (
     DistributionTest,
-    Divergence,
-    audit,
     chi_square,
     distribution_tests,
     distribution_verdict,

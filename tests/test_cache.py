@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.core.cache import KVCache, pass_cache, tree_masks
+from selfspec.core.cache import KVCache, pass_cache
+from selfspec.core.masks import tree_masks
 from selfspec.core.tree import DraftTree
 from selfspec.engine.engine import Engine
 

@@ -12,7 +12,7 @@ import torch
 from conftest import compose_config, made, save_tiny, tiny_model
 
 from selfspec.budget import cost
-from selfspec.cli.evaluation_runs import run_compare
+from selfspec.cli.compare_runs import run_compare
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group

@@ -14,7 +14,8 @@ from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
 
 import selfspec.drafters.mask
 import selfspec.drafters.sequential
-from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter, weights_hash
+from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
+from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.generate import autoregressive, speculative, speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -31,7 +32,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
-from selfspec.training.train_drafter import DraftLoss
+from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 

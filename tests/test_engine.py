@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import selfspec.engine.engine as engine_file
 import selfspec.engine.fit as fit
-from selfspec.core.generate import CHUNKS, autoregressive, piece, speculative
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.rows import CHUNKS, piece
 from selfspec.core.sampling import Noise, Sampling, pick
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, chain

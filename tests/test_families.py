@@ -11,7 +11,7 @@ from conftest import RandomTrees, made, randomize
 from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
 
 import selfspec.core.target as target_file
-from selfspec.checkpoints.drafter_folder import weights_hash
+from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.probe import probe
@@ -20,7 +20,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.training.train_drafter import DraftLoss
+from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 NEW = 24

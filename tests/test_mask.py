@@ -15,7 +15,8 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.mask import Layout, Mask, MaskSession, layout, with_mask_slots
+from selfspec.drafters.mask import Mask, MaskSession
+from selfspec.drafters.parts.mask_layout import Layout, layout, with_mask_slots
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
 DEPTHS = [0] * 7 + [1] * 4 + [2]  # of the mask rows that `trees` gives

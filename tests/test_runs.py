@@ -25,7 +25,7 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
 from selfspec.training import pace as pace_module
 from selfspec.training.config_warnings import config_warnings
-from selfspec.training.loop import LoopConfig
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
 from selfspec.utils import errors as log

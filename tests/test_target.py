@@ -30,7 +30,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from selfspec.checkpoints.drafter_folder import weights_hash
+from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.probe import probe

@@ -11,8 +11,9 @@ from conftest import compose_config
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from selfspec.checkpoints.drafter_folder import load_drafter, weights_hash
+from selfspec.checkpoints.drafter_folder import load_drafter
 from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_check, run_distill, run_training
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
@@ -26,7 +27,7 @@ from selfspec.training import hidden as hidden_module
 from selfspec.training import state as state_module
 from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
-from selfspec.training.loop import LoopConfig
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
 from selfspec.utils.files import atomic
 

@@ -16,8 +16,9 @@ import torch
 
 from selfspec.budget.predict import monotone
 from selfspec.core.contract import Accepted, Context, Session
-from selfspec.core.generate import autoregressive, clock, speculative
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.rows import clock
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree

@@ -30,7 +30,7 @@ import torch
 
 from selfspec.budget.cost import LARGEST
 from selfspec.core.contract import Accepted, Context, Drafts, MaskSlots, Session
-from selfspec.core.generate import clock
+from selfspec.core.rows import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 

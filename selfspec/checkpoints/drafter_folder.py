@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.embedded import TARGETS
+from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
@@ -29,46 +28,6 @@ from selfspec.utils.files import Figures, atomic
 FORMAT = 3
 RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
-
-
-def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
-    quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
-    digest = hashlib.sha256()
-    buffers = (
-        (f"{path}.{name}", buffer)
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    )
-    for name, tensor in (*model.named_parameters(), *buffers):
-        for part in _stored(tensor.detach()):
-            values = part.to(dtype or part.dtype) if part.is_floating_point() else part
-            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
-            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor names its mesh, too
-            yield from _stored(part)
-
-
-def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:
-    """SHA-256 of the vocabulary; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    vocab = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocab.encode()).hexdigest()
-
-
-def target_hash(target: Target) -> str:
-    """The weights hash of a target rounded to bfloat16, the same whatever dtype it is loaded in."""
-    return target.saved_hash or weights_hash(target.model, torch.bfloat16)
 
 
 def adapters(drafter: Drafter) -> dict[str, nn.Module]:

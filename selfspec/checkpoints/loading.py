@@ -11,11 +11,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta, weights_hash
+from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
 from selfspec.checkpoints.embedded import DRAFTERS, resolve
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
+from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.probe import probe
 from selfspec.core.support import refuse
 from selfspec.core.target import Target, check_engine

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.api import NODES
 from selfspec.checkpoints.drafter_folder import RENAMED
-from selfspec.core.generate import MAX_NODES
+from selfspec.cli.errors import one_line_error
+from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
 from selfspec.evaluation.audit import AuditConfig
@@ -29,11 +24,11 @@ from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.page import PageConfig
 from selfspec.evaluation.show import ShowConfig
-from selfspec.training.loop import LoopConfig
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
 from selfspec.utils.errors import one_line
-from selfspec.utils.tracking import Logged, flat
+from selfspec.utils.tracking import Logged
 
 
 @dataclass
@@ -260,69 +255,3 @@ def flags_first(arguments: list[str]) -> list[str]:
         takes = not takes and argument in _WITH_VALUE
         (flags if is_flag else overrides).append(argument)
     return flags + overrides
-
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Bad input ends in one line that names it, and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
-    before = {name: os.environ.get(name) for name in ("HYDRA_FULL_ERROR", "SELFSPEC_ERRORS")}
-    if before["HYDRA_FULL_ERROR"] == "1" and before["SELFSPEC_ERRORS"] is None:
-        yield
-        return
-    os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
-    try:
-        yield
-    except BAD_INPUT as error:
-        print(f"{os.path.basename(sys.argv[0])}: {one_line_error(error)}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-BAD_INPUT = (ValueError, FloatingPointError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
-
-
-def one_line_error(error: BaseException) -> str:
-    """What to say of bad input, on one line."""
-    text = one_line(error)
-    missing = error.full_key if isinstance(error, MissingMandatoryValue) else None
-    if missing is None and (match := re.search(r"Missing mandatory value: ([\w.]+)", text)) is not None:
-        missing = match[1]
-    if missing is not None:
-        return f"{missing} is missing; give {missing}=..."
-    if (unknown := re.search(r"Key '(\w+)' (?:is )?not in \S+ .*?full_key: ([\w.]+)", text)) is not None:
-        return f"there is no {unknown[2]}{_meant(error, unknown[2])}"
-    if (
-        wrong := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+) full_key: (\S+)", text)
-    ) is not None:
-        return f"{wrong[3]}={wrong[1]} must be of type {wrong[2].lower()}"
-    return text.partition(" Config search path:")[0]
-
-
-_SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
-
-
-def _meant(error: BaseException, key: str) -> str:
-    """What to do about a key that does not exist."""
-    cause: BaseException | None = error
-    while cause is not None and getattr(cause, "parent_node", None) is None:
-        cause = cause.__cause__
-    known = [str(k) for k in getattr(cause, "parent_node", None) or ()]
-    near = difflib.get_close_matches(key.rsplit(".", 1)[-1], known, 1)
-    if cause is not None and not near and "." not in key:  # a key that lies deeper
-        plain = OmegaConf.to_container(cause.parent_node, resolve=False)  # type: ignore[attr-defined]
-        deeper = [name for name, _ in flat(plain) if name.rsplit("/", 1)[-1] == key]  # type: ignore[arg-type]
-        if deeper:
-            return f"; did you mean {deeper[0].replace('/', '.')}"
-    if near:
-        return f"; did you mean {key.rpartition('.')[0]}.{near[0]}".replace(" .", " ")
-    if key in _SOURCES:
-        return f" here; {_SOURCES[key]}"
-    return f"; there are {', '.join(known)}" if known else "; --help lists what there is"

@@ -14,36 +14,34 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.api import Spec, load
-from selfspec.budget.cost import device_name, pass_costs
+from selfspec.budget.cost import device_name
 from selfspec.checkpoints.drafter_folder import shaped_as
 from selfspec.checkpoints.loading import drafter_folder, find_drafter, load_target
-from selfspec.cli.config import AuditRun, CompareRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun, clear_errors
+from selfspec.cli.config import AuditRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
+from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target
-from selfspec.data.questions import SETS, Asking, Question, read_questions
+from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.answers import answer_files, check_ids, write_answers
 from selfspec.evaluation.arm_record import Record
-from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
+from selfspec.evaluation.audit import audit
 from selfspec.evaluation.benchmark import host_overhead, run_arms, write_traces
-from selfspec.evaluation.compare import CompareConfig, run_comparison
-from selfspec.evaluation.comparison import summarize_comparison
-from selfspec.evaluation.comparison_tables import agreement_table, comparison_tables
+from selfspec.evaluation.comparison_tables import agreement_table
 from selfspec.evaluation.definitions import defined
+from selfspec.evaluation.distribution import distribution_tests, distribution_verdict
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
-from selfspec.evaluation.footprint import price, price_of_model
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.page import page_data, write_page
-from selfspec.evaluation.plots import plot_comparison, plot_limits, plot_margins, plot_points
+from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
-from selfspec.evaluation.summary import write_summary
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, section, write_section, write_text
+from selfspec.utils.files import Figures, write_section, write_text
 from selfspec.utils.tracking import RunLog
 
 
@@ -153,74 +151,6 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
         log.images({"margins": plot_margins(margins, result.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
     return figures
-
-
-def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
-    """The prompts of a comparison; answers to earlier turns are greedy."""
-    prompts: list[Prompt] = []
-    for name in config.questions:
-        groups = config.groups
-        if groups is not None and name in SETS:
-            groups = [group for group in groups if group in SETS[name]]
-        if groups != []:
-            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
-            prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
-    return prompts
-
-
-def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
-    """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
-    run = typed(CompareRun, config)
-    path = folder / "runs.jsonl"
-    place = "compare" if run.engine == "eager" else f"compare {run.engine}"
-    if run.compare.results is not None:
-        section(Path(run.compare.results), place)  # refused before anything is measured
-    if run.compare.summary is not None:
-        section(Path(run.compare.summary), "summary")
-    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results", "summary")
-    if not run.compare.drafters:
-        raise ValueError("compare.drafters is empty; give at least one")
-    free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
-    with run_folder(config, folder, path, free) as plain:
-        rows, text = _comparison(run, config, folder, path, plain)
-    if run.compare.results is not None:
-        write_section(Path(run.compare.results), place, text)
-    print(f"\n{text}\n{folder}")
-    return rows
-
-
-def _comparison(
-    run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
-) -> tuple[list[Figures], str]:
-    """A comparison's rows and its tables."""
-    target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
-    tokenizer = tokenizer_of(target, found_tokenizer)
-    drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
-    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
-    draft_model = None
-    if "hf_assisted" in run.compare.methods:
-        draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
-    prompts: dict[str, list[Prompt]] = {}
-    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
-        prompts.setdefault(prompt.group, []).append(prompt)
-    (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
-    with RunLog(folder, run, plain, "figures.jsonl") as log:
-        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
-        costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
-        rows = summarize_comparison(measured, costs)
-        prices = {name: price(name, spec) for name, spec in specs.items()}
-        if draft_model is not None:
-            prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
-        write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
-        text = comparison_tables(measured, rows, prices)
-        write_text(folder / "table.md", text + "\n")
-        if run.compare.summary is not None:
-            write_summary(measured, run.target, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))
-        for row in rows:
-            log.write(row)
-        log.images(plot_comparison(rows, folder))
-    return rows, text
 
 
 def run_limits(config: DictConfig, folder: Path) -> Figures:

@@ -17,18 +17,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec.checkpoints.drafter_folder import read_meta
+from selfspec.cli import compare_runs
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import (
-    BAD_INPUT,
-    clear_errors,
-    constant,
-    flags_first,
-    one_line_error,
-    register,
-    renamed,
-    with_classes,
-)
+from selfspec.cli.config import constant, flags_first, register, renamed, with_classes
+from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
@@ -149,7 +142,7 @@ def decode(config: DictConfig, folder: Path) -> None:
 
 @_task
 def compare(config: DictConfig, folder: Path) -> None:
-    measures.run_compare(config, folder)
+    compare_runs.run_compare(config, folder)
 
 
 @_task

@@ -29,10 +29,12 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check
-from selfspec.training.loop import checkpoint_path, default_device
+from selfspec.training.checks import check_training, warm_start
+from selfspec.training.loop import checkpoint_path
+from selfspec.training.loop_config import default_device
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.rows import distilled, texts_folder, writer_of
-from selfspec.training.train_drafter import DrafterRun, check_training, train_drafter, warm_start
+from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
 from selfspec.utils.tracking import RunLog, flat, whole_lines

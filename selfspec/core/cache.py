@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from selfspec.core.memory import enough
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST = 256  # entries of the smallest buffer
@@ -153,31 +153,6 @@ def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None) -> PassCache:
             places[heads, device] = _places(entries, heads, capacity).to(device)
         layers.append(_BufferLayer(*pair, places[heads, device]))
     return PassCache(layers, entering)
-
-
-def tree_masks(
-    below: Tensor, lengths: Tensor, ran: int, size: int, windows: Sequence[int | None], dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """Depths int64 [B, n] of the nodes behind the first `ran`, and for each window an additive mask [B, 1, n, size]: 0
-    or the dtype's lowest value.
-
-    below: bool [B, N, N], True where node i is node j or descends from it (see `tree.ancestors`); lengths: int64 [B],
-    kept entries of each row. A node sees every kept entry, its ancestors and itself; under a sliding window, only those
-    whose position is less than `window` behind its own.
-    """
-    depth = below.sum(-1) - 1
-    at = torch.arange(size, device=lengths.device) - lengths[:, None]  # [B, S]: each entry's node; negative: kept
-    node = at.clamp(0, below.shape[2] - 1)
-    inside, rows = (at >= 0) & (at < below.shape[2]), below[:, ran:]
-    seen = rows.gather(2, node[:, None].expand(-1, rows.shape[1], -1)) & inside[:, None] | (at < 0)[:, None]
-    masks = []
-    for window in windows:
-        allowed = seen
-        if window is not None:
-            behind = torch.where(at < 0, at, depth.gather(1, node))  # positions, counted from the root's
-            allowed = seen & (depth[:, ran:, None] - behind[:, None] < window)
-        masks.append(additive(allowed, dtype)[:, None])
-    return depth[:, ran:], masks
 
 
 def compact(stores: list[Tensor], heads: list[int], lengths: Tensor, paths: Tensor) -> None:
@@ -342,44 +317,3 @@ class KVCache:
     def close(self) -> None:
         """The call is over; a later pass is refused."""
         self._closed = True
-
-
-def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where attention is allowed, the dtype's lowest value elsewhere."""
-    return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
-
-
-def within(documents: Tensor, dtype: torch.dtype, window: int | None) -> Tensor:
-    """The additive causal mask [B, 1, S, S] of rows that hold several documents, int64 [B, S], one behind another."""
-    at = torch.arange(documents.shape[1], device=documents.device)
-    far = at[:, None] - at
-    seen = far >= 0 if window is None else (far >= 0) & (far < window)
-    return additive(seen & (documents[:, :, None] == documents[:, None]), dtype)[:, None]
-
-
-def restarting(documents: Tensor) -> Tensor:
-    """int64 [B, S]: the position of every token in its own document."""
-    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    new = torch.ones_like(documents, dtype=torch.bool)
-    new[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return at - at.where(new, torch.zeros_like(at)).cummax(1).values
-
-
-def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:
-    """Raises MemoryError where a cache of so many rows and entries, of `sizes` bytes on each device, does not fit."""
-    for device, size in sizes.items():
-        if size > (free := free_memory(device)):
-            raise MemoryError(
-                f"the cache of {rows} rows of {entries} tokens needs {size / 2**30:.1f} GiB on {device}, "
-                f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
-            )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device; 2**62 where the device does not report them."""
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2**62

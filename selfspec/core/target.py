@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import KV, KVCache, PassCache, TextCache, pass_cache, restarting, tree_masks, within
+from selfspec.core.cache import KVCache, TextCache
+from selfspec.core.masks import restarting, within
+from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass
 from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
-from selfspec.core.tree import DraftTree, ancestors
-from selfspec.core.verify import WalkNoise, walk
+from selfspec.core.tree import DraftTree
+from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, engine_for
 
 __all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
@@ -22,104 +22,7 @@ __all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
 LONG = 32  # longer chains get a triangular mask without products
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
-    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]; walked: int64
-    [B, 2, N], see `selfspec.core.verify.walk`, where the pass was asked to walk its tree."""
-
-    logits: Tensor | None
-    hidden: Tensor
-    features: dict[int, Tensor]
-    walked: Tensor | None = None
-
-
 _ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of PEFT's layers
-
-
-class _Skipped(nn.Module):
-    """Stands in a view for a layer below a part's first and returns its input. Decoders read plain attributes of their
-    layers, such as attention_type; they are the layer's."""
-
-    def __init__(self, layer: nn.Module, tuples: bool) -> None:
-        super().__init__()
-        self.__dict__.update({k: v for k, v in vars(layer).items() if isinstance(v, (str, int)) and k != "training"})
-        self.tuples = tuples
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states, None, None) if self.tuples else hidden_states
-
-
-class _Entry(_Skipped):
-    """The last of them, which returns the hidden states that enter with the cache."""
-
-    def __init__(self, layer: nn.Module, tuples: bool) -> None:
-        super().__init__(layer, tuples)
-        self.cache_at = cache_argument(layer)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        entering = _cache_of(self.cache_at, (hidden_states, *args), kwargs).entering
-        return super().forward(hidden_states if entering is None else entering)
-
-
-def _cache_of(at: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
-    """The cache among a module's arguments; at: its position and its name, see `cache_argument`."""
-    index, name = at
-    cache: PassCache = kwargs[name] if name in kwargs else args[index]
-    return cache
-
-
-def _read(
-    index: int, at: tuple[int, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """A forward hook: the output goes into the cache that came with the call."""
-    _cache_of(at, args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
-
-
-class Part(NamedTuple):
-    """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
-    windows: by layer type; last: the largest position; dtype: of masks."""
-
-    module: nn.Module
-    windows: dict[str, int | None]
-    last: int
-    dtype: torch.dtype
-
-
-def tree_pass(
-    part: Part,
-    kv: KV,
-    hidden: Tensor | None,
-    tokens: Tensor,
-    parents: Tensor | None,
-    ran: int = 0,
-    noise: WalkNoise | None = None,
-) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
-    """One pass of a part over trees: logits, the outputs of the layers read, and the walk (see `verify.walk`).
-
-    hidden: states [B, n, H] that enter, where the part does not begin at layer 0; tokens: int64 [B, n] of the nodes
-    behind the first `ran`, which were run in an earlier pass over the same tree; parents: int64 [B, N] of the whole
-    tree, None for a chain; noise: None where nothing is walked.
-    """
-    rows, nodes = tokens.shape
-    if parents is None:
-        below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
-    else:
-        below = ancestors(parents)[:, : ran + nodes, : ran + nodes]
-    start = kv.lengths[:, None]
-    depth, masks = tree_masks(below, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
-    cache = pass_cache(kv, start + torch.arange(ran, ran + nodes, device=tokens.device), hidden)
-    out = part.module(
-        input_ids=tokens,
-        attention_mask=dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0],
-        position_ids=(start + depth).clamp(max=part.last),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits: Tensor | None = getattr(out, "logits", None)
-    if noise is None or logits is None or parents is None:
-        return logits, cache.outputs, None
-    return logits, cache.outputs, walk(logits, tokens, parents, below, noise)
 
 
 class Target:
@@ -267,13 +170,13 @@ class Target:
             layers = layer_stack(model)
             at = cache_argument(layers[0])
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
-                layers[i] = (_Entry if i == start - 1 else _Skipped)(layers[i], self.tuples)
+                layers[i] = (Entry if i == start - 1 else Skipped)(layers[i], self.tuples)
             del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
-                layers[i].register_forward_hook(partial(_read, i, at), with_kwargs=True)
+                layers[i].register_forward_hook(partial(read_output, i, at), with_kwargs=True)
             decoder = model.get_decoder()
-            decoder.register_forward_hook(partial(_read, -1, cache_argument(decoder)), with_kwargs=True)
+            decoder.register_forward_hook(partial(read_output, -1, cache_argument(decoder)), with_kwargs=True)
             parts[name] = model, decoder
         module = parts[name][0 if logits else 1]
         return Part(module, self.windows, (self.max_positions or 2**62) - 1, self.dtype)

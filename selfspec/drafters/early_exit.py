@@ -18,7 +18,8 @@ from torch import Tensor
 
 from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.target import Part, Target, tree_pass
+from selfspec.core.passes import Part, tree_pass
+from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow

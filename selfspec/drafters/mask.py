@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache, additive, restarting
+from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.masks import additive, restarting
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
-from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, ahead, grow
+from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, random_rows
-from selfspec.drafters.parts.static_tree import Acceptance, static_tree
+from selfspec.drafters.parts.mask_layout import Layout, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 
 MOST = 64  # mask slots of a group; the last of them would forecast a token that far away
@@ -72,41 +72,6 @@ class MaskConfig(DrafterConfig):
         share("min_prob", self.min_prob)
         check_loss(self.loss)
         positive("depth_decay", self.depth_decay)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the rows of a pass are shared out: nodes, of the draft tree, root included; slots: how many nodes have a
-    first, second, ... mask slot behind them; drafted: tokens expected to be drafted rightly."""
-
-    nodes: int
-    slots: tuple[int, ...]
-    drafted: float = 0.0
-
-
-@lru_cache(maxsize=256)
-def layout(acceptance: Acceptance, rows: int) -> Layout:
-    """The layout that is expected to emit most, by acceptance rates.
-
-    A pass emits, beside the bonus token, the probability that its walk gets to depth d, times the probability that the
-    walk before ended at a node with a d-th mask slot behind it; summed over d. For every number of nodes the mask slots
-    are given best first to the likeliest ends of walks; the best of all is taken.
-    """
-    best, chosen = 0.0, Layout(rows, (0,) * len(acceptance))
-    every, _, chances = static_tree(acceptance, rows)  # of fewer nodes: its first ones
-    for count in range(1, rows, max(1, rows // 64)):  # large layouts: every few counts, which differ little
-        parents, probs = every[:count], chances[:count]
-        depths, ends = [0], list(probs)
-        for node in range(1, len(parents)):
-            depths.append(depths[parents[node]] + 1)
-            ends[parents[node]] -= probs[node]
-        deep = [sum(p for p, d in zip(probs, depths, strict=True) if d == 1 + j) for j in range(len(acceptance))]
-        gains = [(-end * deep[j], j) for end in ends for j in range(len(acceptance)) if end * deep[j] > 0]
-        taken = sorted(gains)[: rows - count]
-        if (worth := -sum(gain for gain, _ in taken)) > best:
-            slots = tuple(sum(place == j for _, place in taken) for j in range(len(acceptance)))
-            best, chosen = worth, Layout(count, slots, worth)
-    return chosen
 
 
 class Mask(Trained):
@@ -219,41 +184,6 @@ def tree_of(
     return with_mask_slots(drafter.vocab, nodes, slots) if slots else nodes
 
 
-def with_mask_slots(vocab: int, nodes: Nodes, slots: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A tree with mask slots behind the nodes at which the walk ends most likely: behind slots[j] of them a j-th row.
-
-    Returns tokens, parents and scores [B, N + R], and for each mask slot the node of its group, int64 [B, R]. Rows
-    stand depth by depth, so that parents come first. Spare nodes, whose parent is -1, carry none while others are
-    left.
-    """
-    tokens, parents, scores = nodes
-    count = tokens.shape[1]
-    drafted = (parents[:, 1:] >= 0).double()
-    ends = scores.double().scatter_add(1, parents[:, 1:].clamp(min=0), -scores[:, 1:].double() * drafted)
-    ends = torch.cat([ends[:, :1], ends[:, 1:] - (1 - drafted)], 1)
-    order = ends.argsort(dim=1, descending=True, stable=True)
-    parts, above, hosts, last, first = [tokens], [parents], [order[:, :0]], order, count
-    for j, wanted in enumerate(slots):
-        if not (width := min(wanted, count)):
-            break
-        parts.append(torch.full_like(order[:, :width], vocab + j))
-        above.append(last[:, :width])
-        hosts.append(order[:, :width])
-        last = torch.arange(first, first + width, device=order.device).expand_as(order[:, :width])
-        first += width
-    spare = scores.new_zeros(len(scores), first - count)
-    return torch.cat(parts, 1), torch.cat(above, 1), torch.cat([scores, spare], 1), torch.cat(hosts, 1)
-
-
-def _fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
-    """As many mask slots as fit: of a layout with more, those of the last depths go first."""
-    counts = []
-    for count in slots:
-        counts.append(min(count, room))
-        room -= counts[-1]
-    return tuple(counts)
-
-
 class MaskSession:
     """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: for each of the batch, the
     row of that pass that forecasts each depth, -1 where none does; sources: for each of the batch whose mask slots
@@ -305,7 +235,7 @@ class MaskSession:
             scores = torch.ones_like(tree.tokens, dtype=torch.float64)
             slots = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
-            scores, slots = tree.scores, _fitting(self._layout(context.mode, context.nodes).slots, room)
+            scores, slots = tree.scores, fitting(self._layout(context.mode, context.nodes).slots, room)
         return self._with_slots(slots, *with_mask_slots(drafter.vocab, (tree.tokens, tree.parents, scores), slots))
 
     def _with_slots(

@@ -23,8 +23,8 @@ from torch import nn
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
-from selfspec.core.generate import MAX_NODES
 from selfspec.core.options import Options, check
+from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs

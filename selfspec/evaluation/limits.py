@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import Accepted, Context, MaskSlots, Session
-from selfspec.core.generate import MAX_NODES, clock, speculative
+from selfspec.core.generate import speculative
 from selfspec.core.options import Options
+from selfspec.core.rows import MAX_NODES, clock
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import best_sizes
-from selfspec.evaluation.plots import plot_summary
+from selfspec.evaluation.comparison_plots import plot_summary
 from selfspec.evaluation.tables import markdown
 from selfspec.utils.files import Figures, write_section
 

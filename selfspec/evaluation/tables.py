@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Callable, Sequence
 
 from selfspec.evaluation.arm_record import Record
-from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
+from selfspec.evaluation.audit import Audit
+from selfspec.evaluation.distribution import DistributionTest, distribution_verdict
 from selfspec.utils.files import Figures
 
 

@@ -15,11 +15,13 @@ from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.training.checks import check_training
 from selfspec.training.config_warnings import config_warnings
-from selfspec.training.loop import LoopConfig, autocast
+from selfspec.training.draft_loss import DraftLoss, states_dtype
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
-from selfspec.training.train_drafter import DraftLoss, check_training, states_dtype
+from selfspec.training.step import autocast
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from selfspec.data.store import Corpus
-from selfspec.training.loop import LoopConfig
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.rows import DrafterTraining
 
 _FEW = 0.02  # share of tokens that count, below which something is said

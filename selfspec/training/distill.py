@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from selfspec.checkpoints.drafter_folder import target_hash
-from selfspec.core.generate import MAX_NODES, autoregressive, speculative
+from selfspec.checkpoints.weights_hash import target_hash
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
+from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target

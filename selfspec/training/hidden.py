@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.drafter_folder import target_hash
-from selfspec.core.cache import free_memory
-from selfspec.core.target import Pass, Target
+from selfspec.checkpoints.weights_hash import target_hash
+from selfspec.core.memory import free_memory
+from selfspec.core.passes import Pass
+from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.utils.files import cache_folder

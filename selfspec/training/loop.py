@@ -2,85 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from selfspec.training import shard
+from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.state import Checkpoint, State, checkpoint_path
+from selfspec.training.step import autocast, optimizer_step
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
-
-Batches = Callable[[int], dict[str, Tensor]]
-
-
-@dataclass
-class LoopConfig:
-    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
-    its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
-    which the learning rate falls linearly to zero; warmup: steps in which it rises to its peak; clip: largest gradient
-    norm; precision: no, or bf16 (autocast); compile: torch.compile of the training step; seed: of weights and the order
-    of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience: so many validations in a row
-    without a better one end the run, 0 for never."""
-
-    steps: int = 1000
-    batch_size: int = 8
-    accumulate: int = 1
-    warmup: int = 20
-    decay: float = 0.5
-    clip: float = 1.0
-    precision: str = "bf16"
-    compile: bool = False
-    seed: int = 0
-    log_every: int = 10
-    validate_every: int = 250
-    checkpoint_every: int = 250
-    patience: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
-        if self.patience < 0:
-            raise ValueError(f"loop.patience={self.patience} must be at least 0")
-        if not self.clip > 0:
-            raise ValueError(f"loop.clip={self.clip} must be above 0")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"loop.decay={self.decay} must lie in [0, 1]")
-        if self.precision not in ("no", "bf16"):
-            raise ValueError(f"loop.precision={self.precision!r} must be 'no' or 'bf16'")
-
-    def lr_factor(self, step: int) -> float:
-        """Linear warm-up, a plateau, then linear decay to zero at `steps`."""
-        up = min(1.0, (step + 1) / max(1, self.warmup))
-        left = (self.steps - step) / max(1.0, self.decay * self.steps)
-        return min(up, 1.0, left)
-
-
-def default_device() -> str:
-    """This process's own GPU, or the CPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-
-
-def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
-    """What the forward passes run under. Not accelerate's own: that is one setting for the whole process, and a sweep
-    may train in both precisions."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
 
 
 def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
@@ -188,7 +130,7 @@ class _Loop:
         """One optimizer step and what is told of it."""
         state, config, start = self.state, self.config, time.perf_counter()
         arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
-        loss, parts, norm, tokens = _step(*arguments)
+        loss, parts, norm, tokens = optimizer_step(*arguments)
         state.step += 1
         took = time.perf_counter() - start
         state.seconds += took
@@ -267,57 +209,3 @@ def _mean(accelerator: Accelerator, value: float) -> float:
     if accelerator.num_processes == 1:
         return value
     return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), "mean"))
-
-
-def _counted(piece: dict[str, Tensor]) -> Tensor:
-    """bool [B, S] or [B, S - 1]: about which tokens a loss counts."""
-    mask, documents = piece["mask"], piece.get("documents")
-    return mask if documents is None else mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
-
-
-def _step(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    peaks: list[list[float]],
-    batches: Batches,
-    config: LoopConfig,
-    step: int,
-) -> tuple[Tensor, dict[str, Tensor], float, int]:
-    """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all."""
-    factor = config.lr_factor(step)
-    for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
-        for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
-            group["lr"] = peak * factor
-    # Whatever a module draws at random follows from the step, so that no generator's state has to be saved.
-    torch.manual_seed((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index)
-    batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
-    pieces = [
-        dict(zip(batch, values, strict=True))
-        for values in zip(*(value.chunk(config.accumulate) for value in batch.values()), strict=True)
-    ]
-    # A part of a step weighs what its share of the tokens that count is.
-    counts = torch.stack([_counted(piece).sum() for piece in pieces]).float()
-    counts = accelerator.reduce(counts, "sum")
-    weights = counts / counts.sum().clamp(min=1)
-    total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
-    for i, piece in enumerate(pieces):
-        last = i == len(pieces) - 1
-        alone = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
-        with alone:
-            with autocast(accelerator.device, config):
-                loss, parts = module(piece)
-            (loss * weights[i]).backward()
-        total += loss.detach() * weights[i]
-        figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
-    owned = [p for p in module.parameters() if p.requires_grad]
-    norm = float(nn.utils.clip_grad_norm_(owned, config.clip))
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"gradient norm {norm} at step {step}: lower the learning rate, or train with loop.precision=no"
-        )
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    read = sum(piece["tokens"].numel() for piece in pieces) * accelerator.num_processes
-    return total, figures, norm, read

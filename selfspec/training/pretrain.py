@@ -26,7 +26,8 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.store import Stream, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
-from selfspec.training.loop import LoopConfig, fit
+from selfspec.training.loop import fit
+from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.files import Figures, atomic
 from selfspec.utils.tracking import RunLog
 

@@ -17,7 +17,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
-from selfspec.training.loop import LoopConfig
+from selfspec.training.loop_config import LoopConfig
 
 
 @dataclass

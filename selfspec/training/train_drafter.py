@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter, target_hash, weights_hash
-from selfspec.core.cache import TextCache
+from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
+from selfspec.checkpoints.weights_hash import target_hash, weights_hash
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
-from selfspec.drafters.base import Batch, Drafter, Sample, Trained, itself
-from selfspec.drafters.parts.losses import try_rule
+from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.parts.unrolled import Unrolled
-from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
+from selfspec.training.checks import agree, check_training
 from selfspec.training.config_warnings import config_warnings
+from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.hidden import HiddenStates, states_folder
-from selfspec.training.loop import LoopConfig, autocast, average, fit
+from selfspec.training.loop import average, fit
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import (
     DrafterTraining,
@@ -36,39 +37,9 @@ from selfspec.training.rows import (
     texts_folder,
     writer_of,
 )
+from selfspec.training.step import autocast
 from selfspec.utils.files import Figures
 from selfspec.utils.tracking import RunLog
-
-
-class DraftLoss(nn.Module):
-    """The drafter's loss on what the frozen target says of a batch: tokens int64 [B, S], mask bool [B, S], where rows
-    are packed documents int64 [B, S] and rows int64 [B] (see `Batch`). Only the drafter is a submodule."""
-
-    def __init__(
-        self,
-        drafter: Trained,
-        target: Target,
-        average: Callable[[Tensor], Tensor] = itself,
-        hidden: HiddenStates | None = None,
-    ) -> None:
-        """average: the mean of a tensor over all processes, each of which has a part of the batch in training; hidden:
-        what the target said of rows that are read again."""
-        super().__init__()
-        self.drafter, self.average, self.hidden = drafter, average, hidden
-        self.target = target  # not a module
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        documents, cache = batch.get("documents"), None
-        with torch.no_grad():
-            if self.hidden is not None and "rows" in batch:
-                out = self.hidden.states(batch)
-            else:
-                cache = TextCache(self.target.n_layers, kept=True)
-                out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
-        assert out.logits is not None
-        seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
-        average = self.average if self.training else itself
-        return self.drafter.loss(Batch(*seen, documents, average))
 
 
 @dataclass
@@ -273,47 +244,6 @@ def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) 
     return found
 
 
-def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:
-    """The dtype of hidden states that are kept. Raises ValueError where the drafter's loss needs more than those."""
-    assert isinstance(drafter, Trained)
-    tokens = corpus.tokens[: 4 * (drafter.depth + 4)].long()[None].to(target.device)
-    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
-    with torch.no_grad(), autocast(target.device, loop):
-        last = target.n_layers - 1
-        dtype = target.text(tokens, False, reads=(last,)).features[last].dtype
-        states = HiddenStates(target, drafter.reads, 1, tokens.shape[1], dtype, None)
-        DraftLoss(drafter, target, hidden=states)({**batch, "rows": torch.zeros(1, dtype=torch.int64)})
-    return dtype
-
-
-@torch.no_grad()
-def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
-    """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
-    ValueError, with `name`, where they are not of the same kind and shapes."""
-    into, saved = ({**d.trained(), **d.saved_buffers()} for d in (drafter, source))
-    shapes = [{key: list(p.shape) for key, p in tensors.items()} for tensors in (into, saved)]
-    if drafter.kind != source.kind or shapes[0] != shapes[1]:
-        odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
-        raise ValueError(
-            f"train.init_from={name!r} is a {source.kind} drafter that does not fit this {drafter.kind} drafter"
-            + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
-            + "; give one of the same configuration"
-        )
-    for key, p in into.items():
-        p.copy_(saved[key])
-
-
-def agree(settings: dict[str, object]) -> None:
-    """Raises ValueError, in every process, where they were started with different settings."""
-    for name in settings:
-        values = shard.gathered([repr(settings[name])])
-        if odd := [i for i, value in enumerate(values) if value != values[0]]:
-            raise ValueError(
-                f"process {odd[0]} was started with another {name} than process 0: {values[odd[0]]} instead of "
-                f"{values[0]}; start all with the same command"
-            )
-
-
 def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
     """A reduced draft vocabulary becomes the text's most frequent tokens."""
     if isinstance(drafter, Unrolled) and (ids := drafter.vocabulary) is not None:
@@ -321,28 +251,3 @@ def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
         for tokens, mask in zip(corpus.tokens.split(1 << 24), corpus.mask.split(1 << 24), strict=True):
             counts += tokens[mask].bincount(minlength=vocab)
         drafter.drafts_only(counts.argsort(descending=True, stable=True)[: len(ids)])
-
-
-def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
-    """Raises ValueError for settings that would fail only once training has begun."""
-    if isinstance(loss := getattr(drafter.config, "loss", None), str):
-        try_rule(loss)
-    if config.cache != "none" and shard.wanted():
-        raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
-    if target.max_positions is not None and config.length > target.max_positions:
-        raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
-    lengths = {"train.length": config.length}
-    if config.distill.rows:
-        lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens
-    least = drafter.depth + 2 if isinstance(drafter, Trained) else 2
-    for name, length in lengths.items():
-        if length < least:
-            raise ValueError(f"{name}={length} is too short: this {drafter.kind} drafter needs {least} tokens")
-    full = any(isinstance(module, Block) and module.full for module in drafter.modules())
-    if full and target.dtype == torch.float16:
-        raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
-    if full and target.dtype == torch.bfloat16 and loop.precision == "no":
-        raise ValueError(
-            "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "
-            "target with target.dtype=float32"
-        )

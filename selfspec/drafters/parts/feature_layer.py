@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.generate import piece
-from selfspec.core.target import Part, Target, tree_pass
+from selfspec.core.passes import Part, tree_pass
+from selfspec.core.rows import piece
+from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail

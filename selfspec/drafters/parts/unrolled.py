@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache, additive, restarting
+from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.masks import additive, restarting
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.cache import TextCache
+from selfspec.core.passes import Pass
 from selfspec.core.support import layer_stack, view
-from selfspec.core.target import Pass, Target
+from selfspec.core.target import Target
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:

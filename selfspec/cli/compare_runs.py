@@ -1,0 +1,93 @@
+"""From a composed Hydra config to a comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from selfspec.api import Spec
+from selfspec.budget.cost import pass_costs
+from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.cli.config import CompareRun
+from selfspec.cli.evaluation_runs import _origin, asked
+from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
+from selfspec.data.questions import SETS, Asking
+from selfspec.evaluation.compare import CompareConfig, run_comparison
+from selfspec.evaluation.comparison import summarize_comparison
+from selfspec.evaluation.comparison_plots import plot_comparison
+from selfspec.evaluation.comparison_tables import comparison_tables
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.footprint import price, price_of_model
+from selfspec.evaluation.summary import write_summary
+from selfspec.utils.files import Figures, section, write_section, write_text
+from selfspec.utils.tracking import RunLog
+
+
+def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
+    """The prompts of a comparison; answers to earlier turns are greedy."""
+    prompts: list[Prompt] = []
+    for name in config.questions:
+        groups = config.groups
+        if groups is not None and name in SETS:
+            groups = [group for group in groups if group in SETS[name]]
+        if groups != []:
+            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
+            prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    return prompts
+
+
+def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
+    """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
+    run = typed(CompareRun, config)
+    path = folder / "runs.jsonl"
+    place = "compare" if run.engine == "eager" else f"compare {run.engine}"
+    if run.compare.results is not None:
+        section(Path(run.compare.results), place)  # refused before anything is measured
+    if run.compare.summary is not None:
+        section(Path(run.compare.summary), "summary")
+    changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results", "summary")
+    if not run.compare.drafters:
+        raise ValueError("compare.drafters is empty; give at least one")
+    free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
+    with run_folder(config, folder, path, free) as plain:
+        rows, text = _comparison(run, config, folder, path, plain)
+    if run.compare.results is not None:
+        write_section(Path(run.compare.results), place, text)
+    print(f"\n{text}\n{folder}")
+    return rows
+
+
+def _comparison(
+    run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
+) -> tuple[list[Figures], str]:
+    """A comparison's rows and its tables."""
+    target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
+    tokenizer = tokenizer_of(target, found_tokenizer)
+    drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
+    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
+    draft_model = None
+    if "hf_assisted" in run.compare.methods:
+        draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
+    prompts: dict[str, list[Prompt]] = {}
+    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
+        prompts.setdefault(prompt.group, []).append(prompt)
+    (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
+    with RunLog(folder, run, plain, "figures.jsonl") as log:
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
+        costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
+        rows = summarize_comparison(measured, costs)
+        prices = {name: price(name, spec) for name, spec in specs.items()}
+        if draft_model is not None:
+            prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
+        figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
+        write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
+        text = comparison_tables(measured, rows, prices)
+        write_text(folder / "table.md", text + "\n")
+        if run.compare.summary is not None:
+            write_summary(measured, run.target, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))
+        for row in rows:
+            log.write(row)
+        log.images(plot_comparison(rows, folder))
+    return rows, text

@@ -1,0 +1,26 @@
+"""Free memory, and whether a cache fits into it."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+
+def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:
+    """Raises MemoryError where a cache of so many rows and entries, of `sizes` bytes on each device, does not fit."""
+    for device, size in sizes.items():
+        if size > (free := free_memory(device)):
+            raise MemoryError(
+                f"the cache of {rows} rows of {entries} tokens needs {size / 2**30:.1f} GiB on {device}, "
+                f"where {free / 2**30:.1f} GiB are free; give fewer rows or a smaller max_new_tokens"
+            )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device; 2**62 where the device does not report them."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2**62

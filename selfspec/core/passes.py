@@ -1,0 +1,112 @@
+"""One pass over trees of a stock model, whole or in part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.core.cache import KV, PassCache, pass_cache
+from selfspec.core.masks import tree_masks
+from selfspec.core.support import cache_argument
+from selfspec.core.tree import ancestors
+from selfspec.core.verify import WalkNoise, walk
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
+    norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]; walked: int64
+    [B, 2, N], see `selfspec.core.verify.walk`, where the pass was asked to walk its tree."""
+
+    logits: Tensor | None
+    hidden: Tensor
+    features: dict[int, Tensor]
+    walked: Tensor | None = None
+
+
+class Skipped(nn.Module):
+    """Stands in a view for a layer below a part's first and returns its input. Decoders read plain attributes of their
+    layers, such as attention_type; they are the layer's."""
+
+    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+        super().__init__()
+        self.__dict__.update({k: v for k, v in vars(layer).items() if isinstance(v, (str, int)) and k != "training"})
+        self.tuples = tuples
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None, None) if self.tuples else hidden_states
+
+
+class Entry(Skipped):
+    """The last of them, which returns the hidden states that enter with the cache."""
+
+    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+        super().__init__(layer, tuples)
+        self.cache_at = cache_argument(layer)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        entering = _cache_of(self.cache_at, (hidden_states, *args), kwargs).entering
+        return super().forward(hidden_states if entering is None else entering)
+
+
+def _cache_of(at: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
+    """The cache among a module's arguments; at: its position and its name, see `cache_argument`."""
+    index, name = at
+    cache: PassCache = kwargs[name] if name in kwargs else args[index]
+    return cache
+
+
+def read_output(
+    index: int, at: tuple[int, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """A forward hook: the output goes into the cache that came with the call."""
+    _cache_of(at, args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
+
+
+class Part(NamedTuple):
+    """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
+    windows: by layer type; last: the largest position; dtype: of masks."""
+
+    module: nn.Module
+    windows: dict[str, int | None]
+    last: int
+    dtype: torch.dtype
+
+
+def tree_pass(
+    part: Part,
+    kv: KV,
+    hidden: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor | None,
+    ran: int = 0,
+    noise: WalkNoise | None = None,
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
+    """One pass of a part over trees: logits, the outputs of the layers read, and the walk (see `verify.walk`).
+
+    hidden: states [B, n, H] that enter, where the part does not begin at layer 0; tokens: int64 [B, n] of the nodes
+    behind the first `ran`, which were run in an earlier pass over the same tree; parents: int64 [B, N] of the whole
+    tree, None for a chain; noise: None where nothing is walked.
+    """
+    rows, nodes = tokens.shape
+    if parents is None:
+        below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
+    else:
+        below = ancestors(parents)[:, : ran + nodes, : ran + nodes]
+    start = kv.lengths[:, None]
+    depth, masks = tree_masks(below, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
+    cache = pass_cache(kv, start + torch.arange(ran, ran + nodes, device=tokens.device), hidden)
+    out = part.module(
+        input_ids=tokens,
+        attention_mask=dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0],
+        position_ids=(start + depth).clamp(max=part.last),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    logits: Tensor | None = getattr(out, "logits", None)
+    if noise is None or logits is None or parents is None:
+        return logits, cache.outputs, None
+    return logits, cache.outputs, walk(logits, tokens, parents, below, noise)

@@ -1,0 +1,177 @@
+"""The rows that are being generated: their tokens, noise and cache, and who is finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper
+
+from selfspec.core.contract import Accepted, Session
+from selfspec.core.options import Options, Seen
+from selfspec.core.passes import Pass
+from selfspec.core.processors import PrefixRules
+from selfspec.core.sampling import Noise, pick, warp
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import WalkNoise, read_walk, verify
+
+PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per eager pass; largest draft tree
+
+
+CHUNKS = (16, 64, 256)  # prompt tokens per compiled pass; each of these is compiled once
+
+
+class Rows:
+    """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
+
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+        if isinstance(options.seed, int):
+            seeds, ids = [options.seed] * len(prompts), list(range(len(prompts)))
+        else:
+            seeds, ids = list(options.seed), [0] * len(prompts)
+        self.target, self.options = target, options
+        self.alive = list(range(len(prompts)))
+        self.tokens = [list(prompt) for prompt in prompts]
+        limit = target.max_positions or 2**62
+        self.left = [min(options.max_new_tokens, limit - len(prompt)) for prompt in prompts]
+        longest = max(len(p) + n for p, n in zip(prompts, self.left, strict=True))
+        self.cache = target.cache(len(prompts), min(longest, max(map(len, prompts)) + 256) + 64, longest)
+        self.warpers = options.sampling.warpers() if options.processors is None else options.processors
+        self.rules = PrefixRules(self.warpers, options.stops, options.pads or [()] * len(prompts), target.device)
+        # Passes walk their trees if nothing warps but a temperature and no logits are recorded.
+        self.recording = options.record or options.watch is not None
+        unseen = not (options.relaxed or self.recording or self.rules.processors)
+        plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
+        self.walks = unseen and plain
+        self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+        warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
+        temperature = 1.0 if warper is None else warper.temperature
+        self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)
+        self.noise: Noise | None = None
+        if options.sampling.temperature > 0:
+            self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
+
+    def roots(self) -> Tensor:
+        return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
+
+    def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
+        scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
+        if self.recording:
+            for row, raw, processed in zip(rows, logits, scores, strict=True):
+                record = (raw.clone(), processed.clone()) if self.options.record else (raw, processed)
+                self.records[self.alive[row]].append(record)
+        if self.noise is None:
+            return pick(scores, None), scores
+        # All rows stand at one depth of their trees, so the first row's offset holds for every row.
+        noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
+        return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
+
+    def walk_noise(self, tree: DraftTree) -> WalkNoise | None:
+        """What a pass over this tree needs to walk it; None where `accepted` picks node by node."""
+        if not self.walks:
+            return None
+        if self.noise is None:
+            return WalkNoise()
+        values = self.noise.ahead([n + 1 for n in self.cache.lengths], self.target.engine.size(tree.levels + 1))
+        return WalkNoise(values.contiguous(), self.temperature)
+
+    def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]]]:
+        """Each row's path and what it emits, after a pass."""
+        if out.walked is not None:
+            return read_walk(out.walked)
+        assert out.logits is not None
+        return verify(tree, out.logits, self.picker, self.options.relaxed)
+
+    def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
+        """Rows that ended in this pass keep their logits: processors never see text that is not emitted."""
+        eos = self.options.eos
+        ended = [len(new) >= self.left[row] or not eos.isdisjoint(new) for row, new in zip(rows, ahead, strict=True)]
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
+        if at := [i for i, done in enumerate(ended) if not done]:
+            prefixes = [self.tokens[rows[i]] + ahead[i] for i in at]
+            scores[at] = self.rules.scores(scores[at], [self.alive[rows[i]] for i in at], prefixes)
+        return scores
+
+    def prefill(self, session: Session | None, reads: tuple[int, ...]) -> None:
+        """Cache every prompt but its last token, which becomes the root."""
+        prompts = [tokens[:-1] for tokens in self.tokens]
+        start, longest = 0, max(map(len, prompts))
+        while start < longest:
+            size, width = piece(self.target, longest - start)
+            parts = [prompt[start : start + size] for prompt in prompts]
+            start += size
+            padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
+            tree = chain(padded)  # what stands behind a row's own part is never kept
+            out = self.target.forward(tree, self.cache, False, reads=reads)
+            paths = [list(range(len(part))) for part in parts]
+            self.cache.commit(paths)
+            if session is not None:
+                session.observe(Accepted(out.hidden, out.features, list(range(len(parts))), paths))
+
+    def advance(self, emitted: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Add one pass's tokens, cut where the row ends; returns the cut lists and the rows that go on."""
+        going = []
+        for i, row in enumerate(emitted):
+            cut = row[: self.left[i]]
+            if (end := next((j for j, token in enumerate(cut) if token in self.options.eos), None)) is not None:
+                cut = cut[: end + 1]
+            if self.options.stops:
+                lengths = range(1, len(cut) + 1)
+                if stop := next((n for n in lengths if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
+                    cut, end = cut[:stop], stop
+            if self.recording and len(row) > len(cut):
+                del self.records[self.alive[i]][len(cut) - len(row) :]
+            self.tokens[i] += cut
+            self.left[i] -= len(cut)
+            emitted[i] = cut
+            if end is None and self.left[i] > 0:
+                going.append(i)
+        return emitted, going
+
+    def watched(
+        self,
+        before: tuple[list[int], list[int]],
+        tree: DraftTree,
+        paths: list[list[int]],
+        emitted: list[list[int]],
+        seconds: tuple[float, float, float],
+    ) -> None:
+        """Call `watch` with what a pass did. before: the rows that were in it, and what each had cached."""
+        assert self.options.watch is not None
+        records = [self.records[row][-len(cut) :] for row, cut in zip(before[0], emitted, strict=True)]
+        self.options.watch(Seen(*before, tree, paths, emitted, records, seconds))
+        if not self.options.record:
+            for row in before[0]:
+                self.records[row].clear()
+
+    def select(self, going: list[int]) -> None:
+        if len(going) == len(self.alive):
+            return
+        index = torch.tensor(going, dtype=torch.long, device=self.target.device)
+        if going:
+            self.cache.select(index)
+            if self.noise is not None:
+                self.noise.select(index)
+        self.alive = [self.alive[i] for i in going]
+        self.tokens = [self.tokens[i] for i in going]
+        self.left = [self.left[i] for i in going]
+
+
+def piece(target: Target, left: int) -> tuple[int, int]:
+    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has. Compiled passes
+    have one of few sizes; at most a third of their nodes are spare, but for the smallest size."""
+    if target.engine.eager:
+        return PREFILL, min(PREFILL, left)
+    whole = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+    if whole > 1.5 * left and whole > CHUNKS[0]:
+        whole = max(chunk for chunk in CHUNKS if chunk <= left)
+    return min(left, whole), whole
+
+
+def clock(device: torch.device) -> float:
+    torch.cuda.synchronize(device) if device.type == "cuda" else None
+    return time.perf_counter()

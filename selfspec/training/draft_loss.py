@@ -1,0 +1,60 @@
+"""A drafter's loss on what the frozen target says of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.core.cache import TextCache
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus
+from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.training.hidden import HiddenStates
+from selfspec.training.loop_config import LoopConfig
+from selfspec.training.step import autocast
+
+
+class DraftLoss(nn.Module):
+    """The drafter's loss on what the frozen target says of a batch: tokens int64 [B, S], mask bool [B, S], where rows
+    are packed documents int64 [B, S] and rows int64 [B] (see `Batch`). Only the drafter is a submodule."""
+
+    def __init__(
+        self,
+        drafter: Trained,
+        target: Target,
+        average: Callable[[Tensor], Tensor] = itself,
+        hidden: HiddenStates | None = None,
+    ) -> None:
+        """average: the mean of a tensor over all processes, each of which has a part of the batch in training; hidden:
+        what the target said of rows that are read again."""
+        super().__init__()
+        self.drafter, self.average, self.hidden = drafter, average, hidden
+        self.target = target  # not a module
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        documents, cache = batch.get("documents"), None
+        with torch.no_grad():
+            if self.hidden is not None and "rows" in batch:
+                out = self.hidden.states(batch)
+            else:
+                cache = TextCache(self.target.n_layers, kept=True)
+                out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
+        assert out.logits is not None
+        seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
+        average = self.average if self.training else itself
+        return self.drafter.loss(Batch(*seen, documents, average))
+
+
+def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:
+    """The dtype of hidden states that are kept. Raises ValueError where the drafter's loss needs more than those."""
+    assert isinstance(drafter, Trained)
+    tokens = corpus.tokens[: 4 * (drafter.depth + 4)].long()[None].to(target.device)
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
+    with torch.no_grad(), autocast(target.device, loop):
+        last = target.n_layers - 1
+        dtype = target.text(tokens, False, reads=(last,)).features[last].dtype
+        states = HiddenStates(target, drafter.reads, 1, tokens.shape[1], dtype, None)
+        DraftLoss(drafter, target, hidden=states)({**batch, "rows": torch.zeros(1, dtype=torch.int64)})
+    return dtype

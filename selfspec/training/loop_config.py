@@ -1,0 +1,60 @@
+"""The settings of a training loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Batches = Callable[[int], dict[str, Tensor]]
+
+
+@dataclass
+class LoopConfig:
+    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
+    its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
+    which the learning rate falls linearly to zero; warmup: steps in which it rises to its peak; clip: largest gradient
+    norm; precision: no, or bf16 (autocast); compile: torch.compile of the training step; seed: of weights and the order
+    of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience: so many validations in a row
+    without a better one end the run, 0 for never."""
+
+    steps: int = 1000
+    batch_size: int = 8
+    accumulate: int = 1
+    warmup: int = 20
+    decay: float = 0.5
+    clip: float = 1.0
+    precision: str = "bf16"
+    compile: bool = False
+    seed: int = 0
+    log_every: int = 10
+    validate_every: int = 250
+    checkpoint_every: int = 250
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
+        if self.patience < 0:
+            raise ValueError(f"loop.patience={self.patience} must be at least 0")
+        if not self.clip > 0:
+            raise ValueError(f"loop.clip={self.clip} must be above 0")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"loop.decay={self.decay} must lie in [0, 1]")
+        if self.precision not in ("no", "bf16"):
+            raise ValueError(f"loop.precision={self.precision!r} must be 'no' or 'bf16'")
+
+    def lr_factor(self, step: int) -> float:
+        """Linear warm-up, a plateau, then linear decay to zero at `steps`."""
+        up = min(1.0, (step + 1) / max(1, self.warmup))
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return min(up, 1.0, left)
+
+
+def default_device() -> str:
+    """This process's own GPU, or the CPU."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

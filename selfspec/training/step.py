@@ -1,0 +1,73 @@
+"""One optimizer step over all processes."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from selfspec.training.loop_config import Batches, LoopConfig
+
+
+def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
+    """What the forward passes run under. Not accelerate's own: that is one setting for the whole process, and a sweep
+    may train in both precisions."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
+
+
+def _counted(piece: dict[str, Tensor]) -> Tensor:
+    """bool [B, S] or [B, S - 1]: about which tokens a loss counts."""
+    mask, documents = piece["mask"], piece.get("documents")
+    return mask if documents is None else mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+
+
+def optimizer_step(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    peaks: list[list[float]],
+    batches: Batches,
+    config: LoopConfig,
+    step: int,
+) -> tuple[Tensor, dict[str, Tensor], float, int]:
+    """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all."""
+    factor = config.lr_factor(step)
+    for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
+            group["lr"] = peak * factor
+    # Whatever a module draws at random follows from the step, so that no generator's state has to be saved.
+    torch.manual_seed((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index)
+    batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
+    pieces = [
+        dict(zip(batch, values, strict=True))
+        for values in zip(*(value.chunk(config.accumulate) for value in batch.values()), strict=True)
+    ]
+    # A part of a step weighs what its share of the tokens that count is.
+    counts = torch.stack([_counted(piece).sum() for piece in pieces]).float()
+    counts = accelerator.reduce(counts, "sum")
+    weights = counts / counts.sum().clamp(min=1)
+    total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
+    for i, piece in enumerate(pieces):
+        last = i == len(pieces) - 1
+        alone = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
+        with alone:
+            with autocast(accelerator.device, config):
+                loss, parts = module(piece)
+            (loss * weights[i]).backward()
+        total += loss.detach() * weights[i]
+        figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
+    owned = [p for p in module.parameters() if p.requires_grad]
+    norm = float(nn.utils.clip_grad_norm_(owned, config.clip))
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"gradient norm {norm} at step {step}: lower the learning rate, or train with loop.precision=no"
+        )
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    read = sum(piece["tokens"].numel() for piece in pieces) * accelerator.num_processes
+    return total, figures, norm, read
