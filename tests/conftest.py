@@ -77,7 +77,7 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, **chan
     return model.to(dtype).eval()
 
 
-@pytest.fixture(scope="session", params=["llama", "gpt2"])
+@pytest.fixture(scope="session", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def target(request: pytest.FixtureRequest) -> Target:
     return Target(tiny_model(request.param))
 

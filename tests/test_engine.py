@@ -49,7 +49,7 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_pass_of_compiled_sizes_is_the_eager_pass(window: int | None) -> None:
     """Rows of different lengths, chosen outputs, layer ranges, nodes that ran before, rows that leave."""
     changes = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
@@ -98,7 +98,7 @@ def _slow(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["medusa", "mask", *_slow("sequential_markov", "feature", "early_exit", "early_exit_free")]
+    "kind", ["medusa", *_slow("mask", "sequential_markov", "feature", "early_exit", "early_exit_free")]
 )
 def test_drafters_are_traced_whole(kind: str) -> None:
     """By torch.compile's own interpreter of graphs, which builds no code."""
@@ -112,7 +112,7 @@ def test_drafters_are_traced_whole(kind: str) -> None:
     assert not target.engine.failed
 
 
-@pytest.mark.parametrize("kind", ["medusa", "sequential_markov", *_slow("feature")])
+@pytest.mark.parametrize("kind", ["medusa", *_slow("sequential_markov", "feature")])
 def test_what_is_trained_after_compiling_is_seen(kind: str) -> None:
     """Decoding, training, decoding: drafts are those of the weights as they are."""
     model, options = tiny_model(num_hidden_layers=2), Options(20, Sampling(0.7), 5)

@@ -20,7 +20,7 @@ from conftest import compose_config
 
 from selfspec.budget.predict import MOST, Curve, assumed, fastest, predict
 from selfspec.cli.evaluation_runs import run_decode, run_page
-from selfspec.evaluation.limits import promises
+from selfspec.evaluation.limits import expected_lengths
 from selfspec.evaluation.page import LARGEST_PAGE, PageConfig, acceptance_tables, page_data, write_page
 from selfspec.trace import VERSION, Trace, read_traces
 
@@ -287,7 +287,9 @@ def test_the_pages_numbers_are_ours(tab: Any) -> None:
             made.choice([1, 1, 3, 64]),
         )
         asked.append([table, first, rest, {"sizes": sizes, "seconds": seconds, **machine}, draft, nodes, rows])
-        wanted.append(asdict(predict(promises(acceptance, MOST), Curve(sizes, seconds, **machine), draft, nodes, rows)))
+        wanted.append(
+            asdict(predict(expected_lengths(acceptance, MOST), Curve(sizes, seconds, **machine), draft, nodes, rows))
+        )
     found = tab.evaluate(
         "asked => asked.map(([table, first, rest, ...more]) => predict(table ?? assumed(first, rest), ...more))", asked
     )

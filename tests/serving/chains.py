@@ -12,7 +12,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.parts.feature_layer import Reader
+from selfspec.drafters.parts.feature_layer import DraftLayerCache
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Chain:
 
 class ChainSession:
     def __init__(self, owner: Chain) -> None:
-        self.owner, self.reader = owner, None
+        self.owner, self.cache = owner, None
         self.hidden: Tensor | None = None
         self.begun = False
         if isinstance(owner.drafter, Eagle3):
-            self.reader = Reader(owner.drafter.layer)
+            self.cache = DraftLayerCache(owner.drafter.layer)
 
     def propose(self, context: Context) -> DraftTree:
         if not self.begun:  # vLLM verifies no draft in the pass behind the prompt
@@ -65,12 +65,12 @@ class ChainSession:
             assert self.hidden is not None
             best = drafter(self.hidden, self.owner.length).argmax(-1)  # [K, 1]
             return torch.cat([tokens, best.T], 1)
-        assert self.reader is not None
-        read = self.reader.read(context, True, self.owner.length, self.owner.length)
-        logits, _, states, entries = drafter.layer.behind(read, True)
+        assert self.cache is not None
+        root = drafter.layer.read(self.cache.rows(context, True, self.owner.length, self.owner.length), True)
+        logits, states = root.logits, root.states
         for step in range(self.owner.length):
             if step > 0:
-                logits, _, states = drafter.layer.step(entries, states, chain(tokens[:, 1:]), 1)
+                logits, _, states = drafter.layer.step(root, states, chain(tokens[:, 1:]), 1)
             assert logits is not None
             best = logits[:, -1].argmax(-1)
             if drafter.vocabulary is not None:
@@ -79,7 +79,7 @@ class ChainSession:
         return tokens
 
     def observe(self, accepted: Accepted) -> None:
-        if self.reader is not None:
-            self.reader.observe(accepted)
+        if self.cache is not None:
+            self.cache.observe(accepted)
         if accepted.paths and accepted.paths[0]:
             self.hidden = accepted.last_hidden(self.hidden)
