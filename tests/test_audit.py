@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import compose_config, made, randomize, tiny_model
 
-import selfspec.core.target as target_file
+import selfspec.core.passes as target_file
 from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_audit
-from selfspec.core import generate
+from selfspec.core import rows
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.audit import Audit, AuditConfig, Divergence, audit
@@ -70,13 +70,13 @@ def test_a_wrong_mask_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_text_that_ends_early_is_called_a_bug(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = generate._Rows.advance
+    kept = rows.Rows.advance
 
     def cut(self: Any, emitted: list[list[int]]) -> Any:
         tokens, going = kept(self, emitted)
         return tokens, [] if self.cache.lengths[0] > 20 and max(map(len, tokens)) > 1 else going
 
-    monkeypatch.setattr(generate._Rows, "advance", cut)
+    monkeypatch.setattr(rows.Rows, "advance", cut)
     found = audit(spec, PROMPTS, AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[1]))
     assert found.verdict == "BUG"
     assert all(d.speculative_token == -1 for d in found.divergences)

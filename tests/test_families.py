@@ -10,7 +10,7 @@ import torch
 from conftest import RandomTrees, made, randomize
 from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
 
-import selfspec.core.target as target_file
+import selfspec.core.passes as target_file
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options

@@ -533,7 +533,7 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (Feature, {"train": "some"}, "drafter.train='some'"),
         (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
         (Feature, {"draft_vocab": VOCAB + 1}, f"drafter.draft_vocab={VOCAB + 1}"),
-        (Feature, {"vocabulary": 5, "loss": "ce"}, "needs the whole vocabulary"),
+        (Feature, {"draft_vocab": 5, "loss": "ce"}, "needs the whole vocabulary"),
         (Eagle3, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
         (Eagle3, {"head": "mine"}, "drafter.head='mine'"),
         (Eagle3, {"fc_norm": "yes"}, "drafter.fc_norm='yes'"),

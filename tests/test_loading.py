@@ -147,7 +147,7 @@ def test_quantized_weights(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -
 
 def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = selfspec.load(str(heads_folder))
-    monkeypatch.setattr("selfspec.core.cache.free_memory", lambda device: 200_000)
+    monkeypatch.setattr("selfspec.core.memory.free_memory", lambda device: 200_000)
     with pytest.raises(MemoryError, match=r"cache of 2 rows of \d+ tokens needs 0\.0 GiB on cpu"):
         autoregressive(spec.target, spec.encode(PROMPTS), Options(200))
     autoregressive(spec.target, spec.encode(PROMPTS), Options(4))

@@ -104,7 +104,7 @@ def test_generates_up_to_the_last_position(target: Target) -> None:
 def test_long_prompts_are_read_in_parts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[(5 * i) % VOCAB for i in range(n)] for n in (50, 9, 33)]
     whole = autoregressive(target, prompts, Options(10)).token_ids
-    monkeypatch.setattr("selfspec.core.generate.PREFILL", 8)
+    monkeypatch.setattr("selfspec.core.rows.PREFILL", 8)
     assert autoregressive(target, prompts, Options(10)).token_ids == whole
 
 

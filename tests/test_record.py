@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import compose_config
 
 import selfspec
@@ -23,14 +21,6 @@ RECORD_FILE = Path(__file__).parent / "record.json"
 RECORD: dict[str, Any] = json.loads(RECORD_FILE.read_text())
 POINTS = [tuple(key.split(" ")) for key in RECORD["passes"]]
 FEW = ("0.0 8", "1.0 16")  # temperature and nodes of the points that are always checked, on one prompt
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """As the record was made."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 @cache
