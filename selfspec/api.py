@@ -292,6 +292,10 @@ def load(
     for name in loading:
         if name not in _LOADING and (near := difflib.get_close_matches(name, known, 1, 0.75)):
             raise TypeError(f"load has no argument {name!r}; did you mean {near[0]!r}")
+        if name in {f.name for f in fields(Arguments)}:
+            raise TypeError(
+                f"{name} is an argument of generate, not of load: spec.generate(..., {name}={loading[name]!r})"
+            )
     if not isinstance(drafter, (str, Path)) or not str(drafter):
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"

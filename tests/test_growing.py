@@ -451,6 +451,12 @@ def test_a_target_of_one_layer_is_refused() -> None:
     made(SequentialHeads, target, prefix=False)
 
 
+@pytest.mark.parametrize("kind", [Feature, Eagle3])
+def test_a_reduced_vocabulary_fits_a_bfloat16_target(kind: type[Drafter]) -> None:
+    drafter = made(kind, Target(tiny_model(dtype=torch.bfloat16)), draft_vocab=20)
+    assert drafter.vocabulary.shape == (20,)
+
+
 def test_a_reduced_vocabulary_wants_plain_logits() -> None:
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
         made(Feature, Target(tiny_model("granite", logits_scaling=8.0)), draft_vocab=20)

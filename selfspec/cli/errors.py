@@ -58,6 +58,10 @@ def one_line_error(error: BaseException) -> str:
         wrong := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+) full_key: (\S+)", text)
     ) is not None:
         return f"{wrong[3]}={wrong[1]} must be of type {wrong[2].lower()}"
+    if "Cannot convert 'dict' to string" in text and "full_key: target" in text:
+        return "target.name= is for training; here give target=NAME"
+    if "is not a subclass of TargetConfig" in text:
+        return "target= is for measuring; training takes target.name=NAME"
     return text.partition(" Config search path:")[0]
 
 

@@ -48,6 +48,7 @@ def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
         description=what,
         epilog=f"Example: selfspec {name} {example}",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"selfspec {__version__}")
     return parser

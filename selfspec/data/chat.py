@@ -40,7 +40,7 @@ def message(turn: Any, place: str) -> dict[str, str]:
                 raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
             name = _NAMES.get(role.lower(), role.lower())
             if name not in ROLE_NAMES:
-                near = difflib.get_close_matches(name, [*ROLE_NAMES, *_NAMES], 1)
+                near = difflib.get_close_matches(name, [*ROLE_NAMES, *_NAMES], 1, 0.75)
                 hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
                 raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
             return {"role": name, "content": content}

@@ -119,6 +119,6 @@ def sample_prompts(
     prompts = questions + cut_prompts(documents, tokenizer, count - many, tokens, fewer=True)
     if not prompts:
         raise ValueError(
-            f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; ask for shorter ones"
+            f"no usable example: 0 of {count} prompts of {tokens} tokens fit into the documents; lower prompt_tokens"
         )
     return prompts

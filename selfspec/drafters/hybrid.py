@@ -45,8 +45,8 @@ class Hybrid(Drafter):
         for name, member in members.items():
             if isinstance(member, Hybrid) or not member.prunable:
                 raise ValueError(
-                    f"drafter {name!r} ({member.kind}) can not share a tree with others: its tree must be run as "
-                    "it was proposed; leave it out"
+                    f"drafter {name!r} ({member.kind}) can not share a tree with others: a pass runs exactly "
+                    "the tree that it proposes; use it alone"
                 )
         if len(masked := [n for n, m in members.items() if isinstance(m.session(target, 1), MaskSlots)]) > 1:
             raise ValueError(

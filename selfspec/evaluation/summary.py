@@ -33,12 +33,11 @@ def summary_table(rows: list[Figures]) -> str:
         cells = [arm]
         for t in temperatures:
             speedup = at[t]["speedup"]
-            cells += [
-                f"{at[t]['tau']:.2f}",
-                f"**{speedup['ratio']:.2f}x** [{speedup['low']:.2f}, {speedup['high']:.2f}]",
-            ]
+            ratio = f"{speedup['ratio']:.2f}x"
+            ratio = f"**{ratio}**" if speedup["low"] > 1 else ratio
+            cells += [f"{at[t]['tau']:.2f}", f"{ratio} [{speedup['low']:.2f}, {speedup['high']:.2f}]"]
         counts = [(at[t]["same"], at[t]["prompts"]) for t in temperatures if "same" in at[t]]
-        cells.append(f"{sum(c[0] for c in counts)} of {sum(c[1] for c in counts)}" if counts else "")
+        cells.append(f"{sum(c[0] for c in counts)} of {sum(c[1] for c in counts)}" if counts else "not compared")
         lines.append(cells)
     heads = [head for t in temperatures for head in (f"τ, T={t:g}", f"speedup, T={t:g}")]
     return markdown(["", *heads, "identical texts"], lines)
