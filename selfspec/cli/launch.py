@@ -45,7 +45,7 @@ def launch(name: str, config_name: str, trains: bool) -> None:
 
 
 def _task(run: Task) -> Callable[[DictConfig], None]:
-    """A point of a sweep that fails is told, and the others go on; a run that fails leaves no empty folder."""
+    """A point of a sweep that fails is reported, and the others go on; a run that fails leaves no empty folder."""
 
     @functools.wraps(run)
     def task(config: DictConfig) -> None:

@@ -40,7 +40,7 @@ from selfspec.utils.files import Figures, cache_folder, is_main_process, write_t
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
-_NAMED = 8  # keys that differ and are told
+_NAMED = 8  # keys that differ and are listed
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = (
     *(

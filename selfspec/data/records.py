@@ -22,7 +22,7 @@ from selfspec.data.corpus import Document
 
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
-_NAMED = 10  # broken records whose reasons are told
+_NAMED = 10  # broken records whose reasons are listed
 
 
 @dataclass

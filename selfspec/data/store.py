@@ -173,7 +173,7 @@ class _Writer:
 def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus, Corpus]:
     """Training and validation texts of records, tokenized once. The files lie in `folder` under a hash of the records,
     of the tokenizer and of its chat template. A second call maps the files; only pages that are read take memory. What
-    was left out is told in both cases. Raises ValueError as `Records.documents` does."""
+    was left out is reported in both cases. Raises ValueError as `Records.documents` does."""
     folder = folder / _key(source, tokenizer)
     if (about := _about(folder)) is None:
         folder.parent.mkdir(parents=True, exist_ok=True)

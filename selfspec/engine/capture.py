@@ -36,7 +36,7 @@ class Captured:
     """
 
     def __init__(self, function: Callable[..., Any], note: Callable[[Exception], None]) -> None:
-        """note: told why the function can not be captured."""
+        """note: is called with the reason why the function can not be captured."""
         self.function, self.note = function, note
         self.graphs: OrderedDict[tuple[int, ...], _Graph | None] = OrderedDict()
         self.failed = False

@@ -37,7 +37,7 @@ class DecodeConfig(Asking):
     """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
     prompt gets its own; repeats: timed runs per prompt, of which the median counts; batch_size: prompts per call; arms:
     a subset of ARMS; until_width: stop once the 95% interval of the speedup is narrower than this share of it (such an
-    interval is a little too narrow, since its width chose when to stop); metrics: definitions of others that are told
+    interval is a little too narrow, since its width chose when to stop); metrics: definitions of others, reported
     beside ours, a subset of DEFINITIONS; answers: a file, in the run's folder unless it is absolute, that gets the
     answers in Spec-Bench's form; columns: all, for every column in the
     terminal, and functions of yours, package.module.function, each a column of the table from (point, records);

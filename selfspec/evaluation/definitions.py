@@ -1,4 +1,4 @@
-"""Acceptance as others define it, told beside ours (tokens per pass, bonus token included, pooled over passes)."""
+"""Acceptance as others define it, reported beside ours (tokens per pass, bonus token included, pooled over passes)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 _SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")
 _CALL = ("target", "dtype", "device", "engine", "prompts", "temperature", "top_k", "top_p", "min_p", "seed")
 _DEPTHS, _RANKS = 16, 8  # of a table of acceptance
-_FEWEST = 8  # visits of a node's children before their share is told
+_FEWEST = 8  # visits of a node's children before their share is shown
 COMMANDS = {
     "traces": "selfspec decode -m name=traces drafter=runs/mine decode.temperature=0,1 decode.traces=4",
     "curves": "selfspec limits name=limits target=TARGET limits.drafters=[]",
@@ -228,9 +228,9 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
             [count / seen for count in counts] for counts, seen in zip(right, visits, strict=True) if seen >= _FEWEST
         ]
         if table:
-            told = {"target": target, "drafter": drafter, "T": temperature, "group": group, "table": table}
+            labels = {"target": target, "drafter": drafter, "T": temperature, "group": group, "table": table}
             nodes = max(len(line["tokens"]) for trace in traces_of for line in trace.passes)
-            tables.append(told | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
+            tables.append(labels | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
     return tables
 
 

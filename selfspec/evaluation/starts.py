@@ -24,14 +24,14 @@ first = time.perf_counter()
 spec.generate([[5, 9, 2, 7, 7, 1]], 32, temperature=0.0, nodes=8)
 again = time.perf_counter()
 engine = spec.target.engine
-told = {"load": loaded - begin, "first": first - loaded, "again": again - first}
+figures = {"load": loaded - begin, "first": first - loaded, "again": again - first}
 try:  # where there is none, ru_maxrss, which begins at what the process that started this one held
-    told["megabytes"] = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
+    figures["megabytes"] = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 except OSError:
-    told["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-told["functions"] = len(engine.compiled)
-told["compiling"] = sum(took for _, took, _ in engine.made)
-print(json.dumps(told))
+    figures["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+figures["functions"] = len(engine.compiled)
+figures["compiling"] = sum(took for _, took, _ in engine.made)
+print(json.dumps(figures))
 """
 
 

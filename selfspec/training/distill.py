@@ -205,8 +205,8 @@ def _write(
     drafter: Drafter | None,
     stats: list[Stats],
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. What it took is
-    added to `told`."""
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. Each call's
+    stats are appended to `stats`."""
     rows = min(_CHUNK, config.rows - first)
     g = torch.Generator().manual_seed(seed * 1_000_003 + first)
     length = config.prompt_tokens + config.new_tokens

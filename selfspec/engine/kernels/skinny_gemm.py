@@ -40,7 +40,7 @@ def served() -> bool:
 
 
 def options() -> dict[str, Any]:
-    """What inductor is told. Numbers are rounded where the model rounds them, not where operations happen to be fused:
+    """Options for inductor. Numbers are rounded where the model rounds them, not where operations happen to be fused:
     that differs from one number of nodes to another."""
     if not served():
         return {}
