@@ -127,7 +127,7 @@ class _Loop:
         return bool(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device)) > 0)
 
     def step(self) -> None:
-        """One optimizer step and what is told of it."""
+        """One optimizer step and the figures that are logged for it."""
         state, config, start = self.state, self.config, time.perf_counter()
         arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
         loss, parts, norm, tokens = optimizer_step(*arguments)
