@@ -115,17 +115,15 @@ class Spec:
         forecast: Forecast | None = None,
         tracer: Tracer | None = None,
     ) -> Generated:
-        texts = self._decode(result.token_ids)
-        parts = result.token_ids, texts, result.from_draft, result.stats, options.seed
+        parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         return Generated(*parts, rule, forecast, trace, self.tokenizer)
 
     def _tracer(self, asked: Arguments, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
         nodes = (asked.nodes or NODES) if sources else 1
         header: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
-        return Tracer(
-            self.target, self.tokenizer, prompts, options, header | {"lossy": asked.lossy if sources else None}
-        )
+        header["lossy"] = asked.lossy if sources else None
+        return Tracer(self.target, self.tokenizer, prompts, options, header)
 
     def __repr__(self) -> str:
         dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device
@@ -241,8 +239,7 @@ class Spec:
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
     def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
-        ids: list[int] = []
-        shown = ""
+        ids, shown = list[int](), ""
         for step in steps:
             ids += step[0][1]
             text = self._decode([ids])[0]

@@ -36,7 +36,7 @@ from selfspec.drafters.base import (
     training_dtype,
     whole,
 )
-from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed
+from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, LastLayer, PendingRows
 from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
@@ -132,7 +132,8 @@ class SequentialHeads(Trained):
 
     def _pack(self, dtype: torch.dtype | None) -> None:
         """Packed weights in a dtype, or none."""
-        names = ["narrow", "columns", "start", "biases", "deep", "corrected", *map(self._path_name, range(self.depth))]
+        names = ["narrow", "columns", "start", "biases", "deep", "corrected"]
+        names += [f"path_{head}" for head in range(self.depth)]
         if dtype is None:
             pack(self, **dict.fromkeys(names))
             return
@@ -151,11 +152,8 @@ class SequentialHeads(Trained):
         shared = ready(a.mT), ready(b.mT), start, ready(self.bias), ready(self.weight[1:]), corrected
         pack(self, **dict(zip(names, [*shared, *paths], strict=True)))
 
-    def _path_name(self, head: int) -> str:
-        return f"path_{head}"
-
     def _path(self, head: int) -> Tensor:
-        packed: Tensor = getattr(self, self._path_name(head))
+        packed: Tensor = getattr(self, f"path_{head}")
         return packed
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -194,10 +192,10 @@ class SequentialHeads(Trained):
         x = hidden[:, None] + F.silu(sums.expand(-1, path.shape[1], -1))
         for weight, bias in zip(self.deep, self.biases[1:], strict=True):
             x = x + F.silu(F.linear(x, weight[k], bias[k, 0]))
-        logits = _choose(x, self.shared.base.weight, ids)
-        logits += _choose(F.linear(x, self.narrow[k]), self.columns[k], ids)
+        logits = shortlisted(x, self.shared.base.weight, ids)
+        logits += shortlisted(F.linear(x, self.narrow[k]), self.columns[k], ids)
         if self.corrected is not None:
-            logits += _choose(F.linear(path[:, :, -1], self._path(k)), self.corrected, ids)
+            logits += shortlisted(F.linear(path[:, :, -1], self._path(k)), self.corrected, ids)
         bias = self.shared.base.bias
         return logits if bias is None else logits + bias[ids][:, None]
 
@@ -237,10 +235,8 @@ class SequentialHeads(Trained):
         states = self.prefix.fused(self.prefix.stacked({layer: part[:, :-1] for layer, part in features.items()}))
         # An entry reads a position and the token after it: it belongs where the position does.
         before_last = None if documents is None else documents[:, :-1]
-        after = tokens[:, 1:]
-        return self.prefix.block.text(
-            self.prefix.entry(states, after), after, logits=False, documents=before_last
-        ).hidden
+        entering, after = self.prefix.entry(states, tokens[:, 1:]), tokens[:, 1:]
+        return self.prefix.block.text(entering, after, logits=False, documents=before_last).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         device, dtype = sample.hidden.device, self.compute_dtype
@@ -302,11 +298,3 @@ class SequentialSession:
             self.hidden = accepted.last_hidden(self.hidden)
         else:
             self.cache.observe(accepted)
-
-
-def _choose(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-    """Products [B, m, C] of x [B, m, D] with the rows `ids`, int64 [B, C], of weight [V, D]."""
-    columns = F.embedding(ids, weight)
-    if len(x) == 1:
-        return F.linear(x[0], columns[0])[None]
-    return x @ columns.transpose(1, 2)

@@ -91,9 +91,8 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         if self.init is not None and not self.instruct.steps:
-            raise ValueError(
-                f"pretrain.init={self.init!r} skips the first stage, and pretrain.instruct.steps=0 the second"
-            )
+            why = "skips the first stage, and pretrain.instruct.steps=0 the second"
+            raise ValueError(f"pretrain.init={self.init!r} {why}")
 
 
 def _check(config: PretrainConfig) -> None:

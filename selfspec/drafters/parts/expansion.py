@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from selfspec.core.contract import Context
 from selfspec.core.tree import DraftTree, trusted
@@ -139,3 +140,11 @@ def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:
         if not growth.frontier.shape[1]:
             break
     return growth
+
+
+def shortlisted(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
+    """Products [B, m, C] of x [B, m, D] with the rows `ids`, int64 [B, C], of weight [V, D]."""
+    columns = F.embedding(ids, weight)
+    if len(x) == 1:
+        return F.linear(x[0], columns[0])[None]
+    return x @ columns.transpose(1, 2)
