@@ -13,10 +13,11 @@ from selfspec.core.cache import KVCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import Engine
-from selfspec.engine.kernels.skinny_gemm import MOST, FewRows, few_queries, few_rows, served
+from selfspec.engine.kernels.native import served
+from selfspec.engine.kernels.skinny_gemm import MOST, FewRows, few_queries, few_rows
 
 _aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(not served(), reason="the kernel is for processors with AVX-512 and without AMX")
+pytestmark = pytest.mark.skipif(not served(), reason="the kernels need a processor with AVX-512")
 
 
 def rewritten(*given: Tensor) -> tuple[Tensor, int]:

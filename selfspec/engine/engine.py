@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from selfspec.engine.capture import Captured, parts_of
 from selfspec.engine.fit import file_name, key
+from selfspec.engine.kernels.weights import freeze
 from selfspec.utils.files import cache_folder
 
 ENGINES = ("eager", "compiled")
+ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 DISK = 2**30  # bytes of compiled code on disk; what was not used for longest goes first
 
 
@@ -80,13 +82,15 @@ class Engine:
                     code = self.compiled.get(wanted) or self._make(wanted, function, args)
                 start = time.perf_counter()
             runs = code
-        result = runs(*args)
+        result = runs(*args) if runs is function else _with_room(runs, args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
 
     def _make(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         shapes = " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
         start, what, path = time.perf_counter(), f"{function.__name__} {shapes}", self._path(function, args)
+        for module in modules_in(args):
+            freeze(module)
         code: Any
         code, how = _read(path), "read"
         if code is None:
@@ -160,6 +164,15 @@ class Engine:
             self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
 
 
+def _with_room(code: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """code(*args), with room for its frames in one piece: Python maps and unmaps memory for every call out of a frame
+    that ends where a piece of its stack does, which compiled code, with hundreds of calls, may do by chance."""
+    return code(*args)
+
+
+_with_room.__code__ = _with_room.__code__.replace(co_stacksize=ROOM)
+
+
 def engine_for(name: str, device: torch.device) -> Engine:
     """The engine of this name. Raises ValueError for an unknown one, and where none can compile."""
     check_engine(name)
@@ -197,6 +210,17 @@ def bucket(count: int, smallest: int = 1) -> int:
     while size < count:
         size *= 2
     return size
+
+
+def modules_in(argument: Any) -> Iterator[nn.Module]:
+    """The modules among the arguments of a function."""
+    if isinstance(argument, nn.Module):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for part in argument:
+            yield from modules_in(part)
+    elif isinstance(argument, dict):
+        yield from modules_in(list(argument.values()))
 
 
 def _options(backend: str) -> dict[str, Any]:

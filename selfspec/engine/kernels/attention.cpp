@@ -5,10 +5,6 @@ namespace {
 
 constexpr float HIDDEN = -1e30f;  // a slot is hidden where its mask is below
 
-inline __m512 float_of(const Bits* from) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
-}
-
 // e^x for x <= 0, relative error below 2^-22; 0 below -87. (Cephes' expf polynomial.)
 inline __m512 exponential(__m512 x) {
   const __mmask16 zero = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
@@ -75,10 +71,11 @@ void attend(const Bits* query, const Bits* keys, const Bits* values, const Bits*
 
 }  // namespace
 
-// query [rows, heads, nodes, width]; keys and values [rows, heads, room, width]; mask, added to the scores, [rows or 1, 1,
-// nodes, room]; out [rows, nodes, heads, width]. room is a multiple of 16, width of STEP.
+// query [rows, heads, nodes, width]; keys and values [rows, heads / shared, room, width]; mask, added to the scores, [rows
+// or 1, 1, nodes, room]; out [rows, nodes, heads, width]. room is a multiple of 16, width of STEP.
 extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, const Bits* mask, Bits* out, int64_t rows,
-                       int64_t heads, int64_t nodes, int64_t room, int64_t width, int64_t masks, float scale) {
+                       int64_t heads, int64_t shared, int64_t nodes, int64_t room, int64_t width, int64_t masks,
+                       float scale) {
   const int64_t blocks = (nodes + WIDE - 1) / WIDE;
   std::vector<int64_t> seen(masks);  // slots up to the last one that some query sees
   for (int64_t i = 0; i < masks * nodes; i++) {
@@ -90,7 +87,7 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
   for (int64_t i = 0; i < rows * heads * blocks; i++) {
     const int64_t n = i % blocks * WIDE, head = i / blocks, b = head / heads, of = masks == 1 ? 0 : b;
     const Bits* q = query + (head * nodes + n) * width;
-    const Bits *k = keys + head * room * width, *v = values + head * room * width;
+    const Bits *k = keys + head / shared * room * width, *v = values + head / shared * room * width;
     const Bits* m = mask + (of * nodes + n) * room;
     Bits* to = out + ((b * nodes + n) * heads + head % heads) * width;
     const int64_t slots = seen[of] ? seen[of] : room, apart = heads * width;

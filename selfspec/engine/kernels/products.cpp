@@ -3,7 +3,7 @@ namespace {
 
 constexpr int64_t SMALL = 1 << 15;  // products that one thread does
 
-inline float float_of(Bits bits) {
+inline float float_of_one(Bits bits) {
   const uint32_t whole = uint32_t(bits) << 16;
   float found;
   std::memcpy(&found, &whole, sizeof(found));
@@ -17,7 +17,7 @@ inline void block(const float* left, const Bits* weight, const Bits* bias, Bits*
   _mm512_store_ps(found, total);
   if (bias)
     for (int m = 0; m < M; m++)
-      for (int n = 0; n < N; n++) found[m * WIDE + n] += float_of(bias[n]);
+      for (int n = 0; n < N; n++) found[m * WIDE + n] += float_of_one(bias[n]);
   alignas(32) Bits nearest[WIDE * WIDE];
   _mm256_store_si256(reinterpret_cast<__m256i*>(nearest), rounded(_mm512_load_ps(found)));
   for (int m = 0; m < M; m++) std::memcpy(out + m * stride, nearest + m * WIDE, N * sizeof(Bits));

@@ -1,4 +1,4 @@
-// What products.cpp and attention.cpp share: sums of bfloat16 products in float32. See few_rows.py.
+// What the kernels share: sums of bfloat16 products in float32. See skinny_gemm.py.
 #include <immintrin.h>
 #include <cstdint>
 #include <cstring>
@@ -14,6 +14,11 @@ constexpr int WIDE = 4;   // rows of either side in a block
 inline __m512 lower(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
 inline __m512 upper(__m512i pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
+}
+
+// 16 numbers as float32, in their order.
+inline __m512 float_of(const Bits* from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
 }
 
 inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }

@@ -1,42 +1,33 @@
-"""Products of few rows with bfloat16 weights, and attention of few queries: kernels of our own for processors with
-AVX-512 and without tiles.
+"""Products of few rows with bfloat16 weights, and attention of few queries, in compiled passes on processors with
+AVX-512.
 
 There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
-The kernels (`products.cpp`, `attention.cpp`) read weights, keys and values in the layout they have, and add up in
+Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.weights`).
+The kernels `products.cpp` and `attention.cpp` read weights, keys and values in the layout they have. All add up in
 float32 in an order that does not depend on how many rows there are or where they lie: a node's numbers are the same in
 a pass over one node and over a tree. Measured: notebooks/LOG.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._inductor import ir
-from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import register_lowering
 from torch._inductor.select_algorithm import ExternKernelChoice
 
+from selfspec.engine.kernels.native import SOURCES, binding, served
+from selfspec.engine.kernels.weights import laid_out
+
 MOST = 512  # rows, and queries of each head; more were not measured
 STEP = 32  # rows of weights, and heads, must be multiples of it
 SLOTS = 16  # the number of slots must be a multiple of it
-KERNELS = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
-    "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
-    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6, "float"],
-}
-SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *KERNELS)]
 _aten = torch.ops.aten
 _flash = _aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def served() -> bool:
-    """Whether this processor takes the kernels; measured on one with AVX-512 and without AMX alone."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not torch.cpu._is_amx_tile_supported()
 
 
 def options() -> dict[str, Any]:
@@ -47,21 +38,17 @@ def options() -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": FewRows(), "emulate_precision_casts": True, "size_asserts": False}
 
 
-@cache
-def _kernel(name: str) -> Callable[..., None]:
-    """One of KERNELS, compiled."""
-    source = "\n".join(path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name))
-    kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(KERNELS[name], source)
-    return kernel
-
-
 def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
     """given: left, one to three weights, and where biased the bias of the only one; sizes: B, M, K, and N of each."""
     left, first, *more = given
-    bias = more.pop() if biased else first
+    bias = more.pop() if biased else None
+    if (ready := laid_out([first, *more])) is not None:
+        rows = sizes[1]
+        ready.kernel.multiply(left.view(rows, -1), ready.weights, bias, out.view(rows, -1))
+        return out
     second, third = (*more, first, first)[:2]
-    kernel = _kernel("products.cpp")
-    kernel(left, first, second, third, bias, out, *sizes, *[0] * (6 - len(sizes)), biased)
+    last = first if bias is None else bias
+    binding("products.cpp")(left, first, second, third, last, out, *sizes, *[0] * (6 - len(sizes)), biased)
     return out
 
 
@@ -79,17 +66,25 @@ def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, 
 
 
 def _attend(*given: Tensor, sizes: tuple[int, ...], scale: float, out: Tensor) -> Tensor:
-    """given: query, keys, values, mask; sizes: rows, heads, nodes, slots, width, and rows of the mask."""
-    _kernel("attention.cpp")(*given, out, *sizes, scale)
+    """given: query, keys, values, mask; sizes: rows, heads, heads that share keys, nodes, slots, width, and rows of the
+    mask."""
+    binding("attention.cpp")(*given, out, *sizes, scale)
     return out
 
 
 def few_queries(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention [B, n, heads, D] of query [B, heads, n, D] over keys and values [B, heads, S, D] under an additive mask
-    [B or 1, 1, n, S]. All are contiguous, in bfloat16, on the CPU; D is a multiple of STEP, S of SLOTS."""
+    """Attention [B, n, heads, D] of query [B, heads, n, D] over keys and values [B, G, S, D] under an additive mask
+    [B or 1, 1, n, S]; heads / G of them share keys. All are contiguous, in bfloat16, on the CPU; D is a multiple of
+    STEP, S of SLOTS."""
     rows, heads, nodes, width = query.shape
-    sizes, out = (rows, heads, nodes, keys.shape[2], width, len(mask)), query.new_empty(rows, nodes, heads, width)
+    sizes, out = _attention_sizes(query.shape, keys.shape, mask.shape), query.new_empty(rows, nodes, heads, width)
     return _attend(query, keys, values, mask, sizes=sizes, scale=scale, out=out)
+
+
+def _attention_sizes(query: Sequence[int], keys: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
+    """Shapes as `_attend` takes them."""
+    rows, heads, nodes, width = map(int, query)
+    return rows, heads, heads // int(keys[1]), nodes, int(keys[2]), width, int(mask[0])
 
 
 _library = torch.library.Library("selfspec", "DEF")
@@ -106,7 +101,7 @@ _attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
 
 @register_lowering(_few_rows, type_promotion_kind=None)
 def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
-    _kernel("products.cpp")  # an error belongs to compiling
+    binding("products.cpp")  # an error belongs to compiling
     sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
     layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
     parts = [left, *weights, *([] if bias is None else [bias])]
@@ -116,9 +111,9 @@ def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
 
 @register_lowering(_few_queries, type_promotion_kind=None)
 def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
-    _kernel("attention.cpp")
+    binding("attention.cpp")
     rows, heads, nodes, width = (int(size) for size in query.get_size())
-    sizes = (rows, heads, nodes, int(keys.get_size()[2]), width, int(mask.get_size()[0]))
+    sizes = _attention_sizes(query.get_size(), keys.get_size(), mask.get_size())
     layout = ir.FixedLayout(query.get_device(), query.get_dtype(), [rows, nodes, heads, width])
     tensors = [ir.ExternKernel.require_contiguous(part) for part in (query, keys, values, mask)]
     return _attention.bind(tensors, layout, sizes=sizes, scale=scale).output_node()
@@ -212,16 +207,31 @@ def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _unrepeated(heads: Any) -> Any:
+    """Keys or values [B, G, S, D], of which these are copies for the queries that share them."""
+    node = heads
+    for target in ((_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default), (_aten.clone.default,)):
+        node = node.args[0] if node.target in target else node
+    if node.target != _aten.expand.default or node.args[0].target != _aten.unsqueeze.default:
+        return heads
+    source, dim = node.args[0].args
+    shape, repeated = source.meta["val"].shape, node.meta["val"].shape
+    alike = dim == 2 and repeated[:2] == shape[:2] and repeated[3:] == shape[2:]
+    joined = heads.meta["val"].shape == (shape[0], shape[1] * repeated[2], *shape[2:])
+    return source if alike and joined else heads
+
+
 def _rewrite_attention(graph: fx.Graph, node: fx.Node) -> None:
     """`_few_queries` instead of the library's attention, where it serves it."""
     if len(node.args) != 3 or not node.kwargs.keys() <= {"attn_mask", "scale"} or "attn_mask" not in node.kwargs:
         return
-    inputs = [*node.args, node.kwargs["attn_mask"]]
-    query, keys, _, mask = shapes = [part.meta["val"] for part in inputs]  # type: ignore[union-attr]
+    inputs = [node.args[0], *map(_unrepeated, node.args[1:]), node.kwargs["attn_mask"]]
+    query, keys, values, mask = shapes = [part.meta["val"] for part in inputs]
     if mask.dim() != 4:
         return
     fits = query.shape[2] <= MOST and query.shape[3] % STEP == 0 and keys.shape[2] % SLOTS == 0
-    same = keys.shape[:2] == query.shape[:2] and mask.shape[1:] == (1, query.shape[2], keys.shape[2])
+    same = keys.shape[0] == query.shape[0] and query.shape[1] % keys.shape[1] == 0 and keys.shape == values.shape
+    same = same and mask.shape[1:] == (1, query.shape[2], keys.shape[2])
     if not (_alike(*shapes) and fits and same) or any(user.args[1] != 0 for user in node.users):
         return
     scale = node.kwargs.get("scale") or query.shape[3] ** -0.5

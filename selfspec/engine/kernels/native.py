@@ -1,0 +1,31 @@
+"""Kernels in C++ for processors with AVX-512, compiled when they are first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
+    "packed.cpp": [*["const uint16_t*"] * 3, "uint16_t*", *["int64_t"] * 4],
+    "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
+    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 7, "float"],
+}
+SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *SIGNATURES)]
+
+
+def served() -> bool:
+    """Whether this processor takes the kernels."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def binding(name: str) -> Callable[..., None]:
+    """One of SIGNATURES, compiled."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache  # slow to import
+
+    source = "\n".join(path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name))
+    kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
+    return kernel

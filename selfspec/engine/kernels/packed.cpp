@@ -1,0 +1,95 @@
+// out = left weight^T (+ bias) for few rows, over weights that were laid out in panels (see weights.py).
+namespace {
+
+constexpr int VECTORS = 3;              // vectors of outputs in a panel
+constexpr int OUTPUTS = 16 * VECTORS;   // outputs of a panel
+constexpr int ROWS = 8;                 // rows in a block: ROWS * VECTORS sums fit into registers
+constexpr int64_t SMALL = 1 << 15;      // products that one thread does
+constexpr int NEAR = 1024;              // bytes ahead of what is read, fetched into the nearest cache
+
+// M rows times a panel of V vectors. An output's products are added one after another in float32, in the order of the
+// inputs, so that its bits depend neither on M nor on V. Meanwhile lines from `next` on are fetched, `step` bytes for
+// every pair of inputs: the panel that comes after this one.
+template <int M, int V>
+void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride,
+           const char* next, int64_t step) {
+  __m512 sum[M][V];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) sum[m][v] = _mm512_setzero_ps();
+  const char* until = next;
+  for (int64_t k = 0; k < width; k += 2, weight += 32 * V) {
+    __m512i pairs[V];
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) {
+      pairs[v] = _mm512_loadu_si512(weight + 32 * v);
+      _mm_prefetch(reinterpret_cast<const char*>(weight + 32 * v) + NEAR * V, _MM_HINT_T0);
+    }
+    for (until += step; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T1);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const __m512 by = _mm512_set1_ps(left[m * width + k]);
+#pragma GCC unroll 3
+      for (int v = 0; v < V; v++) sum[m][v] = _mm512_fmadd_ps(lower(pairs[v]), by, sum[m][v]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const __m512 by = _mm512_set1_ps(left[m * width + k + 1]);
+#pragma GCC unroll 3
+      for (int v = 0; v < V; v++) sum[m][v] = _mm512_fmadd_ps(upper(pairs[v]), by, sum[m][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) {
+      const __m512 whole = bias ? _mm512_add_ps(sum[m][v], float_of(bias + 16 * v)) : sum[m][v];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + m * stride + 16 * v), rounded(whole));
+    }
+}
+
+template <int V>
+void rows(int64_t count, const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width,
+          int64_t stride, const char* next, int64_t step) {
+  switch (count) {
+    case 1: block<1, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 2: block<2, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 3: block<3, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 4: block<4, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 5: block<5, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 6: block<6, V>(left, weight, bias, out, width, stride, next, step); break;
+    case 7: block<7, V>(left, weight, bias, out, width, stride, next, step); break;
+    default: block<8, V>(left, weight, bias, out, width, stride, next, step);
+  }
+}
+
+}  // namespace
+
+// left [count, width]; weight: panels of OUTPUTS outputs, of each first the pairs of inputs, then the outputs, then the
+// two of a pair, and a last panel of what is left, in vectors of 16; bias [outputs] where biased; out [count, outputs].
+// width is a multiple of 32, outputs of 16.
+extern "C" void kernel(const Bits* left, const Bits* weight, const Bits* bias, Bits* out, int64_t count, int64_t width,
+                       int64_t outputs, int64_t biased) {
+  static thread_local Scratch scratch;
+  float* exact = scratch.of(count * width);
+  for (int64_t i = 0; i < count * width; i += 16) _mm512_store_ps(exact + i, float_of(left + i));
+  const int64_t panels = (outputs + OUTPUTS - 1) / OUTPUTS, groups = (count + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(static) if (count * outputs * width > SMALL)
+  for (int64_t p = 0; p < panels; p++) {
+    const int64_t n = p * OUTPUTS, vectors = outputs - n < OUTPUTS ? (outputs - n) / 16 : VECTORS;
+    const Bits *from = weight + n * width, *more = biased ? bias + n : nullptr;
+    const int64_t step = 64 * vectors / groups;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t m = count * g / groups, each = count * (g + 1) / groups - m;
+      const char* next = reinterpret_cast<const char*>(from + 16 * vectors * width) + g * step * (width / 2);
+      const float* of = exact + m * width;
+      Bits* to = out + m * outputs + n;
+      switch (vectors) {
+        case 1: rows<1>(each, of, from, more, to, width, outputs, next, step); break;
+        case 2: rows<2>(each, of, from, more, to, width, outputs, next, step); break;
+        default: rows<3>(each, of, from, more, to, width, outputs, next, step);
+      }
+    }
+  }
+}

@@ -1,0 +1,248 @@
+"""Weights laid out in advance, for the kernel that multiplies few rows with them fastest on this machine.
+
+Only frozen weights are laid out: those of linear maps in modules that the engine compiles functions for. Kernels are
+chosen by measurement, once for each shape on a machine, among those whose results are row-invariant: a row's bits do
+not depend on the rows beside it, on its place or on their number. Then a pass over a tree has the bits of plain passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import mmap
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.engine.kernels.native import binding
+from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
+
+ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
+PANEL, VECTOR, STEP = 48, 16, 32  # outputs of a panel and of a vector, and inputs at a time; see packed.cpp
+INVARIANT = 32  # most rows of one call of oneDNN whose bits do not depend on their number (at 64 they do)
+OURS = 1.1 ** len(ROWS)  # a library's kernel is taken where it is within a tenth of ours
+_CHUNK = 2**26  # bytes of memory in huge pages that weights are laid out in
+_COLD = 2**25  # bytes of weights that a measurement reads, so that they come from memory
+COPIES = 32  # weights that it reads at most; smaller ones stay in a cache in decoding too
+_frozen: dict[int, weakref.ref[Tensor]] = {}  # weights that may be laid out, by address
+_laid_out: dict[int, LaidOut] = {}  # by the address of the first of the weights side by side
+_choices: dict[str, Figures] = {}  # of this machine, by shape
+_lock = threading.RLock()
+
+
+class Kernel(NamedTuple):
+    """A way to multiply rows with weights [N, K]. lay_out: what it reads in their place; multiply: left [M, K], that,
+    maybe a bias [N], and where the result [M, N] goes; serves: whether it takes weights of N and K here."""
+
+    name: str
+    lay_out: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+    serves: Callable[[int, int], bool]
+
+
+class LaidOut(NamedTuple):
+    """Weights side by side, as their kernel reads them. addresses, versions: of the weights when they were laid out."""
+
+    kernel: Kernel
+    weights: Tensor
+    addresses: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+def freeze(module: nn.Module) -> None:
+    """The weights of this module's frozen linear maps may be laid out from now on."""
+    for part in module.modules():
+        weight = part.weight if isinstance(part, nn.Linear) else None
+        if not isinstance(weight, nn.Parameter) or weight.requires_grad or weight.is_inference():
+            continue
+        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
+            address = weight.data_ptr()
+            if address not in _frozen or _frozen[address]() is None:
+                _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
+
+
+def _forget(address: int) -> None:
+    """The weight that lay there is gone."""
+    with _lock:
+        _frozen.pop(address, None)
+        for first in [first for first, known in _laid_out.items() if address in known.addresses]:
+            del _laid_out[first]
+
+
+def laid_out(weights: Sequence[Tensor]) -> LaidOut | None:
+    """Weights [N, K] side by side as the chosen kernel reads them; None where one of them is not frozen, or no kernel
+    serves them. What was changed in place since is laid out anew."""
+    known = _laid_out.get(weights[0].data_ptr())
+    if known is None or known.addresses != tuple([weight.data_ptr() for weight in weights]):
+        return _lay_out(weights)
+    return known if known.versions == tuple([weight._version for weight in weights]) else _lay_out(weights)
+
+
+def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
+    addresses = tuple(weight.data_ptr() for weight in weights)
+    with _lock:
+        for address, weight in zip(addresses, weights, strict=True):
+            frozen = None if address not in _frozen else _frozen[address]()
+            if frozen is None or frozen.shape != weight.shape:  # such as a part of one
+                return None
+        kernel = choose(sum(len(weight) for weight in weights), weights[0].shape[1])
+        if kernel is None:
+            return None
+        versions = tuple(weight._version for weight in weights)
+        together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
+        known = _laid_out[addresses[0]] = LaidOut(kernel, kernel.lay_out(together), addresses, versions)
+    return known
+
+
+def laid_out_bytes() -> int:
+    """Memory that laid-out weights take, beside the model's own."""
+    return sum(each.weights.numel() * each.weights.element_size() for each in _laid_out.values())
+
+
+# -- kernels
+
+
+class _Pages:
+    """Memory in huge pages, where the system has them: reading weights then misses no page table entries."""
+
+    chunk: mmap.mmap | None = None
+    used = 0
+
+    def take(self, count: int) -> Tensor:
+        """Room for `count` numbers in bfloat16."""
+        size = -(-2 * count // 64) * 64
+        if self.chunk is None or self.used + size > len(self.chunk):
+            self.chunk, self.used = mmap.mmap(-1, max(_CHUNK, size)), 0
+            with suppress(AttributeError, OSError):
+                self.chunk.madvise(mmap.MADV_HUGEPAGE)
+        room = torch.frombuffer(self.chunk, dtype=torch.bfloat16, count=count, offset=self.used)
+        self.used += size
+        return room
+
+
+_pages = _Pages()
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """A weight [N, K] as packed.cpp reads it."""
+    outputs, width = weight.shape
+    whole = outputs // PANEL * PANEL
+    with _lock:
+        room = _pages.take(weight.numel())
+    for part, to in ((weight[:whole], room[: whole * width]), (weight[whole:], room[whole * width :])):
+        if len(part):
+            panels = part.view(-1, min(PANEL, len(part)) // VECTOR, VECTOR, width // 2, 2)
+            to.view(len(panels), width // 2, -1, VECTOR, 2).copy_(panels.permute(0, 3, 1, 2, 4))
+    return room
+
+
+def _in_panels(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    rows, width = left.shape
+    more = weight if bias is None else bias
+    binding("packed.cpp")(left, weight, more, out, rows, width, out.shape[1], bias is not None)
+
+
+def _by_onednn(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    for start in range(0, len(left), INVARIANT):
+        part = left[start : start + INVARIANT]
+        out[start : start + INVARIANT] = torch.ops.mkldnn._linear_pointwise(part, weight, bias, "none", [], "")
+
+
+def _by_torch(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(F.linear(left, weight, bias))
+
+
+def _avx512(outputs: int, width: int) -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not outputs % VECTOR and not width % STEP
+
+
+KERNELS = (
+    Kernel("selfspec", in_panels, _in_panels, _avx512),
+    Kernel(
+        "onednn",
+        lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, 16),
+        _by_onednn,
+        lambda *_: torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    ),
+    Kernel("torch", lambda weight: weight, _by_torch, lambda *_: True),
+)
+
+
+# -- choice
+
+
+def choose(outputs: int, width: int) -> Kernel | None:
+    """The fastest row-invariant kernel for weights [outputs, width]; None where none is. It is measured once and kept
+    for later processes."""
+    name = f"{outputs}x{width}"
+    if name not in _choices:
+        path = cache_folder() / "kernels" / f"{_machine()}.json"
+        with suppress(OSError, ValueError):
+            _choices.update(json.loads(path.read_text()))
+        if name not in _choices:
+            if not _choices:
+                print("kernels are measured, once for each product; `selfspec limits` shows them", file=sys.stderr)
+            _choices[name] = measure(outputs, width)
+            with suppress(OSError):  # of a folder that can not be written to: measured again by the next process
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(_choices, indent=1) + "\n")
+    return next((kernel for kernel in KERNELS if kernel.name == _choices[name]["kernel"]), None)
+
+
+@cache
+def _machine() -> str:
+    parts = [torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
+    parts += [str(torch.cpu._is_amx_tile_supported()), str(torch.get_num_threads()), code_hash("engine")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@torch.inference_mode()
+def measure(outputs: int, width: int) -> Figures:
+    """kernel: the name of the choice (None: no kernel is row-invariant); ms: of each kernel at each of ROWS; varies:
+    kernels that are not row-invariant."""
+    copies = min(COPIES, math.ceil(_COLD / (2 * outputs * width)))
+    weights = [torch.randn(outputs, width, dtype=torch.bfloat16) for _ in range(copies)]
+    left = torch.randn(2 * INVARIANT, width, dtype=torch.bfloat16)
+    out = torch.empty(2 * INVARIANT, outputs, dtype=torch.bfloat16)
+    served = [kernel for kernel in KERNELS if kernel.serves(outputs, width)]
+    ready = {kernel.name: [kernel.lay_out(weight) for weight in weights] for kernel in served}
+    varies = [kernel.name for kernel in served if not row_invariant(kernel, ready[kernel.name][0], left, outputs)]
+    seconds: dict[tuple[str, int], list[float]] = {(kernel.name, n): [] for kernel in served for n in ROWS}
+    for turn in range(4):
+        for kernel in served:
+            for n, i in itertools.product(ROWS, range(copies)):
+                start = time.perf_counter()
+                kernel.multiply(left[:n], ready[kernel.name][i], None, out[:n])
+                if turn:  # the first compiles and warms up
+                    seconds[kernel.name, n].append(time.perf_counter() - start)
+    # A low quantile: calls that other work on the machine held up do not count.
+    ms = {k.name: {n: 1000 * statistics.quantiles(seconds[k.name, n], n=10)[0] for n in ROWS} for k in served}
+    score = {name: math.prod(times.values()) * (OURS if name == "selfspec" else 1) for name, times in ms.items()}
+    best = next((name for name in sorted(score, key=lambda name: score[name]) if name not in varies), None)
+    times = {name: {str(n): round(value, 4) for n, value in of.items()} for name, of in ms.items()}
+    return {"kernel": best, "ms": times, "varies": varies}
+
+
+def row_invariant(kernel: Kernel, weight: Tensor, left: Tensor, outputs: int) -> bool:
+    """Whether each row has the same bits alone, at every place, and among any number of others."""
+    alone = torch.empty(len(left), outputs, dtype=left.dtype)
+    for i in range(len(left)):
+        kernel.multiply(left[i : i + 1], weight, None, alone[i : i + 1])
+    for start, stop in ((0, 2), (1, 4), (3, 11), (0, 16), (5, 36), (0, len(left))):
+        found = torch.empty(stop - start, outputs, dtype=left.dtype)
+        kernel.multiply(left[start:stop], weight, None, found)
+        if not found.equal(alone[start:stop]):
+            return False
+    return True

@@ -1,0 +1,113 @@
+"""Weights laid out for few rows: the products, in the same bits whatever rows are beside, and never of weights that are
+no longer there."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.engine.kernels import weights as module
+from selfspec.engine.kernels.skinny_gemm import few_rows
+from selfspec.engine.kernels.weights import KERNELS, Kernel, choose, freeze, laid_out, measure, row_invariant
+
+SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Choices of this test alone."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_choices", {})
+    return tmp_path
+
+
+def linear(outputs: int, width: int) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(width, outputs, bias=False).to(torch.bfloat16).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kernel", SERVED, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("outputs", [16, 48, 64, 80, 96, 208])
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_kernel_gives_the_products(kernel: Kernel, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, more = torch.randn(outputs, 64).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
+    ready = kernel.lay_out(weight)
+    for rows in (*range(1, 18), 40):
+        left = torch.randn(rows, 64).bfloat16()
+        found = torch.empty(rows, outputs, dtype=torch.bfloat16)
+        kernel.multiply(left, ready, more, found)
+        exact = F.linear(left.double(), weight.double(), None if more is None else more.double())
+        torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out() -> None:
+    torch.manual_seed(0)
+    left = torch.randn(64, 1536).bfloat16()
+    weight = torch.randn(80, 1536).bfloat16()
+    for kernel in SERVED:
+        if kernel.name == "selfspec":
+            assert row_invariant(kernel, kernel.lay_out(weight), left, 80)
+
+    def by_number(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        out.copy_(F.linear(left, weight))
+        out[0, 0] += len(left)
+
+    planted = Kernel("planted", lambda weight: weight, by_number, lambda *_: True)
+    assert not row_invariant(planted, weight, left, 80)
+
+
+def test_a_choice_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choose(96, 64)
+    assert list((folder / "kernels").glob("*.json"))
+    monkeypatch.setattr(module, "_choices", {})
+    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured twice"))
+    assert choose(96, 64) is chosen
+
+
+def test_only_row_invariant_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "row_invariant", lambda *_: False)
+    figures = measure(96, 64)
+    assert figures["kernel"] is None
+    assert figures["varies"] == [kernel.name for kernel in SERVED]
+    assert choose(96, 64) is None
+
+
+@pytest.mark.skipif("selfspec" not in {k.name for k in SERVED}, reason="needs a processor with AVX-512")
+def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
+    part, left = linear(96, 64), torch.randn(3, 64).bfloat16()
+    assert laid_out([part.weight]) is None
+    freeze(linear(96, 64).requires_grad_(True))
+    freeze(part)
+    assert laid_out([part.weight[:48]]) is None  # begins where the weight does
+    first = laid_out([part.weight])
+    assert first is not None
+    assert laid_out([part.weight]) is first
+    found = few_rows(left, [part.weight])
+    torch.testing.assert_close(found.double(), F.linear(left.double(), part.weight.double()), rtol=2**-7, atol=2**-6)
+
+    part.weight.mul_(2)  # in place: what was laid out is another weight
+    assert few_rows(left, [part.weight]).equal(2 * found)
+
+    other = linear(32, 64)
+    freeze(other)
+    both = few_rows(left, [part.weight, other.weight])
+    assert both[:, :96].equal(2 * found)
+    assert both[:, 96:].equal(few_rows(left, [other.weight]))
+
+
+def test_what_was_laid_out_goes_with_its_weight() -> None:
+    part = linear(96, 64)
+    freeze(part)
+    address = part.weight.data_ptr()
+    laid_out([part.weight])
+    assert address in module._frozen
+    del part
+    gc.collect()
+    assert address not in module._frozen
+    assert address not in module._laid_out
