@@ -33,6 +33,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.engine.engine import Engine, bucket, engine_for
 from selfspec.engine.fit import structure
+from selfspec.engine.layers import compiled_once
 
 TREES = DraftTree(
     torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(0)),
@@ -461,3 +462,40 @@ def test_few_nodes_of_a_prompts_passes_are_spare(llama: Target) -> None:
             assert 0 < size <= width in CHUNKS
             left, nodes = left - size, nodes + width
         assert nodes <= max(CHUNKS[0], 1.5 * length + CHUNKS[0])
+
+
+class Doubling(nn.Module):
+    """A layer that can be compiled once for all, or, where it notes what it does, can not."""
+
+    def __init__(self, notes: list[int] | None) -> None:
+        super().__init__()
+        self.weight, self.notes = nn.Parameter(torch.randn(8, 8)), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.notes is not None:
+            self.notes.append(1)
+        return torch.tanh(x @ self.weight)
+
+
+def _through(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("noting", [False, True])
+def test_layers_of_one_class_are_compiled_once_and_as_they_are_where_they_can_not(noting: bool) -> None:
+    """Each with its own weights; nothing is left behind on the layers."""
+    notes: list[int] | None = [] if noting else None
+    layers = nn.ModuleList([Doubling(notes) for _ in range(5)])
+    engine, x = Engine("inductor", quiet=True), torch.randn(3, 8)
+    with torch.no_grad():
+        found = engine.run(_through, layers, x)
+        torch.testing.assert_close(found, _through(layers, x))
+    assert not engine.failed
+    assert all("forward" not in vars(layer) for layer in layers)
+    with compiled_once([layers]) as nested:
+        assert nested
+        assert all("forward" in vars(layer) for layer in layers)
+    with compiled_once([layers[:3]]) as nested:
+        assert not nested

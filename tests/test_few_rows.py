@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import tiny_model
@@ -10,6 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from selfspec.core.cache import KVCache
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import Engine
@@ -139,11 +143,13 @@ def test_what_does_not_fit_is_left_as_it_is() -> None:
         torch.testing.assert_close(found, F.linear(x, w))
 
 
-@pytest.mark.slow
-def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
+@pytest.mark.parametrize("width", [64, pytest.param(4096, marks=pytest.mark.slow)])
+def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(width: int) -> None:
     """In bfloat16, which rounds at every step: through every layer of a compiled model."""
-    model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
-    target = Target(model.to(torch.bfloat16))
+    sizes = {"hidden_size": width, "num_attention_heads": width // 32, "num_key_value_heads": width // 64}
+    sizes["intermediate_size"] = 2 * width
+    target = Target(tiny_model("llama", **sizes, num_hidden_layers=1).to(torch.bfloat16))
+    model = target.model
     target.engine = Engine("inductor", quiet=True)
     torch.manual_seed(0)
     vocabulary = model.config.vocab_size
@@ -167,3 +173,37 @@ def test_a_pass_over_a_tree_has_the_bits_of_plain_passes() -> None:
                 assert alone is not None
                 assert alone[0, 0].equal(found[0, node])
     assert not target.engine.failed
+    assert target.exact == "by construction", target.engine.varying
+
+
+def test_what_is_left_to_the_library_is_not_called_exact_by_construction(tmp_path: Path) -> None:
+    """Widths that the kernels do not take; the same of code that is read from disk."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    for how in ("compiled", "read"):
+        target = Target(tiny_model("llama", **sizes).to(torch.bfloat16))
+        target.engine = Engine("inductor", tmp_path, quiet=True)
+        assert target.exact == "up to rounding"
+        result = autoregressive(target, [[5, 9, 2]], Options(2))
+        assert {done for _, _, done in target.engine.made} == {how}
+        assert result.stats.exact == "up to rounding"
+        assert "aten.mm" in next(iter(target.engine.varying.values()))
+
+
+def test_shared_keys_are_read_once() -> None:
+    """Attention whose keys a model copies for every head that shares them."""
+    torch.manual_seed(0)
+    query, mask = torch.randn(2, 4, 3, 32).bfloat16(), torch.zeros(1, 1, 3, 16).bfloat16()
+    keys, values = (torch.randn(2, 2, 16, 32).bfloat16() for _ in range(2))
+
+    def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        copied = (part[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, 16, 32) for part in (keys, values))
+        return F.scaled_dot_product_attention(query, *copied, attn_mask=mask)
+
+    module = make_fx(attention, tracing_mode="fake")(query, keys, values, mask)
+    module.graph.eliminate_dead_code()
+    FewRows()(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    assert not module.graph.find_nodes(op="call_function", target=_aten.clone.default)
+    exact = attention(query.double(), keys.double(), values.double(), mask.double())
+    torch.testing.assert_close(module(query, keys, values, mask).double(), exact, rtol=2**-7, atol=1e-3)

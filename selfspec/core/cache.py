@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from selfspec.core.memory import enough
 from selfspec.engine.engine import Engine, bucket
 
-SMALLEST = 256  # entries of the smallest buffer
+SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
 STEP = 64  # eager passes attend over the filled entries, rounded up to a multiple of this
 
 
@@ -174,7 +174,7 @@ def compact(stores: list[Tensor], heads: list[int], lengths: Tensor, paths: Tens
 
 class KVCache:
     """Keys and values of B rows with one length each, in static buffers of `capacity` entries, a power of two times
-    256.
+    256 (1,024 for compiled passes).
 
     A pass writes N entries behind every row's own length; `commit` compacts those of the accepted nodes and drops the
     rest. Buffers have `Engine.size(B)` rows; those beyond B are idle.
@@ -194,7 +194,8 @@ class KVCache:
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
         self.idle = engine.size(rows) - rows
-        self.capacity = bucket(capacity, SMALLEST)
+        self.smallest = SMALLEST if engine.eager else COMPILED
+        self.capacity = bucket(capacity, self.smallest)
         self.stores: list[Tensor] = []  # [G, rows * heads * capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
@@ -219,7 +220,7 @@ class KVCache:
             )
         need = max(self.lengths) + nodes
         if need > self.capacity:
-            self._grow(bucket(need, SMALLEST))
+            self._grow(bucket(need, self.smallest))
         filled = min(self.capacity, -(-need // STEP) * STEP) if self.engine.eager else self.capacity
         if (start, stop, filled) not in self._views:
             self._allocate(start, stop)
@@ -260,7 +261,7 @@ class KVCache:
                     part = like[which]
                     alike = (part.shape[1], part.shape[3], part.dtype, part.device)
                     groups.setdefault(alike if self.engine.eager else (*alike, layer, which), []).append((layer, which))
-        entries, sizes = bucket(max(self.limit, self.capacity), SMALLEST), dict[torch.device, int]()
+        entries, sizes = bucket(max(self.limit, self.capacity), self.smallest), dict[torch.device, int]()
         for (heads, width, dtype, device, *_), group in groups.items():
             size = len(group) * self.rows * heads * entries * width * dtype.itemsize
             sizes[device] = sizes.get(device, 0) + size

@@ -78,7 +78,7 @@ def autoregressive(
         if options.watch is not None:
             rows.watched(before, tree, [[0]] * len(tokens), tokens, (0.0, t2 - t0, t1 - t2))
             t1 = clock(target.device)
-    stats.compiled = target.compiled - compiled
+    stats.compiled, stats.exact = target.compiled - compiled, target.exact
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
 
 
@@ -181,5 +181,5 @@ def _steps(
             yield added
             t1 = clock(target.device)
     finally:
-        stats.compiled += target.compiled - compiled
+        stats.compiled, stats.exact = stats.compiled + target.compiled - compiled, target.exact
         cache.close()

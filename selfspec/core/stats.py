@@ -12,7 +12,8 @@ class Stats:
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
-    passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row; notes: what a drafter counted.
+    passes in which depth d + 1 was accepted; lengths: tokens of each pass, row by row; notes: what a drafter counted;
+    exact: whether the tokens are those of plain decoding "by construction" or "up to rounding" (see `Target.exact`).
     """
 
     passes: int = 0
@@ -23,6 +24,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    exact: str = "up to rounding"
     seconds_prefill: float = 0.0
     seconds_draft: float = 0.0
     seconds_target: float = 0.0

@@ -128,11 +128,20 @@ class Target:
         return self._tuples
 
     @property
+    def exact(self) -> str:
+        """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
+        the bits that it has in any other, or "up to rounding" of near-ties. In float32 rounding is far below what
+        separates tokens."""
+        return "by construction" if self.engine.row_invariant("tree_pass") else "up to rounding"
+
+    @property
     def exactness(self) -> str:
-        """What holds of speculative output in this dtype, as a line for users."""
-        name = str(self.dtype).removeprefix("torch.")
+        """What holds of speculative output in this dtype and engine, as a line for users."""
+        name = f"{str(self.dtype).removeprefix('torch.')}, {self.engine.name} engine"
         if self.dtype.itemsize >= 4:
             return f"{name}: the tokens of plain decoding"
+        if self.exact == "by construction":
+            return f"{name}: the tokens of plain decoding, by construction"
         return f"{name}: the tokens of plain decoding up to rounding of near-ties (float32: always)"
 
     @property

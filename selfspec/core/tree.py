@@ -131,17 +131,16 @@ _DEFAULTS = {field.name: field.default for field in fields(DraftTree)}
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """bool [B, N, N], True where node i is node j or descends from it, of parents int64 [B, N]: each of log2(N)
-    products doubles the levels that are seen."""
+    """bool [B, N, N], True where node i is node j or descends from it, of parents int64 [B, N]: each of log2(N) steps
+    doubles the levels that are seen."""
     nodes = parents.shape[1]
     each = torch.arange(nodes, device=parents.device)
-    seen = (each == parents[:, :, None]) | (each == each[:, None])
-    if nodes == 1:
-        return seen
-    reached = seen.float()
+    above = torch.where(parents < 0, each, parents)  # the node that is 1, 2, 4, ... levels up, or the topmost
+    seen = (each == each[:, None]).expand(len(parents), -1, -1)
     for _ in range((nodes - 1).bit_length()):
-        reached = (reached @ reached).gt_(0.5)
-    return reached.bool()
+        seen = seen | seen.gather(1, above[:, :, None].expand(-1, -1, nodes))
+        above = above.gather(1, above)
+    return seen
 
 
 def chain(tokens: Tensor) -> DraftTree:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from selfspec.engine.capture import Captured, parts_of
 from selfspec.engine.fit import file_name, key
-from selfspec.engine.kernels.weights import freeze
+from selfspec.engine.kernels.weights import freeze, laid_out_bytes, measured
+from selfspec.engine.layers import compiled_once
 from selfspec.utils.files import cache_folder
 
 ENGINES = ("eager", "compiled")
@@ -38,7 +39,8 @@ class Engine:
 
     backend: torch.compile's; folder: where compiled code is kept for the next process (None: nowhere); compiled:
     functions by `fit.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
-    the reason for each function that runs as it is instead; busy: seconds spent in functions, by name.
+    the reason for each function that runs as it is instead; varying: for each function whose rows may depend on how
+    many there are, the operations by which they do; busy: seconds spent in functions, by name.
     """
 
     backend: str | None = None
@@ -47,6 +49,7 @@ class Engine:
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     made: list[tuple[str, float, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    varying: dict[str, str] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
 
@@ -59,6 +62,17 @@ class Engine:
     def name(self) -> str:
         """One of ENGINES."""
         return "eager" if self.backend is None else "compiled"
+
+    def row_invariant(self, function: str) -> bool:
+        """Whether all that was compiled of this function gives a row the same bits whatever rows are beside it, and
+        however many."""
+        known = any(what.startswith(function) for what, _, _ in self.made)
+        return known and not any(what.startswith(function) for what in self.varying)
+
+    @property
+    def kernels(self) -> dict[str, Any]:
+        """products: what was measured of each and chosen (see `weights.measure`); bytes: of weights laid out for it."""
+        return {"products": measured(), "bytes": laid_out_bytes()}
 
     def size(self, count: int, most: int | None = None) -> int:
         """The size of a dimension that holds `count` entries, and in other calls up to `most`: `count` itself in eager
@@ -92,16 +106,18 @@ class Engine:
         for module in modules_in(args):
             freeze(module)
         code: Any
-        code, how = _read(path), "read"
+        code, how, notes = _read(path), "read", None if path is None else path.with_suffix(".varying")
+        if code is not None and notes is not None and notes.is_file():
+            self.varying[what] = notes.read_text()
         if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
                 place = "" if self.folder is None else f", kept in {self.folder} for the next start"
                 print(f"compiling for new shapes, some seconds each{place}", file=sys.stderr)
             code, how = self._compile(function, args, what), "compiled"
             if code is None:
-                code, how = function, "not compiled"
+                code, how, self.varying[what] = function, "not compiled", "not compiled"
             else:
-                self._write(path, code)
+                self._write(path, code, self.varying.get(what, ""))
         self.made.append((what, time.perf_counter() - start, how))
         if code is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
             code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
@@ -110,24 +126,42 @@ class Engine:
 
     def _compile(self, function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
         """The compiled function; None where torch can not compile it."""
+        on_cpu = all(part.device.type == "cpu" for part, _ in parts_of(args))
+        code: Any = None
+        for modules in (
+            [*modules_in(args)] if on_cpu else [],
+            [],
+        ):  # layers that change what they hold can not be nested
+            options = _options(str(self.backend))
+            with compiled_once(modules) as nested:
+                try:
+                    code = self._code(function, args, options)
+                    break
+                except Exception as error:  # torch raises many kinds, and the function itself is still right
+                    if not nested:
+                        self._refused("not compiled, runs as it is", what, error)
+                        return None
+        rewritten = options.get("post_grad_custom_pre_pass")
+        varying = ["of the library"] if rewritten is None else rewritten.varying
+        if varying:
+            self.varying[what] = ", ".join(sorted(set(varying)))
+        return code
+
+    def _code(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         from torch._dynamo.exc import RestartAnalysis  # slow to import
 
+        compiling: Any = torch.compile(
+            function,
+            backend=self.backend,  # type: ignore[arg-type]
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **options},
+        )
         try:
-            compiling: Any = torch.compile(
-                function,
-                backend=self.backend,  # type: ignore[arg-type]
-                fullgraph=True,
-                dynamic=False,
-                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, **_options(str(self.backend))},
-            )
-            try:
-                code = compiling.aot_compile((args, {}))
-            except RestartAnalysis:  # torch.compile itself begins again then; aot_compile leaves it to its caller
-                code = compiling.aot_compile((args, {}))
-            code.disable_guard_check()
-        except Exception as error:  # torch raises many kinds, and the function itself is still right
-            self._refused("not compiled, runs as it is", what, error)
-            return None
+            code = compiling.aot_compile((args, {}))
+        except RestartAnalysis:  # torch.compile itself begins again then; aot_compile leaves it to its caller
+            code = compiling.aot_compile((args, {}))
+        code.disable_guard_check()
         return code
 
     def _refused(self, instead: str, what: str, error: Exception) -> None:
@@ -144,11 +178,13 @@ class Engine:
             print(f"compiled code is not kept: {error}", file=sys.stderr)
             return None
 
-    def _write(self, path: Path | None, code: Any) -> None:
+    def _write(self, path: Path | None, code: Any, varying: str) -> None:
         if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if varying:
+                path.with_suffix(".varying").write_text(varying)
             code.save_compiled_function(str(path))
             _trim(path.parent)
         except OSError as error:
@@ -258,6 +294,7 @@ def _trim(folder: Path) -> None:
         total += size
         if total > DISK:
             path.unlink(missing_ok=True)
+            path.with_suffix(".varying").unlink(missing_ok=True)
 
 
 def _holds(known: Any, gone: set[int]) -> bool:

@@ -269,4 +269,5 @@ def measure_limits(
                     )
     compiled = [{"what": what, "seconds": took, "how": how} for what, took, how in fast.engine.made]
     figures = {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
-    return figures | {"compiled": compiled, "failed": fast.engine.failed}
+    figures |= {"compiled": compiled, "failed": fast.engine.failed}
+    return figures | {"kernels": fast.engine.kernels, "exact": fast.exact, "varying": fast.engine.varying}

@@ -25,7 +25,7 @@ def limits_tables(figures: Figures) -> str:
     for engine in ("eager", "compiled"):
         columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
     text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
-    for part in (_compiled_lines(figures), _starts_table(figures.get("starts", {}))):
+    for part in (_compiled_lines(figures), _kernels_table(figures), _starts_table(figures.get("starts", {}))):
         text += f"\n\n{part}" if part else ""
     if not figures["forecasts"]:
         return text
@@ -56,6 +56,25 @@ def _compiled_lines(figures: Figures) -> str:
         text += f" in {sum(seconds):.0f} s ({seconds[0]:.1f} to {seconds[-1]:.1f} s each)"
     failed = "; ".join(f"{what}: {why}" for what, why in figures["failed"].items())
     return f"{text}." + (f" Not compiled: {failed}." if failed else "")
+
+
+def _kernels_table(figures: Figures) -> str:
+    """The kernel of each product with weights, and how long each that serves it takes at 1, 8, ... rows."""
+    kernels = figures.get("kernels", {"products": {}})
+    if not kernels["products"]:
+        return ""
+    names = sorted({name for product in kernels["products"].values() for name in product["ms"]})
+    rows = []
+    for shape, product in kernels["products"].items():
+        times = [" / ".join(f"{ms:.3f}" for ms in product["ms"].get(name, {}).values()) for name in names]
+        marks = ["*" if name in product["varies"] else "" for name in names]
+        rows.append([shape, product["kernel"] or "none", *(a + b for a, b in zip(times, marks, strict=True))])
+    counts = " / ".join(next(iter(next(iter(kernels["products"].values()))["ms"].values())))
+    head = (
+        f"Kernels for {kernels['bytes'] / 1e6:.1f} MB of weights laid out beside the model's own, ms at {counts} rows; "
+        f"*: a row's bits depend on the rows beside it. Compiled passes are exact {figures['exact']}."
+    )
+    return f"{head}\n\n{markdown(['outputs x inputs', 'chosen', *names], rows)}"
 
 
 def _starts_table(starts: dict[str, Figures]) -> str:

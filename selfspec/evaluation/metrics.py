@@ -148,9 +148,10 @@ def _speculative(rows: list[Record]) -> Figures:
 
 def total(stats: list[Stats]) -> Stats:
     """The counts and times of several calls as those of one."""
-    counted = ("accepted", "lengths", "notes")
+    counted = ("accepted", "lengths", "notes", "exact")
     numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in counted}
     notes = sum((Counter(s.notes) for s in stats), Counter[str]())
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
     accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]
-    return Stats(**numbers, accepted=accepted, lengths=lengths, notes=dict(notes))
+    exact = next((s.exact for s in stats if s.exact != "by construction"), "by construction")
+    return Stats(**numbers, accepted=accepted, lengths=lengths, notes=dict(notes), exact=exact)

@@ -10,6 +10,7 @@ a pass over one node and over a tree. Measured: notebooks/LOG.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch._inductor.select_algorithm import ExternKernelChoice
 from selfspec.engine.kernels.native import SOURCES, binding, served
 from selfspec.engine.kernels.weights import laid_out
 
-MOST = 512  # rows, and queries of each head; more were not measured
+UNDIVIDED = 2**14  # numbers of a row that are summed up by one thread: two would add them in another order
+MOST = 4096  # rows, and queries of each head: those of 16 prompts in one pass
 STEP = 32  # rows of weights, and heads, must be multiples of it
 SLOTS = 16  # the number of slots must be a multiple of it
 _aten = torch.ops.aten
@@ -35,7 +37,13 @@ def options() -> dict[str, Any]:
     that differs from one number of nodes to another."""
     if not served():
         return {}
-    return {"post_grad_custom_pre_pass": FewRows(), "emulate_precision_casts": True, "size_asserts": False}
+    return {
+        "post_grad_custom_pre_pass": FewRows(),
+        "emulate_precision_casts": True,
+        "size_asserts": False,
+        "cpp.min_chunk_size": UNDIVIDED,
+        "fx_graph_cache": False,  # what it holds was not seen by the pass in this process; the engine keeps code itself
+    }
 
 
 def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
@@ -121,7 +129,12 @@ def _lowered_attention(query: Any, keys: Any, values: Any, mask: Any, scale: flo
 
 class FewRows(CustomGraphPass):
     """Rewrites a graph of aten operations: what the kernels serve is run by them. Up to three products that read the
-    same rows, and inputs of the graph as weights, are one call."""
+    same rows, and inputs of the graph as weights, are one call. varying: names of the products and attentions that are
+    left to the library, whose rows may depend on how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.varying: list[str] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         groups: dict[Hashable, list[fx.Node]] = {}
@@ -141,9 +154,18 @@ class FewRows(CustomGraphPass):
                 _rewrite_batch(graph, node)
         for node in graph.find_nodes(op="call_function", target=_flash):
             _rewrite_attention(graph, node)
+        self.varying += [str(node.target) for node in graph.nodes if _varies(node)]
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__, *map(str, SOURCES)))
+
+
+def _varies(node: fx.Node) -> bool:
+    """Whether this is a product of more than one term, a convolution or an attention of the library."""
+    name = str(node.target).split(".")[1] if str(node.target).startswith(("aten.", "mkldnn.")) else ""
+    if not re.search(r"mm$|mm_|attention|convolution|linear", name):
+        return False
+    return not (name in ("mm", "bmm") and node.args[0].meta["val"].shape[-1] == 1)  # type: ignore[union-attr]
 
 
 def _alike(*parts: Tensor) -> bool:

@@ -39,6 +39,7 @@ COPIES = 32  # weights that it reads at most; smaller ones stay in a cache in de
 _frozen: dict[int, weakref.ref[Tensor]] = {}  # weights that may be laid out, by address
 _laid_out: dict[int, LaidOut] = {}  # by the address of the first of the weights side by side
 _choices: dict[str, Figures] = {}  # of this machine, by shape
+_met: set[tuple[int, int]] = set()  # shapes of this process's products
 _lock = threading.RLock()
 
 
@@ -187,6 +188,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
     """The fastest row-invariant kernel for weights [outputs, width]; None where none is. It is measured once and kept
     for later processes."""
     name = f"{outputs}x{width}"
+    _met.add((outputs, width))
     if name not in _choices:
         path = cache_folder() / "kernels" / f"{_machine()}.json"
         with suppress(OSError, ValueError):
@@ -199,6 +201,11 @@ def choose(outputs: int, width: int) -> Kernel | None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_text(path, json.dumps(_choices, indent=1) + "\n")
     return next((kernel for kernel in KERNELS if kernel.name == _choices[name]["kernel"]), None)
+
+
+def measured() -> dict[str, Figures]:
+    """What was measured of the products that this process has met, by their shape; see `measure`."""
+    return {f"{outputs}x{width}": _choices[f"{outputs}x{width}"] for outputs, width in sorted(_met)}
 
 
 @cache
