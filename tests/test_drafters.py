@@ -78,6 +78,12 @@ TABLE = {
     "medusa": of(Medusa, 4 * (H2 + HIDDEN) + 4 * 8 * HV, heads=4, rank=8),
     "medusa_deep": of(Medusa, 2 * 3 * (H2 + HIDDEN) + 2 * 4 * HV, heads=2, blocks=3, rank=4),
     "medusa_full": of(Medusa, 3 * (H2 + HIDDEN) + 3 * HIDDEN * VOCAB, heads=3, projection="full"),
+    "medusa_few": of(Medusa, 3 * (H2 + HIDDEN) + 3 * 4 * (HIDDEN + 20), heads=3, rank=4, draft_vocab=20),
+    "medusa_full_few": of(Medusa, heads=3, projection="full", draft_vocab=20),
+    "sequential_few": of(SequentialHeads, heads=3, rank=4, width=3, draft_vocab=20),
+    "sequential_markov_few": of(
+        SequentialHeads, heads=3, form="markov", rank=4, correction=8, prefix=False, draft_vocab=20
+    ),
     "medusa_ce": of(Medusa, heads=3, rank=4, loss="ce"),
     "sequential": of(SequentialHeads, heads=4, rank=4, width=3),
     "sequential_alone": of(

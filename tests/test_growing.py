@@ -342,9 +342,10 @@ def test_merged_tail_is_pefts_own_and_leaves_the_target_alone(family: str) -> No
 # -- a reduced draft vocabulary
 
 
-def test_few_tokens_are_drafted_and_all_are_emitted(llama: Target) -> None:
-    drafter = random_drafter(Feature, llama, draft_vocab=7)
-    drafter.vocabulary.copy_(torch.tensor([3, 60, 8, 41, 0, 22, 17]))
+@pytest.mark.parametrize("kind", [Feature, Medusa, SequentialHeads])
+def test_few_tokens_are_drafted_and_all_are_emitted(kind: type[Drafter], llama: Target) -> None:
+    drafter = random_drafter(kind, llama, draft_vocab=7)
+    drafter.drafts_only(torch.tensor([3, 60, 8, 41, 0, 22, 17]))
     drafter.eval()
     for temperature in (0.0, 1.0):
         watch, options = Watch(drafter), Options(30, Sampling(temperature), 2)
@@ -392,6 +393,7 @@ QUICK = (
         pytest.param("sequential", ["drafter.form=markov", "drafter.prefix=false"], marks=pytest.mark.slow),
         pytest.param("early_exit", ["drafter.rank=4"], marks=pytest.mark.slow),
         ("feature", ["drafter.draft_vocab=50"]),
+        pytest.param("medusa", ["drafter.draft_vocab=50", "drafter.rank=4"], marks=pytest.mark.slow),
         pytest.param("early_exit", ["drafter.rank=0"], marks=pytest.mark.slow),
     ],
 )
@@ -451,7 +453,7 @@ def test_a_target_of_one_layer_is_refused() -> None:
     made(SequentialHeads, target, prefix=False)
 
 
-@pytest.mark.parametrize("kind", [Feature, Eagle3])
+@pytest.mark.parametrize("kind", [Feature, Eagle3, Medusa, SequentialHeads])
 def test_a_reduced_vocabulary_fits_a_bfloat16_target(kind: type[Drafter]) -> None:
     drafter = made(kind, Target(tiny_model(dtype=torch.bfloat16)), draft_vocab=20)
     assert drafter.vocabulary.shape == (20,)

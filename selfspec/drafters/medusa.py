@@ -16,17 +16,19 @@ from torch.nn import functional as F
 from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, pack, positive, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, training_dtype, whole
 from selfspec.drafters.parts.losses import check_loss, heads_loss
 from selfspec.drafters.parts.static_tree import StaticTreeSession
 from selfspec.drafters.parts.views import SharedHeads
+from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
 
 @dataclass
 class MedusaConfig(DrafterConfig):
     """heads: K; blocks: residual blocks x + SiLU(Wx + b) per head; projection: lora (the target's lm_head and one LoRA
     of `rank` per head) or full (V x H weights per head); rank: of the LoRA; loss: kl, ce, tv, lk, accept, or a function
-    of yours; depth_decay: weight of each head's loss relative to the head before it (the paper's 0.8).
+    of yours; depth_decay: weight of each head's loss relative to the head before it (the paper's 0.8); draft_vocab: how
+    many tokens can be drafted, the most frequent of the training text (None: all).
 
     Raises ValueError for a number below 1, or an unknown projection or loss.
     """
@@ -37,17 +39,20 @@ class MedusaConfig(DrafterConfig):
     rank: int = 32
     loss: str = "kl"
     depth_decay: float = 0.8
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "blocks", "rank"):
             whole(name, getattr(self, name))
         one_of("projection", self.projection, ("lora", "full"))
         check_loss(self.loss)
+        check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
 
 
-class Medusa(Trained):
-    """K heads on a frozen target. Parameters: blocks K*L*(H*H + H); projection "lora" K*rank*(H + V), "full" K*H*V."""
+class Medusa(Reduced):
+    """K heads on a frozen target. Parameters: blocks K*L*(H*H + H); projection "lora" K*rank*(H + V), "full" K*H*V; of
+    a draft vocabulary, its size in place of V."""
 
     config: MedusaConfig
     blocks: Tensor
@@ -56,7 +61,7 @@ class Medusa(Trained):
     wide: Tensor
 
     def __init__(self, target: Target, config: MedusaConfig) -> None:
-        super().__init__(config, depth=config.heads)
+        super().__init__(target, config, config.heads, config.draft_vocab)
         heads, hidden, device = config.heads, target.hidden_size, target.device
         dtype = training_dtype(target.dtype)
         # Zero blocks: every head starts as the target's own next-token prediction.
@@ -64,12 +69,23 @@ class Medusa(Trained):
         self.bias = nn.Parameter(torch.zeros(config.blocks, heads, 1, hidden, device=device, dtype=dtype))
         self.shared: SharedHeads | None = None
         if config.projection == "lora":
-            self.shared = SharedHeads(target, heads, config.rank, dtype)
+            self.shared = SharedHeads(target, heads, config.rank, dtype, config.draft_vocab)
         else:
             self.view = view(target.lm_head)  # keeps a bias, should the target have one
-            self.full = nn.Parameter(self.view.weight.detach().to(dtype).repeat(heads, 1, 1))
+            self.full = nn.Parameter(self.of_rows(self.view.weight.detach()).to(dtype).repeat(heads, 1, 1))
         self.compute_dtype = target.dtype
         pack(self, blocks=None, biases=None, narrow=None, wide=None)
+
+    def of_rows(self, weight: Tensor) -> Tensor:
+        """The draft vocabulary's rows of a weight [V, ...]."""
+        return weight if self.vocabulary is None else weight[self.vocabulary]
+
+    def drafts_only(self, ids: Tensor) -> None:
+        super().drafts_only(ids)
+        if self.shared is None:
+            self.full.data.copy_(self.of_rows(self.view.weight.detach()))
+        else:
+            self.shared.select(ids)
 
     def _weights(self) -> tuple[Tensor, ...]:
         """Block weights [L, K, H, H], biases [L, K, 1, H]; then LoRA A [K, H, r] and B [K, r, V], or full [K, H, V]."""
@@ -82,6 +98,9 @@ class Medusa(Trained):
         """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding: [out, in] in
         memory, as the target's are."""
         super().train(mode)
+        self.check_vocabulary()
+        if self.shared is not None and self.vocabulary is not None:
+            self.shared.select(self.vocabulary)
         with torch.no_grad():
             weights = () if mode else [w.detach().to(self.compute_dtype) for w in self._weights()]
         pack(self, **dict(zip_longest(("blocks", "biases", "narrow", "wide"), weights)))
@@ -97,18 +116,17 @@ class Medusa(Trained):
         if self.shared is None:
             logits = x @ weights[2][:heads].to(x.dtype)
             bias_row: Tensor | None = self.view.bias
-            return logits if bias_row is None else logits + bias_row
+            return logits if bias_row is None else logits + self.of_rows(bias_row)
         projected: Tensor = self.shared(x, *weights[2:4])
         return projected
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         rows, n = len(batch.tokens), batch.tokens.shape[1] - 1 - self.depth  # positions where every head has a target
         draft = self(batch.hidden[:, :n].flatten(0, 1)).unflatten(1, (rows, n))  # [K, B, n, V]
-        return heads_loss(self.config.loss, draft, batch, self.config.depth_decay)
+        return heads_loss(self.config.loss, draft, batch, self.config.depth_decay, self.vocabulary)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
-        logits: Tensor = self(sample.hidden[at].to(self.compute_dtype))
-        return logits
+        return self.of_all(self(sample.hidden[at].to(self.compute_dtype)))
 
     def session(self, target: Target, rows: int) -> Session:
         return StaticTreeSession(self)

@@ -24,23 +24,13 @@ from torch.nn import functional as F
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import (
-    Batch,
-    DrafterConfig,
-    Sample,
-    Trained,
-    one_of,
-    pack,
-    positive,
-    share,
-    training_dtype,
-    whole,
-)
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, LastLayer, PendingRows
 from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
+from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
 _SHORTLIST = 128  # tokens per depth that conditional scores are computed for
 _FORGET = 0.15  # share of positions that train without drafted tokens, so that the shortlist's scores are trained too
@@ -52,7 +42,8 @@ class SequentialConfig(DrafterConfig):
     the heads; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head; correction: rank
     of the parent's correction (markov); width: nodes expanded per depth at most; min_prob: a node with less path
     probability is not expanded; loss: kl, ce, tv, lk, accept, or a function of yours; depth_decay: weight of each
-    head's loss relative to the head before it.
+    head's loss relative to the head before it; draft_vocab: how many tokens can be drafted, the most frequent of the
+    training text (None: all).
 
     Raises ValueError for a number below 1, an unknown form or loss, or a share outside its range.
     """
@@ -67,6 +58,7 @@ class SequentialConfig(DrafterConfig):
     min_prob: float = 0.2
     loss: str = "kl"
     depth_decay: float = 0.9
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "blocks", "rank", "correction", "width"):
@@ -74,16 +66,17 @@ class SequentialConfig(DrafterConfig):
         one_of("form", self.form, ("hydra", "markov"))
         one_of("prefix", self.prefix, (True, False))
         check_loss(self.loss)
+        check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
         share("min_prob", self.min_prob)
 
 
-class SequentialHeads(Trained):
+class SequentialHeads(Reduced):
     """K heads on a frozen target, each reading its path.
 
     Parameters: hydra K*blocks*(H*H + H) + K*(K+1)/2*H*H + K*rank*(H + V);
     markov K*blocks*(H*H + H) + K*H*correction + correction*V + K*rank*(H + V);
-    prefix adds 3*H*H and a decoder layer.
+    prefix adds 3*H*H and a decoder layer; of a draft vocabulary, its size in place of V.
 
     Packed for decoding, all [out, in], what all heads share side by side: narrow [K, r, H] and columns [K, V, r], LoRA
     of all heads; start [K*H, H], for hydra [K*H, 2H], the first block and the root's part of the path; biases [L, K, 1,
@@ -100,7 +93,7 @@ class SequentialHeads(Trained):
     corrected: Tensor | None
 
     def __init__(self, target: Target, config: SequentialConfig) -> None:
-        super().__init__(config, depth=config.heads)
+        super().__init__(target, config, config.heads, config.draft_vocab)
         heads, hidden, dtype = config.heads, target.hidden_size, training_dtype(target.dtype)
 
         def zeros(*shape: int) -> Tensor:
@@ -113,12 +106,12 @@ class SequentialHeads(Trained):
             self.path = nn.ParameterList([zeros((k + 1) * hidden, hidden) for k in range(heads)])
         else:
             start = torch.randn(heads, hidden, config.correction, device=target.device, dtype=dtype) / math.sqrt(hidden)
-            self.path = nn.ParameterList([start, zeros(config.correction, target.vocab_size)])
+            self.path = nn.ParameterList([start, zeros(config.correction, config.draft_vocab or target.vocab_size)])
         self.prefix: LastLayer | None = None
         if config.prefix:
             self.reads = (target.n_layers - 1,)
             self.prefix = LastLayer(target, self.reads, 1, True, dtype)
-        self.shared = SharedHeads(target, heads, config.rank, dtype)
+        self.shared = SharedHeads(target, heads, config.rank, dtype, config.draft_vocab)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.compute_dtype = target.dtype
         self._pack(None)
@@ -126,6 +119,9 @@ class SequentialHeads(Trained):
     def train(self, mode: bool = True) -> SequentialHeads:
         """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
+        self.check_vocabulary()
+        if self.vocabulary is not None:
+            self.shared.select(self.vocabulary)
         with torch.no_grad():
             self._pack(None if mode else self.compute_dtype)
         return self
@@ -224,7 +220,7 @@ class SequentialHeads(Trained):
         paths = self.embed(tokens[:, 1:].unfold(1, self.depth, 1)[:, :n].flatten(0, 1))
         forget = random_rows(tokens, n).flatten() < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
-        return heads_loss(self.config.loss, draft, batch, self.config.depth_decay)
+        return heads_loss(self.config.loss, draft, batch, self.config.depth_decay, self.vocabulary)
 
     def read(
         self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor], documents: Tensor | None = None
@@ -243,7 +239,7 @@ class SequentialHeads(Trained):
         path = sample.tokens[at[:, None] + 1 + torch.arange(self.depth)].to(device)
         features = {layer: part[None].to(dtype) for layer, part in sample.features.items()}
         hidden = self.read(sample.tokens[None].to(device), sample.hidden[None].to(dtype), features)
-        return self.along(hidden[0, at], self.embed(path))
+        return self.of_all(self.along(hidden[0, at], self.embed(path)))
 
     def session(self, target: Target, rows: int) -> SequentialSession:
         return SequentialSession(self)
@@ -254,23 +250,25 @@ def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: T
     `drafted_by`."""
     hidden = state if isinstance(state, Tensor) else drafter.prefix.read(state, False).hidden[:, 0]  # type: ignore[union-attr]
     first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
-    ranked = logits
+    ranked, vocabulary = logits, drafter.vocabulary
     if ranking.noise is not None:
-        ranked = perturbed(logits, ranking.noise.transpose(0, 1), ranking.temperature)
+        noise = ranking.noise if vocabulary is None else ranking.noise[..., vocabulary]
+        ranked = perturbed(logits, noise.transpose(0, 1), ranking.temperature)
     ids = ranked.topk(min(_SHORTLIST, logits.shape[-1]), -1).indices  # [K, B, C]
+    tokens = ids if vocabulary is None else vocabulary[ids]
     path = logits.new_zeros(len(hidden), 1, 0, hidden.shape[-1])  # [B, m, k, H]: of the nodes expanded last
     before: Tensor | int = 0  # the first of those nodes
 
     def step(growth: Growth, k: int) -> tuple[Tensor, Tensor]:
         nonlocal path, before
         if k == 0:
-            return logits[0].gather(1, ids[0])[:, None], ids[0]
+            return logits[0].gather(1, ids[0])[:, None], tokens[0]
         at = growth.frontier[0]
         above = growth.parents[:, at] - before  # [B, m]: which of the nodes expanded before
         path = path.gather(1, above[:, :, None, None].expand(-1, -1, *path.shape[2:]))
         path = torch.cat([path, drafter.embed(growth.tokens[:, at])[:, :, None]], 2)
         before = growth.frontier[0, 0]
-        return drafter(hidden, first, path, ids[k])[0], ids[k]
+        return drafter(hidden, first, path, ids[k])[0], tokens[k]
 
     return grow(growth, step, drafter.depth, ranking).best()
 

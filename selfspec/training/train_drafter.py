@@ -18,7 +18,7 @@ from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Drafter, Sample, Trained
-from selfspec.drafters.parts.unrolled import Unrolled
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.checks import agree, check_training
@@ -246,7 +246,7 @@ def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) 
 
 def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
     """A reduced draft vocabulary becomes the text's most frequent tokens."""
-    if isinstance(drafter, Unrolled) and (ids := drafter.vocabulary) is not None:
+    if isinstance(drafter, Reduced) and (ids := drafter.vocabulary) is not None:
         counts = torch.zeros(vocab, dtype=torch.int64)
         for tokens, mask in zip(corpus.tokens.split(1 << 24), corpus.mask.split(1 << 24), strict=True):
             counts += tokens[mask].bincount(minlength=vocab)

@@ -50,6 +50,11 @@ def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -
 def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str, Tensor]:
     """All tensors of the heads, in the target's saved dtype; LoRA is folded into a full projection for each head."""
     tensors, dtype = dict[str, Tensor](), target.saved_dtype
+    if drafter.vocabulary is not None:
+        raise ValueError(
+            f"heads of a reduced vocabulary (drafter.draft_vocab={len(drafter.vocabulary)}) can not be written in this "
+            "form, which has a row for each token; export heads that were trained with drafter.draft_vocab=null"
+        )
     lora = None if drafter.shared is None else drafter.shared.weights()  # [K, H, r], [K, r, V]
     for i in range(drafter.config.heads):
         if lora is None:

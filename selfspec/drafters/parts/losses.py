@@ -189,11 +189,18 @@ def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, T
     return (means * weights).sum() / weights.sum(), {loss.rpartition(".")[2]: means.detach()}
 
 
-def heads_loss(loss: str, draft: Tensor, batch: Batch, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V]."""
+def heads_loss(
+    loss: str, draft: Tensor, batch: Batch, decay: float, vocabulary: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V], or
+    [K, B, n, V'] of a draft vocabulary, int64 [V']. Positions whose likeliest token is not in it do not count."""
     n, losses, counts = draft.shape[2], [], []
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
-        losses.append(distance(loss, guess, batch.logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
-        counts.append(batch.counted(2 + k)[:, :n])
+        wanted, counted = batch.logits[:, 1 + k : 1 + k + n], batch.counted(2 + k)[:, :n]
+        if vocabulary is not None:
+            counted = counted & torch.isin(wanted.argmax(-1), vocabulary)
+            wanted = wanted[..., vocabulary]
+        losses.append(distance(loss, guess, wanted, batch.tokens[:, place]))
+        counts.append(counted)
     return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)

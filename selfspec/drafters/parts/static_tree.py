@@ -81,10 +81,12 @@ def drafted(
 ) -> Tensor:
     """Tokens int64 [B, N] of a static tree: each depth's best `choices` behind hidden states [B, H], placed by `index`.
     noise: float64 [B, depth, V], None when greedy."""
-    scores = drafter(hidden, depth).transpose(0, 1)  # [B, depth, V]
+    ids: Tensor | None = getattr(drafter, "vocabulary", None)  # drafters of other packages have none
+    scores = drafter(hidden, depth).transpose(0, 1)  # [B, depth, V], or of the draft vocabulary
     if noise is not None:
-        scores = perturbed(scores, noise, temperature)
+        scores = perturbed(scores, noise if ids is None else noise[..., ids], temperature)
     ranked = scores.topk(choices, -1).indices  # [B, depth, choices]
+    ranked = ranked if ids is None else ids[ranked]
     return torch.cat([roots[:, None], ranked.flatten(1)], 1)[:, index]
 
 
@@ -101,8 +103,10 @@ class StaticTreeSession:
 
     def propose(self, context: Context) -> DraftTree:
         if not self.table:
-            acceptance, vocab = self.drafter.calibration[context.mode].acceptance, context.target.vocab_size
-            self.table = tuple(tuple(row[:vocab]) for row in acceptance)
+            acceptance = self.drafter.calibration[context.mode].acceptance
+            ids: Tensor | None = getattr(self.drafter, "vocabulary", None)
+            choices = context.target.vocab_size if ids is None else len(ids)
+            self.table = tuple(tuple(row[:choices]) for row in acceptance)
         shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
         if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])

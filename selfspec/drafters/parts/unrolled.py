@@ -25,11 +25,12 @@ from selfspec.core.masks import additive, restarting
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, pack, positive, share, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, pack, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
 from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
+from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
 
 @dataclass
@@ -64,10 +65,7 @@ class UnrolledConfig(DrafterConfig):
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
         check_loss(self.loss)
-        if self.draft_vocab is not None:
-            whole("draft_vocab", self.draft_vocab)
-            if self.loss == "ce":
-                raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
+        check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
 
     def read_layers(self, target: Target, default: set[int]) -> tuple[int, ...]:
@@ -81,39 +79,22 @@ class UnrolledConfig(DrafterConfig):
         return tuple(sorted(layers))
 
 
-class Unrolled(Trained):
-    """A drafter of one such layer. layer: reads and continues features; vocabulary: int64, the only tokens it can draft
-    (None: all); draft_head: lm_head's rows of the draft vocabulary, for decoding; None where all tokens can be drafted
-    or lm_head has only those rows."""
+class Unrolled(Reduced):
+    """A drafter of one such layer. layer: reads and continues features; draft_head: lm_head's rows of the draft
+    vocabulary, for decoding; None where all tokens can be drafted or lm_head has only those rows."""
 
     config: UnrolledConfig
     layer: FeatureLayer
-    vocabulary: Tensor | None
     draft_head: Tensor | None
 
     def __init__(self, target: Target, config: UnrolledConfig) -> None:
-        super().__init__(config, config.depth)
+        super().__init__(target, config, config.depth, config.draft_vocab)
         pack(self, draft_head=None)
-        self.tokens = target.vocab_size
-        if config.draft_vocab is not None:
-            why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.draft_vocab=null"
-            whole("draft_vocab", config.draft_vocab, 1, target.vocab_size - 1, why)
-        few = None if config.draft_vocab is None else torch.arange(config.draft_vocab, device=target.device)
-        self.register_buffer("vocabulary", few)
 
     @property
     @abstractmethod
     def head(self) -> nn.Linear:
         """What maps the layer's output to logits: of all tokens, or of those it can draft."""
-
-    def drafts_only(self, ids: Tensor) -> None:
-        """Before training: the draft vocabulary is `ids`, int64, as many as the config says."""
-        assert self.vocabulary is not None
-        self.vocabulary.copy_(ids)
-
-    def of_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits of the tokens it can draft, from logits of all or of these."""
-        return logits if self.vocabulary is None or logits.shape[-1] < self.tokens else logits[..., self.vocabulary]
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -139,11 +120,7 @@ class Unrolled(Trained):
         super().train(mode)
         pack(self, draft_head=None)
         if not mode and (ids := self.vocabulary) is not None:
-            if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.tokens:
-                raise ValueError(
-                    f"the map of the draft vocabulary must name {len(ids)} different tokens between 0 and "
-                    f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
-                )
+            self.check_vocabulary()
             if self.head.out_features == self.tokens:
                 pack(self, draft_head=self.head.weight.detach()[ids])
         return self
@@ -201,11 +178,7 @@ class Unrolled(Trained):
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
-        scores = torch.stack([step[0, at + d] for d, step in enumerate(logits)])
-        if self.vocabulary is None:
-            return scores
-        none = scores.new_full((*scores.shape[:2], self.tokens), -torch.inf)
-        return none.index_copy(2, self.vocabulary, self.of_vocabulary(scores))
+        return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
     def session(self, target: Target, rows: int) -> UnrolledSession:
         return UnrolledSession(self)

@@ -45,16 +45,24 @@ class Adapted(nn.Module):
 
 class SharedHeads(Adapted):
     """K projections to the vocabulary: a view of the target's lm_head with one LoRA per head, so that one product with
-    the shared weights serves all heads. Parameters: K*rank*(H + V)."""
+    the shared weights serves all heads. Parameters: K*rank*(H + V). With `count`, of so many tokens: a copy of their
+    rows of lm_head, and LoRA of them alone."""
 
-    def __init__(self, target: Target, heads: int, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, target: Target, heads: int, rank: int, dtype: torch.dtype, count: int | None = None) -> None:
         super().__init__()
         path = next(n for n, m in target.model.named_modules() if m is target.lm_head)
         self.name = path.rsplit(".", 1)[-1]
-        self.lora = nn.ModuleDict({self.name: view(target.lm_head)})
+        whole = view(target.lm_head)
+        self._whole = {"": whole}  # a dict, so that it is no submodule
+        self.lora = nn.ModuleDict({self.name: whole if count is None else _rows(whole, count)})
         self.adapters = {f"head_{k}": self.lora for k in range(heads)}
         for adapter in self.adapters:
             inject(self.lora, rank, [self.name], adapter, dtype)
+        if count is not None:  # neither trained nor saved, so buffers; PEFT injects beside parameters alone
+            base = self.base
+            for name, parameter in list(base.named_parameters()):
+                delattr(base, name)
+                base.register_buffer(name, parameter.detach(), persistent=False)
 
     @property
     def layer(self) -> LoraLayer:
@@ -63,6 +71,14 @@ class SharedHeads(Adapted):
     @property
     def base(self) -> nn.Linear:
         return cast(nn.Linear, self.layer.base_layer)
+
+    @torch.no_grad()
+    def select(self, ids: Tensor) -> None:
+        """The rows of lm_head are those of these tokens, int64."""
+        whole = self._whole[""]
+        self.base.weight.copy_(whole.weight[ids])
+        if whole.bias is not None:
+            self.base.bias.copy_(whole.bias[ids])
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """LoRA A [K, H, r] and B [K, r, V] of all heads, stacked: [K, r, H] and [K, V, r] seen as columns."""
@@ -75,6 +91,15 @@ class SharedHeads(Adapted):
         """Logits [k, n, V] of the first k heads for x [k, n, H], given their stacked `weights`."""
         logits = F.linear(x, self.base.weight, self.base.bias)
         return torch.baddbmm(logits, x @ a[: len(x)].to(x.dtype), b[: len(x)].to(x.dtype))
+
+
+def _rows(head: nn.Linear, count: int) -> nn.Linear:
+    """A linear map to the first `count` outputs of another, with weights of its own."""
+    part = view(head)
+    part.out_features = count
+    for name, parameter in list(part.named_parameters()):
+        setattr(part, name, nn.Parameter(parameter.detach()[:count].clone(), requires_grad=False))
+    return part
 
 
 class Block(Adapted, ABC):

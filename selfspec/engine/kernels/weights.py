@@ -66,7 +66,7 @@ def freeze(module: nn.Module) -> None:
     """The weights of this module's frozen linear maps may be laid out from now on."""
     for part in module.modules():
         weight = part.weight if isinstance(part, nn.Linear) else None
-        if not isinstance(weight, nn.Parameter) or weight.requires_grad or weight.is_inference():
+        if weight is None or weight.requires_grad or weight.is_inference():
             continue
         if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
             address = weight.data_ptr()

@@ -1,0 +1,63 @@
+"""Reduced draft vocabularies (FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840): a drafter scores the most frequent
+tokens of its training text alone. Whatever they leave out is emitted all the same, never drafted."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.core.target import Target
+from selfspec.drafters.base import DrafterConfig, Trained, whole
+
+
+def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
+    """Raises ValueError for a size below 1, and for a loss that needs all tokens."""
+    if draft_vocab is not None:
+        whole("draft_vocab", draft_vocab)
+        if loss == "ce":
+            raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
+
+
+class Reduced(Trained):
+    """A drafter that may have a reduced vocabulary. vocabulary: int64, the only tokens it can draft (None: all);
+    tokens: of the target."""
+
+    vocabulary: Tensor | None
+
+    def __init__(self, target: Target, config: DrafterConfig, depth: int, draft_vocab: int | None) -> None:
+        """Until `drafts_only` is called, the vocabulary is the first `draft_vocab` tokens. Raises ValueError where the
+        target has no more than that."""
+        super().__init__(config, depth)
+        self.tokens = target.vocab_size
+        if draft_vocab is not None:
+            why = f": the target has {target.vocab_size} tokens, all of which are drafted with drafter.draft_vocab=null"
+            whole("draft_vocab", draft_vocab, 1, target.vocab_size - 1, why)
+        few = None if draft_vocab is None else torch.arange(draft_vocab, device=target.device)
+        self.register_buffer("vocabulary", few)
+
+    def drafts_only(self, ids: Tensor) -> None:
+        """Before training: the draft vocabulary is `ids`, int64, as many as the config says."""
+        assert self.vocabulary is not None
+        self.vocabulary.copy_(ids)
+
+    def check_vocabulary(self) -> None:
+        """Raises ValueError for a map of the draft vocabulary that names a token twice or one that does not exist."""
+        ids = self.vocabulary
+        if ids is not None and (
+            len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < self.tokens
+        ):
+            raise ValueError(
+                f"the map of the draft vocabulary must name {len(ids)} different tokens between 0 and "
+                f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
+            )
+
+    def of_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits of the tokens it can draft, from logits of all or of these."""
+        return logits if self.vocabulary is None or logits.shape[-1] < self.tokens else logits[..., self.vocabulary]
+
+    def of_all(self, logits: Tensor) -> Tensor:
+        """Logits of all tokens, from logits of all or of those it can draft; others can not be chosen."""
+        if self.vocabulary is None:
+            return logits
+        none = logits.new_full((*logits.shape[:-1], self.tokens), -torch.inf)
+        return none.index_copy(logits.ndim - 1, self.vocabulary, self.of_vocabulary(logits))
