@@ -27,6 +27,7 @@ from selfspec.utils.files import Figures, atomic
 
 FORMAT = 3
 RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
+ADDED = {"draft_vocab": None}  # keys that older versions did not write, with what they did
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
 
 
@@ -147,6 +148,7 @@ def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfi
     config = config_class(kind)
     known = {f.name for f in fields(config)}
     saved = {RENAMED.get(key, key): value for key, value in saved.items()}
+    saved = {key: value for key, value in ADDED.items() if key in known} | saved
     if known != saved.keys():
         unknown, missing = sorted(saved.keys() - known), sorted(known - saved.keys())
         raise ValueError(
