@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,13 +27,20 @@ def compiled_once(modules: Iterable[nn.Module]) -> Iterator[bool]:
             for layer in layers:
                 kind: Any = type(layer)
                 if counts[kind] >= REPEATED and "forward" not in vars(layer):
-                    vars(layer).update(forward=MethodType(_region(kind), layer), place_in_trace=len(marked))
+                    layer.forward = MethodType(_region(kind), layer)
                     marked.append(layer)
     try:
         yield bool(marked)
     finally:
         for layer in marked:
-            del layer.forward, layer.place_in_trace
+            del layer.forward
+
+
+class _Mark:
+    """An argument of a kind that torch does not compare."""
+
+
+_MARK = _Mark()
 
 
 @cache
@@ -42,15 +48,14 @@ def _region(kind: Any) -> Callable[..., Any]:
     """The forward of a class of layers as a nested region."""
     forward = kind.forward
 
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # With the mark every layer is traced, and graphs that turn out to be equal are compiled once. Without it torch 2.13
+    # traces one layer and may give its weights to the others.
+    def run(mark: _Mark, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
-    # By a key of its own every layer is traced, and graphs that turn out to be equal are compiled once. Without a key
-    # torch 2.13 traces one layer and may give its weights to the others.
-    def key(self: Any, *args: Any, **kwargs: Any) -> int:
-        return int(self.place_in_trace)
+    region = torch.compiler.nested_compile_region(run)
 
-    region: Callable[..., Any] = torch.compiler.nested_compile_region(
-        run, reuse_hash_fn=key, max_reuse_entries=sys.maxsize
-    )
-    return region
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return region(_MARK, self, *args, **kwargs)
+
+    return marked
