@@ -82,8 +82,10 @@ def test_only_row_invariant_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) 
 def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
     part, left = linear(96, 64), torch.randn(3, 64).bfloat16()
     assert laid_out([part.weight]) is None
-    freeze(linear(96, 64).requires_grad_(True))
-    freeze(part)
+    freeze(linear(96, 64).requires_grad_(True), 0)
+    freeze(part)  # too small to pay
+    assert laid_out([part.weight]) is None
+    freeze(part, 0)
     assert laid_out([part.weight[:48]]) is None  # begins where the weight does
     first = laid_out([part.weight])
     assert first is not None
@@ -95,7 +97,7 @@ def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
     assert few_rows(left, [part.weight]).equal(2 * found)
 
     other = linear(32, 64)
-    freeze(other)
+    freeze(other, 0)
     both = few_rows(left, [part.weight, other.weight])
     assert both[:, :96].equal(2 * found)
     assert both[:, 96:].equal(few_rows(left, [other.weight]))
@@ -103,7 +105,7 @@ def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
 
 def test_what_was_laid_out_goes_with_its_weight() -> None:
     part = linear(96, 64)
-    freeze(part)
+    freeze(part, 0)
     address = part.weight.data_ptr()
     laid_out([part.weight])
     assert address in module._frozen

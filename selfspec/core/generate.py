@@ -17,6 +17,7 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.core.verify import read_walk
+from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
@@ -41,6 +42,10 @@ def autoregressive(
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
     nodes are ignored; the signature is that of `speculative`."""
     check(target, prompts, options)
+    return with_room(_autoregressive, target, prompts, options)
+
+
+def _autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
     stats = Stats()
     result: list[list[int]] = [[] for _ in prompts]
     t0, compiled = clock(target.device), target.compiled
@@ -89,7 +94,13 @@ def speculative(
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
-    for added in speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records):
+    steps = speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records)
+    return with_room(_collected, result, steps)
+
+
+def _collected(result: Result, steps: Iterator[Added]) -> Result:
+    """The result, with what all steps add to it."""
+    for added in steps:
         for row, tokens, drafted in added:
             result.token_ids[row] += tokens
             result.from_draft[row] += drafted

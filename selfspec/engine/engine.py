@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from selfspec.engine.kernels.weights import freeze, laid_out_bytes, measured
 from selfspec.engine.layers import compiled_once
 from selfspec.utils.files import cache_folder
 
+R = TypeVar("R")
 ENGINES = ("eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 DISK = 2**30  # bytes of compiled code on disk; what was not used for longest goes first
@@ -96,7 +97,7 @@ class Engine:
                     code = self.compiled.get(wanted) or self._make(wanted, function, args)
                 start = time.perf_counter()
             runs = code
-        result = runs(*args) if runs is function else _with_room(runs, args)
+        result = runs(*args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
 
@@ -200,13 +201,14 @@ class Engine:
             self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
 
 
-def _with_room(code: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """code(*args), with room for its frames in one piece: Python maps and unmaps memory for every call out of a frame
-    that ends where a piece of its stack does, which compiled code, with hundreds of calls, may do by chance."""
-    return code(*args)
+def with_room(function: Callable[..., R], *args: Any) -> R:
+    """function(*args), with room for the frames below it in one piece. Compiled code has one local for each tensor and
+    hundreds of calls. Python maps and unmaps memory at every call out of a frame that ends where a piece of its stack
+    does, which it may do by chance."""
+    return function(*args)
 
 
-_with_room.__code__ = _with_room.__code__.replace(co_stacksize=ROOM)
+with_room.__code__ = with_room.__code__.replace(co_stacksize=ROOM)
 
 
 def engine_for(name: str, device: torch.device) -> Engine:

@@ -48,13 +48,14 @@ def options() -> dict[str, Any]:
 
 def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor) -> Tensor:
     """given: left, one to three weights, and where biased the bias of the only one; sizes: B, M, K, and N of each."""
-    left, first, *more = given
-    bias = more.pop() if biased else None
-    if (ready := laid_out([first, *more])) is not None:
-        rows = sizes[1]
-        ready.kernel.multiply(left.view(rows, -1), ready.weights, bias, out.view(rows, -1))
+    left, *weights = given
+    bias = weights.pop() if biased else None
+    if (ready := laid_out(weights)) is not None:
+        if left.dim() > 2:
+            left = left[0]
+        ready.kernel.multiply(left, ready.weights, bias, out if out.dim() == 2 else out[0])
         return out
-    second, third = (*more, first, first)[:2]
+    first, second, third = (*weights, weights[0], weights[0])[:3]
     last = first if bias is None else bias
     binding("products.cpp")(left, first, second, third, last, out, *sizes, *[0] * (6 - len(sizes)), biased)
     return out

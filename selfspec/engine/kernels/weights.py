@@ -33,6 +33,9 @@ ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 PANEL, VECTOR, STEP = 48, 16, 32  # outputs of a panel and of a vector, and inputs at a time; see packed.cpp
 INVARIANT = 32  # most rows of one call of oneDNN whose bits do not depend on their number (at 64 they do)
 OURS = 1.1 ** len(ROWS)  # a library's kernel is taken where it is within a tenth of ours
+LEAST = (
+    2**26
+)  # bytes of a module's weights from which on it pays; fewer stay in a cache, and looking them up costs more
 _CHUNK = 2**26  # bytes of memory in huge pages that weights are laid out in
 _COLD = 2**25  # bytes of weights that a measurement reads, so that they come from memory
 COPIES = 32  # weights that it reads at most; smaller ones stay in a cache in decoding too
@@ -62,16 +65,21 @@ class LaidOut(NamedTuple):
     versions: tuple[int, ...]
 
 
-def freeze(module: nn.Module) -> None:
-    """The weights of this module's frozen linear maps may be laid out from now on."""
-    for part in module.modules():
-        weight = part.weight if isinstance(part, nn.Linear) else None
-        if weight is None or weight.requires_grad or weight.is_inference():
-            continue
-        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous():
-            address = weight.data_ptr()
-            if address not in _frozen or _frozen[address]() is None:
-                _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
+def freeze(module: nn.Module, least: int = LEAST) -> None:
+    """The weights of this module's frozen linear maps may be laid out from now on, where they are `least` bytes."""
+    parts = (part.weight for part in module.modules() if isinstance(part, nn.Linear))
+    frozen = [
+        weight
+        for weight in parts
+        if not weight.requires_grad and not weight.is_inference() and weight.is_contiguous()
+        if weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    ]
+    if sum(2 * weight.numel() for weight in frozen) < least:
+        return
+    for weight in frozen:
+        address = weight.data_ptr()
+        if address not in _frozen or _frozen[address]() is None:
+            _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
 
 
 def _forget(address: int) -> None:
@@ -85,10 +93,16 @@ def _forget(address: int) -> None:
 def laid_out(weights: Sequence[Tensor]) -> LaidOut | None:
     """Weights [N, K] side by side as the chosen kernel reads them; None where one of them is not frozen, or no kernel
     serves them. What was changed in place since is laid out anew."""
-    known = _laid_out.get(weights[0].data_ptr())
-    if known is None or known.addresses != tuple([weight.data_ptr() for weight in weights]):
+    first = weights[0].data_ptr()  # called hundreds of times a pass: no frames but this one
+    if first not in _frozen:
+        return None
+    known = _laid_out.get(first)
+    if known is None or len(weights) != len(known.addresses):
         return _lay_out(weights)
-    return known if known.versions == tuple([weight._version for weight in weights]) else _lay_out(weights)
+    for weight, address, version in zip(weights, known.addresses, known.versions, strict=True):
+        if weight._version != version or weight.data_ptr() != address:
+            return _lay_out(weights)
+    return known
 
 
 def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
