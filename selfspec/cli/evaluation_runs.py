@@ -81,7 +81,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     begun = folder / "summary.json"
     with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
-        point = {"config": plain, "dtype": str(spec.target.dtype), **summarize(records)}
+        point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
             forecast = point["speculative"]["forecast"]
@@ -165,6 +165,8 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
             find_drafter(drafter, target, tokenizer)  # refused before anything is measured
             makers[drafter] = partial(_found, drafter, tokenizer)
     else:
+        if run.dtype == "int8":
+            raise ValueError("dtype=int8 is not for random weights; give limits.config another dtype, or a target")
         dtype = torch.bfloat16 if run.dtype == "auto" else getattr(torch, run.dtype)
         model = random_model(run.limits.config, dtype, run.device)
         name = f"random weights of {run.limits.config}"

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import default_device
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.rows import distilled, texts_folder, writer_of
+from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
@@ -148,7 +149,10 @@ def run_check(config: DictConfig) -> Iterator[str]:
     run = typed(TrainRun, config)
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run, target, tokenizer)
-    train, validation = _tokenized(data, tokenizer, str(target.device))
+    if isinstance(data, Synthetic) and data.conversations > data.batch:
+        yield f"of {data.conversations} conversations the first {data.batch} are written now; figures are theirs"
+        data = replace(data, conversations=data.batch)
+    train, validation = _tokenized(data, target, tokenizer)
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 
 
@@ -190,7 +194,7 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         target, tokenizer, data = _opened(run, config)
         drafter = _made(run, target, tokenizer)
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
-        texts = _tokenized(data, tokenizer, str(target.device))
+        texts = _tokenized(data, target, tokenizer)
         with RunLog(folder, run, plain, "train.jsonl", title) as log:
             arguments = target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log
             figures = train_drafter(DrafterRun(*arguments))
@@ -213,16 +217,21 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     with run_folder(config, folder, checkpoint_path(folder)):
         target, tokenizer, data = _opened(run, config)
         texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
-        corpus, _ = _tokenized(data, tokenizer, str(target.device))
+        corpus, _ = _tokenized(data, target, tokenizer)
         texts_written, figures = distilled(target, corpus, settings, loop.seed, texts, writer)
         return {**figures, "rows": settings.rows, "counted": texts_written.counted}
 
 
-def _tokenized(data: Any, tokenizer: Tokenizer, device: str) -> tuple[Corpus, Corpus]:
-    """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine."""
+def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
+    """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine,
+    synthetic conversations written by all."""
+    if isinstance(data, Synthetic):
+        state = shard.group(str(target.device))
+        share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
+        return synthetic(data, target, tokenizer, not state.is_main_process, share, state.wait_for_everyone)
     if not isinstance(data, Records):
         return tokenize(data.train(), tokenizer), tokenize(data.validation(), tokenizer)
-    state, problem = shard.group(device), None
+    state, problem = shard.group(str(target.device)), None
     if state.is_local_main_process:
         try:
             stored(data, tokenizer, cache_folder() / "texts")

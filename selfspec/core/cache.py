@@ -309,11 +309,24 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B']."""
         left = rows.tolist()
+        if self.engine.size(len(left)) == self.rows:  # rows move up, their entries alone
+            self._move({to: row for to, row in enumerate(left) if to != row})
+            self.lengths, self.idle = [self.lengths[row] for row in left], self.rows - len(left)
+            return
         idle = self.engine.size(len(left)) - len(left)
         whole = torch.tensor(left + left[:1] * idle)
         for i, store in enumerate(self.stores):
             self.stores[i] = self._shaped(i)[:, whole.to(store.device)].flatten(1, 3)
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], idle, {}
+
+    def _move(self, rows: dict[int, int]) -> None:
+        """Copy entries to rows from others."""
+        if not rows:
+            return
+        filled = max(self.lengths[row] for row in rows.values())
+        for i in range(len(self.stores)):
+            entries = self._shaped(i)[:, :, :, :filled]
+            entries[:, list(rows)] = entries[:, list(rows.values())]
 
     def close(self) -> None:
         """The call is over; a later pass is refused."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from selfspec.core.cache import KVCache, TextCache
 from selfspec.core.masks import restarting, within
 from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass
+from selfspec.core.quantized import Int8Linear
 from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
@@ -50,6 +51,7 @@ class Target:
         self.decoder: nn.Module = model.get_decoder()
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.saved_dtype = self.dtype
+        self.int8 = any(isinstance(part, Int8Linear) for part in model.modules())  # whether some multiply in 8 bits
         self.n_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = self.lm_head.out_features
@@ -76,6 +78,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.lm_head.parameters()).dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """Of its weights, as users name it: that of `dtype`, or int8."""
+        return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
     def _head_now(self) -> tuple[object, ...]:
         weight = next(self.model.get_output_embeddings().parameters())
@@ -137,7 +144,7 @@ class Target:
     @property
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
-        name = f"{str(self.dtype).removeprefix('torch.')}, {self.engine.name} engine"
+        name = f"{self.dtype_name}, {self.engine.name} engine"
         if self.dtype.itemsize >= 4:
             return f"{name}: the tokens of plain decoding"
         if self.exact == "by construction":

@@ -182,7 +182,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     bar.close()
     measured = torch.cat(noise)
     figures = (float(measured.max()), float(measured.median()), deviation_plain, deviation)
-    return Audit(str(target.dtype), rows, tokens, *figures, divergences)
+    return Audit(f"torch.{target.dtype_name}", rows, tokens, *figures, divergences)
 
 
 def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, position: int) -> float:

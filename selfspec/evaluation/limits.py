@@ -19,6 +19,7 @@ from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
+from selfspec.core.quantized import Int8Linear
 from selfspec.core.rows import MAX_NODES, clock
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
@@ -116,6 +117,9 @@ def weights_of(target: Target) -> tuple[int, int]:
     table = target.model.get_input_embeddings().weight
     read = {id(p): p for p in target.model.parameters() if p is not table or p is target.lm_head.weight}
     size = sum(p.numel() * p.element_size() for p in read.values())
+    for part in target.model.modules():
+        if isinstance(part, Int8Linear):
+            size += sum(b.numel() * b.element_size() for b in (part.panels, part.scales)) - 2 * part.weight.numel()
     return size, 2 * sum(p.numel() for p in read.values() if p.ndim > 1)
 
 

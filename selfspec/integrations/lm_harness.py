@@ -80,7 +80,7 @@ class Harness(HFLM):
 
     def get_model_info(self) -> Figures:
         counts = {"drafter": self.drafter, "nodes": self.nodes, **self.counted}
-        return {"selfspec": counts, "model_dtype": str(self.spec.target.dtype), "model_source": "selfspec"}
+        return {"selfspec": counts, "model_dtype": f"torch.{self.spec.target.dtype_name}", "model_source": "selfspec"}
 
 
 def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:

@@ -8,7 +8,8 @@ no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -159,12 +160,10 @@ def distill(
     stats = list[Stats]()
 
     def chunk(first: int) -> dict[str, Tensor]:
-        path = folder / f"{first:06d}.safetensors"
-        if (rows_of_chunk := _read(path, settings)) is None:
-            rows_of_chunk = _write(target, source, config, seed, first, drafter, stats)
-            with atomic(path) as scratch:
-                save_file(rows_of_chunk, scratch, settings)
-        return rows_of_chunk
+        def write() -> dict[str, Tensor]:
+            return _write(target, source, config, seed, first, drafter, stats)
+
+        return read_or_write(folder / f"{first:06d}.safetensors", settings, _FIELDS, write)
 
     chunks = range(0, config.rows, _CHUNK)
     for first in (bar := progress(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
@@ -188,12 +187,17 @@ def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
     }
 
 
-def _read(path: Path, settings: dict[str, str]) -> dict[str, Tensor] | None:
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in _FIELDS} if file.metadata() == settings else None
-    except (FileNotFoundError, SafetensorError):
-        return None
+def read_or_write(
+    path: Path, settings: dict[str, str], fields: Sequence[str], write: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Tensors of a file that was made with these settings; it is written where it is not there."""
+    with suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+        if file.metadata() == settings:
+            return {name: file.get_tensor(name) for name in fields}
+    tensors = write()
+    with atomic(path) as scratch:
+        save_file(tensors, scratch, settings)
+    return tensors
 
 
 def _write(

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.cache import TextCache
 from selfspec.core.passes import Pass
+from selfspec.core.quantized import Int8Linear, unquantized
 from selfspec.core.support import layer_stack, view
 from selfspec.core.target import Target
 
@@ -154,6 +155,9 @@ class Tail(Block):
         inner = Target(model, frozen=False, tuples=target.tuples, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
+            for path, module in list(block.named_modules()):
+                if isinstance(module, Int8Linear):
+                    block.set_submodule(path, unquantized(module))
             owners = {
                 f"{path}.{name}": (module, name)
                 for path, module in block.named_modules()
@@ -205,7 +209,7 @@ class Tail(Block):
                 base = child.get_base_layer()
                 # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
                 if isinstance(base, (nn.Linear, Conv1D)) and base.weight.is_floating_point():
-                    plain = view(base)
+                    plain = unquantized(base) if isinstance(base, Int8Linear) else view(base)
                     delta: Tensor = child.get_delta_weight(self.adapter)  # type: ignore[operator]
                     merged = plain.weight + delta.to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)

@@ -12,6 +12,7 @@ SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and 
     "packed.cpp": [*["const uint16_t*"] * 3, "uint16_t*", *["int64_t"] * 4],
     "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
     "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 7, "float"],
+    "int8.cpp": ["const uint16_t*", *["const uint8_t*"] * 3, *["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6],
 }
 SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *SIGNATURES)]
 

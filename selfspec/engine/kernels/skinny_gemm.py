@@ -21,6 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import register_lowering
 from torch._inductor.select_algorithm import ExternKernelChoice
 
+from selfspec.engine.kernels import int8
 from selfspec.engine.kernels.native import SOURCES, binding, served
 from selfspec.engine.kernels.weights import laid_out
 
@@ -104,6 +105,16 @@ _library.impl("few_rows", lambda left, weights, bias=None: torch.cat([left @ w.m
 _library.impl("few_queries", few_queries, "CPU")
 _library.impl("few_queries", lambda query, *_: query.transpose(1, 2).contiguous(), "Meta")
 _few_rows, _few_queries = torch.ops.selfspec.few_rows.default, torch.ops.selfspec.few_queries.default
+_int8_rows = torch.ops.selfspec.int8_rows.default
+
+
+def _multiply_int8(*tensors: Tensor, count: int, biased: bool, out: Tensor) -> Tensor:
+    """tensors: left, `count` weights as panels and their scales, and where biased the bias."""
+    panels, scales = tensors[1 : 1 + count], tensors[1 + count : 1 + 2 * count]
+    return int8.multiply(tensors[0], panels, scales, tensors[-1] if biased else None, out)
+
+
+_int8_products = ExternKernelChoice(_multiply_int8, name="selfspec_int8_rows")
 _products = ExternKernelChoice(_multiply, name="selfspec_few_rows")
 _attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
 
@@ -116,6 +127,18 @@ def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
     parts = [left, *weights, *([] if bias is None else [bias])]
     tensors = [ir.ExternKernel.require_contiguous(part) for part in parts]
     return _products.bind(tensors, layout, sizes=sizes, biased=bias is not None).output_node()
+
+
+@register_lowering(_int8_rows, type_promotion_kind=None)
+def _lowered_int8(left: Any, panels: list[Any], scales: list[Any], bias: Any = None) -> Any:
+    if int8.has_kernel():
+        binding("int8.cpp")
+    outputs = int8.LANES * sum(int(part.get_size()[0]) for part in panels)
+    layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [left.get_size()[0], outputs])
+    parts = [left, *panels, *scales, *([] if bias is None else [bias])]
+    tensors = [ir.ExternKernel.require_contiguous(part) for part in parts]
+    bound = _int8_products.bind(tensors, layout, count=len(panels), biased=bias is not None)
+    return bound.output_node()
 
 
 @register_lowering(_few_queries, type_promotion_kind=None)
@@ -144,10 +167,14 @@ class FewRows(CustomGraphPass):
                 *bias, left, right = node.args
                 if node.kwargs or not _fits(*(part.meta["val"] for part in (left, right, *bias))):
                     continue
-                viewed = left.target in (_aten.view.default, _aten.reshape.default)  # by each product anew
-                seen = left.args[0] if viewed else left, left.meta["val"].shape
-                alone = bias or _input(right) is None or len(groups.get(seen, [])) == 3
-                groups.setdefault(node if alone else seen, []).append(node)
+                alone = bias or _input(right) is None
+            elif node.op == "call_function" and node.target == _int8_rows:
+                left, alone = node.args[0], len(node.args) > 3 and node.args[3] is not None
+            else:
+                continue
+            viewed = left.target in (_aten.view.default, _aten.reshape.default)  # by each product anew
+            seen = node.target, left.args[0] if viewed else left, left.meta["val"].shape
+            groups.setdefault(node if alone or len(groups.get(seen, [])) == 3 else seen, []).append(node)
         for nodes in groups.values():
             _rewrite(graph, nodes)
         for target in (_aten.bmm.default, _aten.baddbmm.default):
@@ -163,6 +190,8 @@ class FewRows(CustomGraphPass):
 
 def _varies(node: fx.Node) -> bool:
     """Whether this is a product of more than one term, a convolution or an attention of the library."""
+    if node.target == _int8_rows:
+        return not int8.has_kernel()
     name = str(node.target).split(".")[1] if str(node.target).startswith(("aten.", "mkldnn.")) else ""
     if not re.search(r"mm$|mm_|attention|convolution|linear", name):
         return False
@@ -198,12 +227,10 @@ def _add(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 
 def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     """One call instead of products that read the same rows, at the place of the first."""
-    *bias, left, right = nodes[0].args
+    if nodes[0].target == _int8_rows and len(nodes) == 1:
+        return
     with graph.inserting_before(nodes[0]):
-        weights = [_input(node.args[-1]) for node in nodes]  # type: ignore[arg-type]
-        if weights[0] is None:
-            weights = [_add(graph, _aten.permute.default, right, [1, 0])]
-        product, start = _add(graph, _few_rows, left, weights, *bias), 0
+        product, start = _add(graph, *_operands(graph, nodes)), 0
         for node in nodes:
             stop = start + node.meta["val"].shape[1]
             part = _add(graph, _aten.slice.Tensor, product, 1, start, stop) if len(nodes) > 1 else product
@@ -211,6 +238,18 @@ def _rewrite(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             start = stop
     for node in nodes:
         graph.erase_node(node)
+
+
+def _operands(graph: fx.Graph, nodes: list[fx.Node]) -> tuple[Any, ...]:
+    """The operation that does all of these products, and its arguments."""
+    if nodes[0].target == _int8_rows:
+        panels, scales = ([node.args[i][0] for node in nodes] for i in (1, 2))  # type: ignore[index]
+        return _int8_rows, nodes[0].args[0], panels, scales
+    *bias, left, right = nodes[0].args
+    weights = [_input(node.args[-1]) for node in nodes]  # type: ignore[arg-type]
+    if weights[0] is None:
+        weights = [_add(graph, _aten.permute.default, right, [1, 0])]
+    return _few_rows, left, weights, *bias
 
 
 def _rewrite_batch(graph: fx.Graph, node: fx.Node) -> None:

@@ -135,27 +135,27 @@ class _Pages:
     chunk: mmap.mmap | None = None
     used = 0
 
-    def take(self, count: int) -> Tensor:
-        """Room for `count` numbers in bfloat16."""
-        size = -(-2 * count // 64) * 64
-        if self.chunk is None or self.used + size > len(self.chunk):
-            self.chunk, self.used = mmap.mmap(-1, max(_CHUNK, size)), 0
-            with suppress(AttributeError, OSError):
-                self.chunk.madvise(mmap.MADV_HUGEPAGE)
-        room = torch.frombuffer(self.chunk, dtype=torch.bfloat16, count=count, offset=self.used)
-        self.used += size
+    def take(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Room for `count` numbers."""
+        size = -(-dtype.itemsize * count // 64) * 64
+        with _lock:
+            if self.chunk is None or self.used + size > len(self.chunk):
+                self.chunk, self.used = mmap.mmap(-1, max(_CHUNK, size)), 0
+                with suppress(AttributeError, OSError):
+                    self.chunk.madvise(mmap.MADV_HUGEPAGE)
+            room = torch.frombuffer(self.chunk, dtype=dtype, count=count, offset=self.used)
+            self.used += size
         return room
 
 
-_pages = _Pages()
+pages = _Pages()
 
 
 def in_panels(weight: Tensor) -> Tensor:
     """A weight [N, K] as packed.cpp reads it."""
     outputs, width = weight.shape
     whole = outputs // PANEL * PANEL
-    with _lock:
-        room = _pages.take(weight.numel())
+    room = pages.take(weight.numel(), torch.bfloat16)
     for part, to in ((weight[:whole], room[: whole * width]), (weight[whole:], room[whole * width :])):
         if len(part):
             panels = part.view(-1, min(PANEL, len(part)) // VECTOR, VECTOR, width // 2, 2)

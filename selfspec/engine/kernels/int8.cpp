@@ -1,0 +1,158 @@
+// out = left weight^T (+ bias) over weights in 8 bits, one scale for every 32 inputs of an output (see int8.py).
+#include <limits>
+
+namespace {
+
+constexpr int GROUP = 32;               // inputs that share a scale
+constexpr int LANES = 16;               // outputs of a panel
+constexpr int VECTORS = 3;              // panels that are multiplied together
+constexpr int ROWS = 8;                 // rows in a block: ROWS * VECTORS sums fit into registers
+constexpr int TILE = 32;                // rows over which a group of weights is read once
+constexpr int NEAR = 2 * GROUP * LANES;  // bytes ahead of what is read, fetched into the nearest cache
+constexpr int64_t SMALL = 1 << 15;      // products that one thread does
+
+// Groups of a row in 8 bits with their scales; offset: what the products have too much, since weights are stored as
+// w + 128.
+void quantize(const Bits* row, int64_t width, int8_t* to, float* scale, int32_t* offset) {
+  for (int64_t k = 0; k < width; k += GROUP) {
+    const __m512 a = float_of(row + k), b = float_of(row + k + 16);
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    const __m512 factor = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
+    const __m512i p = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), q = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), _mm512_cvtsepi32_epi8(p));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k + 16), _mm512_cvtsepi32_epi8(q));
+    const bool nan = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+    *scale++ = nan ? std::numeric_limits<float>::quiet_NaN() : largest / 127;
+    *offset++ = -128 * _mm512_reduce_add_epi32(_mm512_add_epi32(p, q));
+  }
+}
+
+// sum += weights * inputs, four of each to a sum. Written out, since gcc 12 copies what its intrinsic adds to.
+inline void add(__m512i& sum, __m512i weights, __m512i inputs) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
+}
+
+// One group of M rows times V panels, added to sums [M, V]. A group's products are added up in integers, groups in
+// their order: an output's bits depend neither on M nor on V.
+template <int M, int V>
+inline void group(const int8_t* left, int64_t width, const float* scale, const int32_t* offset, int64_t groups,
+                  const uint8_t* weight, const Bits* weight_scales, float* sums) {
+  __m512i sum[M][V];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) sum[m][v] = _mm512_set1_epi32(offset[m * groups]);
+#pragma GCC unroll 1  // unrolled, sums leave their registers
+  for (int k = 0; k < GROUP; k += 4) {
+    __m512i of[V];
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) of[v] = _mm512_loadu_si512(weight + v * width * LANES + k * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      int32_t quad;
+      std::memcpy(&quad, left + m * width + k, 4);
+      const __m512i inputs = _mm512_set1_epi32(quad);
+#pragma GCC unroll 3
+      for (int v = 0; v < V; v++) add(sum[m][v], of[v], inputs);
+    }
+  }
+  __m512 scales[V];
+#pragma GCC unroll 3
+  for (int v = 0; v < V; v++) scales[v] = float_of(weight_scales + v * groups * LANES);
+#pragma GCC unroll 8
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) {
+      float* to = sums + (m * V + v) * LANES;
+      const __m512 factor = _mm512_mul_ps(scales[v], _mm512_set1_ps(scale[m * groups]));
+      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][v]), factor, _mm512_load_ps(to)));
+    }
+}
+
+template <int V>
+void panels(int64_t count, const int8_t* left, int64_t width, const float* scale, const int32_t* offset,
+            const uint8_t* weight, const Bits* weight_scales, const Bits* bias, Bits* out, int64_t stride) {
+  alignas(64) float sums[TILE * V * LANES];
+  const int64_t groups = width / GROUP;
+  for (int64_t start = 0; start < count; start += TILE) {
+    const int64_t rows = count - start < TILE ? count - start : TILE;
+    std::memset(sums, 0, rows * V * LANES * sizeof(float));
+    for (int64_t g = 0; g < groups; g++) {
+      const uint8_t* from = weight + g * GROUP * LANES;
+      for (int v = 0; v < V; v++)
+        for (int line = 0; line < GROUP * LANES; line += 64) {
+          const char* at = reinterpret_cast<const char*>(from + v * width * LANES + line);
+          if (start == 0) _mm_prefetch(at + V * width * LANES, _MM_HINT_T1);  // the panels that come next
+          _mm_prefetch(at + NEAR, _MM_HINT_T0);
+        }
+      for (int64_t m = 0; m < rows; m += ROWS) {
+        const int64_t row = start + m, place = row * groups + g;
+        const int8_t* of = left + row * width + g * GROUP;
+        float* to = sums + m * V * LANES;
+#define SELFSPEC_ROWS(M) \
+  group<M, V>(of, width, scale + place, offset + place, groups, from, weight_scales + g * LANES, to); \
+  break
+        switch (rows - m) {
+          case 1: SELFSPEC_ROWS(1);
+          case 2: SELFSPEC_ROWS(2);
+          case 3: SELFSPEC_ROWS(3);
+          case 4: SELFSPEC_ROWS(4);
+          case 5: SELFSPEC_ROWS(5);
+          case 6: SELFSPEC_ROWS(6);
+          case 7: SELFSPEC_ROWS(7);
+          default: SELFSPEC_ROWS(8);
+        }
+#undef SELFSPEC_ROWS
+      }
+    }
+    for (int64_t m = 0; m < rows; m++)
+      for (int v = 0; v < V; v++) {
+        __m512 whole = _mm512_load_ps(sums + (m * V + v) * LANES);
+        if (bias) whole = _mm512_add_ps(whole, float_of(bias + v * LANES));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (start + m) * stride + v * LANES), rounded(whole));
+      }
+  }
+}
+
+}  // namespace
+
+// left [count, width]; first, second, third: up to three weights [outputs / 16, width / 4, 16, 4], each plus 128, whose
+// results stand side by side, with their scales [outputs / 16, width / 32, 16]; bias [a] where biased, with one weight;
+// out [count, a + b + c].
+extern "C" void kernel(const Bits* left, const uint8_t* first, const uint8_t* second, const uint8_t* third,
+                       const Bits* first_scales, const Bits* second_scales, const Bits* third_scales, const Bits* bias, Bits* out,
+                       int64_t count, int64_t width, int64_t a, int64_t b, int64_t c, int64_t biased) {
+  static thread_local Scratch bytes, row_scales, offsets;
+  const int64_t groups = width / GROUP, outputs = a + b + c;
+  int8_t* quantized = reinterpret_cast<int8_t*>(bytes.of(count * width / 4));
+  float* scale = row_scales.of(count * groups);
+  int32_t* offset = reinterpret_cast<int32_t*>(offsets.of(count * groups));
+  const uint8_t* weights[] = {first, second, third};
+  const Bits* scales[] = {first_scales, second_scales, third_scales};
+  const int64_t sizes[] = {a, b, c};
+  const auto blocks = [](int64_t size) { return (size / LANES + VECTORS - 1) / VECTORS; };
+  const int64_t all = blocks(a) + blocks(b) + blocks(c);
+#pragma omp parallel if (count * outputs * width > SMALL)
+  {
+#pragma omp for schedule(static)
+  for (int64_t m = 0; m < count; m++)
+    quantize(left + m * width, width, quantized + m * width, scale + m * groups, offset + m * groups);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < all; i++) {
+    int64_t which = 0, block = i, before = 0;
+    while (block >= blocks(sizes[which])) {
+      block -= blocks(sizes[which]);
+      before += sizes[which++];
+    }
+    const int64_t n = block * VECTORS * LANES, panels_left = (sizes[which] - n) / LANES;
+    const uint8_t* weight = weights[which] + n * width;
+    const Bits *weight_scales = scales[which] + n * groups, *added = biased ? bias + n : nullptr;
+    Bits* to = out + before + n;
+    switch (panels_left) {
+      case 1: panels<1>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs); break;
+      case 2: panels<2>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs); break;
+      default: panels<3>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs);
+    }
+  }
+  }
+}

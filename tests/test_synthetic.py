@@ -1,0 +1,167 @@
+"""Conversations that a target writes itself: from a template alone, resumable, without duplicates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.checkpoints.loading import load_target
+from selfspec.cli.training_runs import run_training
+from selfspec.core.target import Target
+from selfspec.training import synthetic as module
+from selfspec.training.synthetic import Synthetic, Template, synthetic, usable
+from tests.conftest import compose_config
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> tuple[Target, PreTrainedTokenizerFast]:
+    target, tokenizer = load_target(tiny_folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return target, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler, and questions that end: random weights rarely write the template's tokens."""
+
+    def none(self: Target, name: str) -> None:
+        if name == "compiled":
+            raise ValueError("no compiler")
+
+    monkeypatch.setattr(Target, "use_engine", none)
+    texts = module._texts
+
+    def ending(target: Target, rows: list, temperature: float, seeds: list, most: int, ends: frozenset) -> list:
+        found = texts(target, rows, temperature, seeds, most, ends)
+        return [[*[*(t for t in new if t not in ends)][: most - 1], min(ends)] for new in found]
+
+    monkeypatch.setattr(module, "_texts", ending)
+    monkeypatch.setattr(module, "usable", lambda question, tokenizer: len(question) > 0)
+
+
+def settings(folder: Path, **changes: object) -> Synthetic:
+    few = {"conversations": 8, "batch": 4, "question_tokens": 8, "new_tokens": 12, "validation_share": 0.3}
+    return Synthetic(folder=str(folder), **{**few, **changes})  # type: ignore[arg-type]
+
+
+def test_a_template_is_cut_at_its_turns(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = Template.of(tokenizer)
+    assert tokenizer.decode(template.opening) == "<user>"
+    assert tokenizer.decode(template.answer) == "</user>\n<assistant>"
+    assert tokenizer.decode(template.again) == "</assistant>\n<user>"
+
+
+def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="has no chat template; take data=jsonl"):
+        Template.of(plain)
+    plain.chat_template = "{{ messages[0]['content'] | upper }}"
+    with pytest.raises(ValueError, match=r"the chat template of .* fails"):
+        Template.of(plain)
+
+
+def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+    target, tokenizer = pair
+    train, validation = synthetic(settings(tmp_path), target, tokenizer, quiet=True)
+    template = Template.of(tokenizer)
+    assert len(train.talks) + len(validation.talks) <= 8
+    assert train.counted
+    assert validation.counted
+    document = train.document(0)
+    assert document.tokens[: len(template.opening)].tolist() == template.opening
+    start = int(document.mask.int().argmax())
+    assert document.tokens[start - len(template.answer) : start].tolist() == template.answer
+    assert bool(document.mask[-1])  # nothing stands behind the last answer
+    begins = [
+        (document.mask[1:] & ~document.mask[:-1]).sum() for document in map(train.document, range(len(train.talks)))
+    ]
+    assert max(begins) == 2  # answers, one for each turn
+
+
+def test_a_greedy_answer_is_what_the_target_says(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+    target, tokenizer = pair
+    train, _ = synthetic(settings(tmp_path, sampled=0.0, turns=1), target, tokenizer, quiet=True)
+    document = train.document(0)
+    start = int(document.mask.int().argmax())
+    logits = target.text(document.tokens[None]).logits
+    assert logits is not None
+    said = document.tokens[start:-1]
+    assert logits[0, start - 1 : -2].argmax(-1).equal(said)
+
+
+def test_an_interrupted_call_goes_on(
+    tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, tokenizer = pair
+    whole, calls, chunk = synthetic(settings(tmp_path / "a"), target, tokenizer, quiet=True), [0], module._chunk
+
+    def breaks(*arguments: object) -> dict[str, torch.Tensor]:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return chunk(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_chunk", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        synthetic(settings(tmp_path / "b"), target, tokenizer, quiet=True)
+    again = synthetic(settings(tmp_path / "b"), target, tokenizer, quiet=True)
+    assert calls[0] == 3
+    assert [c.key for c in again] == [c.key for c in whole]
+    more = synthetic(settings(tmp_path / "b", conversations=10), target, tokenizer, quiet=True)  # keeps what is there
+    assert calls[0] == 4
+    assert len(more[0].tokens) > len(whole[0].tokens)
+    most = synthetic(settings(tmp_path / "b", conversations=12), target, tokenizer)
+    assert calls[0] == 4  # chunks are whole, whatever is read of them
+    assert sum(len(c.talks) for c in most) > sum(len(c.talks) for c in more)
+    more = most
+    card = json.loads(next((tmp_path / "b").glob("*/card.json")).read_text())
+    assert card["begun"] == 12
+    assert card["usable"] == sum(len(c.talks) for c in more)
+
+
+def test_equal_questions_are_kept_once() -> None:
+    mask = torch.tensor([False, False, True])
+    texts = [(torch.tensor(tokens, dtype=torch.int32), mask) for tokens in ([1, 2, 3], [1, 2, 4], [1, 5, 6])]
+    with pytest.raises(ValueError, match="of 2 usable conversations none is left"):
+        module._divided(texts, 1, 1e-9)
+
+
+def test_questions_need_letters_and_no_template_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert usable(list(tokenizer("What is a queue in Python?")["input_ids"]), tokenizer)
+    assert not usable(list(tokenizer("1 + 2")["input_ids"]), tokenizer)
+    special = tokenizer.all_special_ids[0]
+    assert not usable([*tokenizer("What is a queue in Python?")["input_ids"], special], tokenizer)
+
+
+def test_conversations_longer_than_the_positions_are_refused(
+    tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]
+) -> None:
+    with pytest.raises(ValueError, match=r"2 turns of 8 \+ 300 tokens may take .* 256 positions"):
+        synthetic(settings(tmp_path, new_tokens=300), *pair, quiet=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("conversations", 0), ("sampled", 1.5), ("validation_share", 1.0)])
+def test_bad_settings_are_named(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"data.{name}="):
+        replace(settings(tmp_path), **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_training_on_them(tmp_path: Path, tiny_folder: str) -> None:
+    overrides = ["name=x", f"target.name={tiny_folder}", "data=synthetic", f"data.folder={tmp_path / 'texts'}"]
+    overrides += ["data.conversations=8", "data.batch=8", "data.question_tokens=8", "data.new_tokens=32"]
+    overrides += ["data.validation_share=0.3", "drafter.heads=2", "drafter.rank=2", "loop.steps=2", "loop.batch_size=1"]
+    overrides += [
+        "train.length=64",
+        "train.prompts=2",
+        "train.new_tokens=8",
+        "train.prompt_tokens=4",
+        "loop.device=cpu",
+    ]
+    figures = run_training(compose_config("train", *overrides[:-1]), tmp_path / "run")
+    assert figures["steps"] == 2
+    assert (tmp_path / "run" / "drafter" / "drafter.json").is_file()
