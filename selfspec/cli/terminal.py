@@ -114,9 +114,8 @@ def complete(arguments: list[str]) -> None:
         help="embedded name, run folder, hub id, prompt_lookup or lookahead; several joined by +",
     )
     parser.add_argument("--target", help="for drafters that name none, and to override theirs")
-    parser.add_argument(
-        "--dtype", default="auto", help="of the target: auto, int8, bfloat16, float16, float32 or float64"[0:]
-    )
+    dtypes = "auto, int8, bfloat16, float16, float32 or float64"
+    parser.add_argument("--dtype", default="auto", help=f"of the target: {dtypes}")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, through the target's chat template")
     parser.add_argument("--max-new-tokens", type=_positive, default=128, help="at most so many")
