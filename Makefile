@@ -6,8 +6,10 @@ BIN = $(VENV)/bin
 TORCH = 2.13.0
 
 VLLM = .venv-vllm
+PEERS = .venv-peers
+QUESTIONS ?= question.jsonl
 
-.PHONY: demo test slow serving gpu readme page page-data docs lint clean
+.PHONY: demo test slow serving peers gpu readme page page-data docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -43,6 +45,15 @@ $(VLLM)/.ready: tests/serving/requirements.py
 serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
+
+# SmolLM2 beside llama.cpp, which is built first, ten minutes; QUESTIONS names Spec-Bench's question.jsonl.
+$(PEERS)/.ready:
+	$(PYTHON) -m venv $(PEERS)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF" $(PEERS)/bin/python -m pip install -q llama-cpp-python==0.3.36
+	touch $@
+
+peers: $(VENV)/.ready $(PEERS)/.ready
+	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS) --python $(PEERS)/bin/python
 
 # Everything that needs a GPU, in ten minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready

@@ -73,6 +73,7 @@ def test_experiment_runs(
         overrides.append(f"data.path={tmp_path / 'chat.jsonl'}")
     elif "data: synthetic" in text:
         monkeypatch.setattr(synthetic, "usable", lambda question, tokenizer: len(question) > 0)
+        monkeypatch.setattr(synthetic, "_writer", lambda target, int8: target)  # not compiled
         target = save_tiny(tmp_path / "target", tokenizer, max_position_embeddings=512)
         overrides += [f"data.folder={tmp_path / 'texts'}", "data.conversations=32", "data.batch=32", "data.int8=false"]
         overrides += ["data.question_tokens=64", "data.new_tokens=64", "data.validation_share=0.4", "train.length=96"]

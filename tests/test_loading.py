@@ -161,7 +161,7 @@ def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monk
         ({"target": Path("/nowhere")}, FileNotFoundError, "has no config.json"),
         ({"drafter": 5}, ValueError, "drafter=5"),
         ({"drafter": Path("/nowhere")}, FileNotFoundError, "no drafter at"),
-        ({"dtype": torch.int16}, ValueError, "dtype=torch.int8"),
+        ({"dtype": torch.int16}, ValueError, "dtype=torch.int16"),
         ({"dtype": 32}, ValueError, "dtype=32"),
         ({"dtype": "float8_e4m3fn"}, ValueError, "dtype='float8_e4m3fn'"),
         ({"dtype": "float32", "torch_dtype": "float16"}, ValueError, "both given"),
