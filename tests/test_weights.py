@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from selfspec.engine.kernels import weights as module
 from selfspec.engine.kernels.skinny_gemm import few_rows
+from selfspec.engine.kernels.native import binding, has_tiles
 from selfspec.engine.kernels.weights import KERNELS, Kernel, choose, freeze, laid_out, measure, row_invariant
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
@@ -51,7 +52,7 @@ def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out() -> None:
     left = torch.randn(64, 1536).bfloat16()
     weight = torch.randn(80, 1536).bfloat16()
     for kernel in SERVED:
-        if kernel.name == "selfspec":
+        if kernel.name in ("in place", "panels"):
             assert row_invariant(kernel, kernel.lay_out(weight), left, 80)
 
     def by_number(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -78,8 +79,13 @@ def test_only_row_invariant_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) 
     assert choose(96, 64) is None
 
 
-@pytest.mark.skipif("selfspec" not in {k.name for k in SERVED}, reason="needs a processor with AVX-512")
-def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
+PANELS = next((kernel for kernel in SERVED if kernel.name == "panels"), None)
+in_panels = pytest.mark.skipif(PANELS is None, reason="needs a processor with AVX-512")
+
+
+@in_panels
+def test_frozen_weights_are_laid_out_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     part, left = linear(96, 64), torch.randn(3, 64).bfloat16()
     assert laid_out([part.weight]) is None
     freeze(linear(96, 64).requires_grad_(True), 0)
@@ -103,7 +109,9 @@ def test_frozen_weights_are_laid_out_and_others_are_not() -> None:
     assert both[:, 96:].equal(few_rows(left, [other.weight]))
 
 
-def test_what_was_laid_out_goes_with_its_weight() -> None:
+@in_panels
+def test_what_was_laid_out_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     part = linear(96, 64)
     freeze(part, 0)
     address = part.weight.data_ptr()
@@ -113,3 +121,23 @@ def test_what_was_laid_out_goes_with_its_weight() -> None:
     gc.collect()
     assert address not in module._frozen
     assert address not in module._laid_out
+
+
+@in_panels
+def test_weights_whose_fastest_kernel_reads_them_as_they_are_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: module.IN_PLACE)
+    part, before = linear(96, 64), module.laid_out_bytes()
+    freeze(part, 0)
+    assert laid_out([part.weight]) is None
+    assert module.laid_out_bytes() == before
+
+
+@pytest.mark.skipif(not has_tiles(), reason="needs a processor with AMX")
+def test_tiles_and_products_agree() -> None:
+    torch.manual_seed(0)
+    left, weights = torch.randn(2, 69, 96).bfloat16(), [torch.randn(2, n, 96).bfloat16() for n in (16, 83, 48)]
+    outs = []
+    for name in ("tiles.cpp", "products.cpp"):
+        outs.append(torch.empty(2, 69, 147, dtype=torch.bfloat16))
+        binding(name)(left, *weights, left, outs[-1], 2, 69, 96, 16, 83, 48, False)
+    torch.testing.assert_close(*outs, rtol=2**-7, atol=2**-5)

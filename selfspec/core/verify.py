@@ -66,8 +66,14 @@ def _noisy(logits: Tensor, depth: Tensor, noise: WalkNoise) -> tuple[Tensor, Ten
     assert noise.temperature is not None
     at_node = noise.values[torch.arange(len(depth), device=depth.device)[:, None], depth]
     at_node += logits.to(torch.promote_types(logits.dtype, torch.float32)) / noise.temperature
-    best, picks = at_node.max(-1)
-    return best, picks
+    return largest(at_node)
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of scores [..., V] and its first place, which is V where it is NaN. Compiled, two sweeps are faster
+    than one that carries places along (notebooks/LOG.md)."""
+    best, places = scores.amax(-1), torch.arange(scores.shape[-1], device=scores.device, dtype=torch.int32)
+    return best, torch.where(scores == best[..., None], places, scores.shape[-1]).amin(-1).long()
 
 
 def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: WalkNoise) -> Tensor:
@@ -84,7 +90,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
         parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
         best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     else:
-        best, picks = logits.max(-1)
+        best, picks = largest(logits)
     picks = torch.where(best.isfinite(), picks, -1)
     if tokens.shape[1] == 1:  # the root alone is the path
         return torch.stack([picks, torch.ones_like(picks)], 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,15 +11,28 @@ import torch
 SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
     "packed.cpp": [*["const uint16_t*"] * 3, "uint16_t*", *["int64_t"] * 4],
     "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
+    "tiles.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
     "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 7, "float"],
     "int8.cpp": ["const uint16_t*", *["const uint8_t*"] * 3, *["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6],
 }
+TILE = 16  # outputs of a tile
 SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *SIGNATURES)]
 
 
 def served() -> bool:
     """Whether this processor takes the kernels."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this processor has AMX, and this process may use it."""
+    return served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+def in_place(outputs: Sequence[int]) -> Callable[..., None]:
+    """The kernel that multiplies with weights of so many outputs as they are."""
+    return binding("tiles.cpp" if has_tiles() and min(outputs) >= TILE else "products.cpp")
 
 
 @cache

@@ -3,7 +3,7 @@ AVX-512.
 
 There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
 Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.weights`).
-The kernels `products.cpp` and `attention.cpp` read weights, keys and values in the layout they have. All add up in
+The kernels `tiles.cpp` (with AMX), `products.cpp` and `attention.cpp` read weights, keys and values as they are. All add up in
 float32 in an order that does not depend on how many rows there are or where they lie: a node's numbers are the same in
 a pass over one node and over a tree. Measured: notebooks/LOG.md.
 """
@@ -22,7 +22,7 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.select_algorithm import ExternKernelChoice
 
 from selfspec.engine.kernels import int8
-from selfspec.engine.kernels.native import SOURCES, binding, served
+from selfspec.engine.kernels.native import SOURCES, binding, in_place, served
 from selfspec.engine.kernels.weights import laid_out
 
 UNDIVIDED = 2**14  # numbers of a row that are summed up by one thread: two would add them in another order
@@ -58,7 +58,7 @@ def _multiply(*given: Tensor, sizes: tuple[int, ...], biased: bool, out: Tensor)
         return out
     first, second, third = (*weights, weights[0], weights[0])[:3]
     last = first if bias is None else bias
-    binding("products.cpp")(left, first, second, third, last, out, *sizes, *[0] * (6 - len(sizes)), biased)
+    in_place(sizes[3:])(left, first, second, third, last, out, *sizes, *[0] * (6 - len(sizes)), biased)
     return out
 
 
@@ -121,8 +121,8 @@ _attention = ExternKernelChoice(_attend, name="selfspec_few_queries")
 
 @register_lowering(_few_rows, type_promotion_kind=None)
 def _lowered(left: Any, weights: list[Any], bias: Any = None) -> Any:
-    binding("products.cpp")  # an error belongs to compiling
     sizes = _sizes(left.get_size(), [weight.get_size() for weight in weights])
+    in_place(sizes[3:])  # an error belongs to compiling
     layout = ir.FixedLayout(left.get_device(), left.get_dtype(), [*left.get_size()[:-1], sum(sizes[3:])])
     parts = [left, *weights, *([] if bias is None else [bias])]
     tensors = [ir.ExternKernel.require_contiguous(part) for part in parts]

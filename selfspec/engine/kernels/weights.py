@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.engine.kernels.native import binding
+from selfspec.engine.kernels.native import binding, has_tiles, in_place, served
 from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
@@ -113,7 +113,9 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
             if frozen is None or frozen.shape != weight.shape:  # such as a part of one
                 return None
         kernel = choose(sum(len(weight) for weight in weights), weights[0].shape[1])
-        if kernel is None:
+        if kernel is None or kernel is IN_PLACE:
+            for address in addresses:  # they are not asked for again
+                _frozen.pop(address)
             return None
         versions = tuple(weight._version for weight in weights)
         together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
@@ -169,6 +171,12 @@ def _in_panels(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
     binding("packed.cpp")(left, weight, more, out, rows, width, out.shape[1], bias is not None)
 
 
+def _in_place(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    more = weight if bias is None else bias
+    sizes = 1, *left.shape, len(weight), 0, 0
+    in_place([len(weight)])(left, weight, weight, weight, more, out, *sizes, bias is not None)
+
+
 def _by_onednn(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     for start in range(0, len(left), INVARIANT):
         part = left[start : start + INVARIANT]
@@ -180,11 +188,13 @@ def _by_torch(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 
 
 def _avx512(outputs: int, width: int) -> bool:
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not outputs % VECTOR and not width % STEP
+    return served() and not outputs % VECTOR and not width % STEP
 
 
+IN_PLACE = Kernel("in place", lambda weight: weight, _in_place, lambda _, width: served() and not width % STEP)
 KERNELS = (
-    Kernel("selfspec", in_panels, _in_panels, _avx512),
+    IN_PLACE,
+    Kernel("panels", in_panels, _in_panels, _avx512),
     Kernel(
         "onednn",
         lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, 16),
@@ -225,7 +235,7 @@ def measured() -> dict[str, Figures]:
 @cache
 def _machine() -> str:
     parts = [torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()]
-    parts += [str(torch.cpu._is_amx_tile_supported()), str(torch.get_num_threads()), code_hash("engine")]
+    parts += [str(has_tiles()), str(torch.get_num_threads()), code_hash("engine")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -250,7 +260,7 @@ def measure(outputs: int, width: int) -> Figures:
                     seconds[kernel.name, n].append(time.perf_counter() - start)
     # A low quantile: calls that other work on the machine held up do not count.
     ms = {k.name: {n: 1000 * statistics.quantiles(seconds[k.name, n], n=10)[0] for n in ROWS} for k in served}
-    score = {name: math.prod(times.values()) * (OURS if name == "selfspec" else 1) for name, times in ms.items()}
+    score = {name: math.prod(times.values()) * (OURS if name in ("in place", "panels") else 1) for name, times in ms.items()}
     best = next((name for name in sorted(score, key=lambda name: score[name]) if name not in varies), None)
     times = {name: {str(n): round(value, 4) for n, value in of.items()} for name, of in ms.items()}
     return {"kernel": best, "ms": times, "varies": varies}
