@@ -40,6 +40,7 @@ def binding(name: str) -> Callable[..., None]:
     """One of SIGNATURES, compiled."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache  # slow to import
 
-    source = "\n".join(path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name))
+    parts = [path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name)]
+    source = "\n".join(["#define SELFSPEC_TILES"] * has_tiles() + parts)
     kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
     return kernel

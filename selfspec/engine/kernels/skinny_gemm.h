@@ -9,6 +9,7 @@ namespace {
 using Bits = uint16_t;  // of a bfloat16
 constexpr int STEP = 32;  // products at a time
 constexpr int WIDE = 4;   // rows of either side in a block
+constexpr int TILE = 16;  // rows of a tile, and numbers of 4 bytes in one
 
 // The lower half of each 32 bits is one number, the upper half the next one.
 inline __m512 lower(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -89,6 +90,103 @@ void spread(const Bits* left, float* to, int64_t M, int64_t width) {
       _mm512_store_ps(to + k * M + m * STEP + STEP / 2, upper(pairs));
     }
 }
+
+// 16 rows of 16 numbers of 4 bytes; number i of row j becomes number j of row i.
+inline void transpose(__m512i (&v)[16]) {
+  __m512i w[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    w[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
+    w[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
+    w[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
+    w[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    v[i] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0x88);
+    v[i + 8] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0xdd);
+    v[i + 4] = _mm512_shuffle_i32x4(w[i + 4], w[i + 12], 0x88);
+    v[i + 12] = _mm512_shuffle_i32x4(w[i + 4], w[i + 12], 0xdd);
+  }
+}
+
+#ifdef SELFSPEC_TILES
+
+struct alignas(64) Config {
+  uint8_t palette = 1, start = 0, unused[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+const Config config;
+
+void begin_tiles() { asm volatile("ldtilecfg %0" ::"m"(config)); }
+void end_tiles() { _tile_release(); }
+
+// Rows as tiles take them: of 16 rows and 32 inputs first the pairs of inputs, then the rows, then the two of a pair.
+// Rows behind the last are zero.
+void spread_tiles(const Bits* left, Bits* to, int64_t count, int64_t width) {
+  for (int64_t k = 0; k < width; k += STEP, to += TILE * STEP) {
+    __m512i rows[TILE];
+#pragma GCC unroll 16
+    for (int m = 0; m < TILE; m++)
+      rows[m] = m < count ? _mm512_loadu_si512(left + m * width + k) : _mm512_setzero_si512();
+    transpose(rows);
+#pragma GCC unroll 16
+    for (int p = 0; p < TILE; p++) _mm512_store_si512(to + p * STEP, rows[p]);
+  }
+}
+
+// 16 outputs of G groups of 16 rows, into sums [G, outputs, rows]. A tile adds up each number on its own, in the order
+// of the inputs: a row's bits depend neither on the rows beside it nor on G. Meanwhile the 16 outputs after the next ones
+// are fetched.
+template <int G>
+void tiles(const Bits* left, const Bits* weight, float* sums, int64_t width, bool ahead) {
+  asm volatile("" ::: "memory");  // the intrinsics do not say what they read
+  _tile_zero(0);
+  if constexpr (G > 1) _tile_zero(1);
+  if constexpr (G > 2) _tile_zero(2);
+  if constexpr (G > 3) _tile_zero(3);
+  const char* next = reinterpret_cast<const char*>(weight + 2 * TILE * width);
+  for (int64_t k = 0; k < width; k += STEP, left += TILE * STEP) {
+    if (ahead)
+#pragma GCC unroll 16
+      for (int line = 0; line < 16; line++, next += 64) _mm_prefetch(next, _MM_HINT_T1);
+    _tile_loadd(4, weight + k, 2 * width);
+    _tile_loadd(5, left, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (G > 1) {
+      _tile_loadd(6, left + TILE * width, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (G > 2) {
+      _tile_loadd(7, left + 2 * TILE * width, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (G > 3) {
+      _tile_loadd(5, left + 3 * TILE * width, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  if constexpr (G > 1) _tile_stored(1, sums + 256, 64);
+  if constexpr (G > 2) _tile_stored(2, sums + 512, 64);
+  if constexpr (G > 3) _tile_stored(3, sums + 768, 64);
+  asm volatile("" ::: "memory");
+}
+
+#endif
 
 // Numbers to write to, at the start of a cache line.
 struct Scratch {
