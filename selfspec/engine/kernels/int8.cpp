@@ -7,7 +7,7 @@ constexpr int GROUP = 32;               // inputs that share a scale
 constexpr int LANES = 16;               // outputs of a panel
 constexpr int VECTORS = 3;              // panels that are multiplied together
 constexpr int ROWS = 8;                 // rows in a block: ROWS * VECTORS sums fit into registers
-constexpr int TILE = 32;                // rows over which a group of weights is read once
+constexpr int BAND = 32;                // rows over which a group of weights is read once
 constexpr int NEAR = 2 * GROUP * LANES;  // bytes ahead of what is read, fetched into the nearest cache
 constexpr int64_t SMALL = 1 << 15;      // products that one thread does
 
@@ -72,10 +72,10 @@ inline void group(const int8_t* left, int64_t width, const float* scale, const i
 template <int V>
 void panels(int64_t count, const int8_t* left, int64_t width, const float* scale, const int32_t* offset,
             const uint8_t* weight, const Bits* weight_scales, const Bits* bias, Bits* out, int64_t stride) {
-  alignas(64) float sums[TILE * V * LANES];
+  alignas(64) float sums[BAND * V * LANES];
   const int64_t groups = width / GROUP;
-  for (int64_t start = 0; start < count; start += TILE) {
-    const int64_t rows = count - start < TILE ? count - start : TILE;
+  for (int64_t start = 0; start < count; start += BAND) {
+    const int64_t rows = count - start < BAND ? count - start : BAND;
     std::memset(sums, 0, rows * V * LANES * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
       const uint8_t* from = weight + g * GROUP * LANES;
