@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.engine.kernels import weights as module
-from selfspec.engine.kernels.skinny_gemm import few_rows
 from selfspec.engine.kernels.native import binding, has_tiles
+from selfspec.engine.kernels.skinny_gemm import few_rows
 from selfspec.engine.kernels.weights import KERNELS, Kernel, choose, freeze, laid_out, measure, row_invariant
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
@@ -124,7 +124,7 @@ def test_what_was_laid_out_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch)
 
 
 @in_panels
-def test_weights_whose_fastest_kernel_reads_them_as_they_are_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_read_as_they_are_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "choose", lambda *_: module.IN_PLACE)
     part, before = linear(96, 64), module.laid_out_bytes()
     freeze(part, 0)

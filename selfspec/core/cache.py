@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from selfspec.core.memory import enough
+from selfspec.core.memory import enough, zeros
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
@@ -268,7 +268,7 @@ class KVCache:
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
             flat = len(group), self.rows * heads * self.capacity, width
-            self.stores.append(torch.zeros(flat, dtype=dtype, device=device))
+            self.stores.append(zeros(flat, dtype, device))
             self.members.append(group)
 
     def _shaped(self, store: int) -> Tensor:
@@ -285,7 +285,7 @@ class KVCache:
     def _grow(self, capacity: int) -> None:
         for store in range(len(self.stores)):  # one at a time, so that only one is held twice
             old = self._shaped(store)
-            new = old.new_zeros(*old.shape[:3], capacity, old.shape[4])
+            new = zeros((*old.shape[:3], capacity, old.shape[4]), old.dtype, old.device)
             new[:, :, :, : self.capacity] = old
             self.stores[store] = new.view(len(new), -1, old.shape[4])
             self._views = {}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import psutil
 import torch
+from torch import Tensor
 
 
 def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:
@@ -24,3 +28,11 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return 2**62
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As torch.zeros; on CPUs memory is taken where it is first written to, since much of a cache never is."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)

@@ -27,7 +27,7 @@ from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.hidden import HiddenStates, states_folder
 from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
+from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
 from selfspec.training.rows import (
     DrafterTraining,
     check_sizes,
@@ -104,6 +104,7 @@ def train_drafter(run: DrafterRun) -> Figures:
     of the prompts; what is counted is added up, so that the figures are those of one process.
     Raises ValueError for data too short to train on, before anything long starts.
     """
+    reuse_memory()
     rows = _prepared(run)
     before = weights_hash(run.target.model)
     _write_calibration_texts(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,13 @@ from torch.nn import functional as F
 from selfspec.drafters.base import Batch, itself
 
 LOSSES = ("kl", "ce", "tv", "lk", "accept")
-_CHUNK = 128  # positions at a time, so that a chunk's logits stay in the processor's cache
+_CHUNK = 2**17  # logits at a time, so that they stay in the processor's cache
+
+
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Positions of logits [N, V], a few at a time."""
+    step = max(1, _CHUNK // logits.shape[1])
+    return (slice(first, first + step) for first in range(0, len(logits), step))
 
 
 class _KL(torch.autograd.Function):
@@ -30,8 +36,7 @@ class _KL(torch.autograd.Function):
         exact = torch.promote_types(draft.dtype, torch.float32)
         losses = torch.empty(len(draft), dtype=exact, device=draft.device)
         gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
-        for first in range(0, len(draft), _CHUNK):
-            part = slice(first, first + _CHUNK)
+        for part in _parts(draft):
             log_p = torch.log_softmax(target[part].to(exact), -1)
             log_q = torch.log_softmax(draft[part].to(exact), -1)
             p = log_p.exp()
@@ -56,8 +61,7 @@ class _Chunked(torch.autograd.Function):
         exact = torch.promote_types(draft.dtype, torch.float32)
         losses = torch.empty(len(draft), dtype=exact, device=draft.device)
         gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
-        for first in range(0, len(draft), _CHUNK):
-            part = slice(first, first + _CHUNK)
+        for part in _parts(draft):
             log_p = torch.log_softmax(target[part].detach().to(exact), -1)
             with torch.enable_grad():
                 chunk = draft[part].detach().to(exact).requires_grad_(gradient is not None)
@@ -189,18 +193,24 @@ def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, T
     return (means * weights).sum() / weights.sum(), {loss.rpartition(".")[2]: means.detach()}
 
 
+def of_vocabulary(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of logits [B, S, V] those of a draft vocabulary, int64 [V'], and whether the likeliest token is in it, bool
+    [B, S]. Where it is None, that is all of them."""
+    if vocabulary is None:
+        return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    few = logits[..., vocabulary]
+    return few, few.amax(-1) >= logits.amax(-1)
+
+
 def heads_loss(
     loss: str, draft: Tensor, batch: Batch, decay: float, vocabulary: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V], or
     [K, B, n, V'] of a draft vocabulary, int64 [V']. Positions whose likeliest token is not in it do not count."""
     n, losses, counts = draft.shape[2], [], []
+    logits, drafted = of_vocabulary(batch.logits, vocabulary)
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
-        wanted, counted = batch.logits[:, 1 + k : 1 + k + n], batch.counted(2 + k)[:, :n]
-        if vocabulary is not None:
-            counted = counted & torch.isin(wanted.argmax(-1), vocabulary)
-            wanted = wanted[..., vocabulary]
-        losses.append(distance(loss, guess, wanted, batch.tokens[:, place]))
-        counts.append(counted)
+        losses.append(distance(loss, guess, logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
+        counts.append(batch.counted(2 + k)[:, :n] & drafted[:, 1 + k : 1 + k + n])
     return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)

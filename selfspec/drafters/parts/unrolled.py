@@ -28,7 +28,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, pack, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
-from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
+from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, of_vocabulary
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -128,8 +128,8 @@ class Unrolled(Reduced):
     def unrolled(
         self, tokens: Tensor, features: dict[int, Tensor], steps: int, documents: Tensor | None = None
     ) -> list[Tensor]:
-        """Logits [B, S - 1, rows of the head] of every step over whole texts, tokens int64 [B, S], features [B, S, H]
-        by layer.
+        """Logits [B, S - 1, V] of every step over whole texts, or [B, S - 1, V'] of a draft vocabulary; tokens int64
+        [B, S], features [B, S, H] by layer.
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
         for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones
@@ -139,6 +139,9 @@ class Unrolled(Reduced):
         states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
         at = torch.arange(n, device=tokens.device)
         cache, result = TextCache(self.layer.block.layer + 1, kept=True), []
+        few = None  # lm_head's rows of the draft vocabulary
+        if self.vocabulary is not None and self.head.out_features == self.tokens:
+            few = self.head.weight[self.vocabulary]
         for step in range(steps):
             behind = at[:, None] - at  # how far before a position another is
             # verified entries, then one block for each step, this one the last
@@ -151,9 +154,10 @@ class Unrolled(Reduced):
                 seen = seen & (of_rows[:, :, None] == of_rows[:, None]).repeat(1, 1, step + 1)
             masks = self.layer.block.target.per_type(partial(self._mask, seen, far))
             entering = self.layer.entry(states, after)
-            out = self.layer.block.text(entering, after, cache=cache, masks=masks, positions=places)
-            assert out.logits is not None
-            result.append(out.logits)
+            out = self.layer.block.text(entering, after, True, few is None, cache, masks, places)
+            logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
+            assert logits is not None
+            result.append(logits)
             carried = self.layer.carried(out.features[self.layer.block.layer], out.hidden)
             states = F.pad(carried[:, :-1], (0, 0, 1, 0))
         return result
@@ -164,14 +168,11 @@ class Unrolled(Reduced):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
-        means = []
+        means: list[Tensor] = []
+        logits, drafted = of_vocabulary(batch.logits, self.vocabulary)
         for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll, batch.documents)):
-            guess, wanted = draft[:, step:n], batch.logits[:, step + 1 : n + 1]
-            mask = batch.counted(step + 2)
-            if self.vocabulary is not None:
-                mask = mask & torch.isin(wanted.argmax(-1), self.vocabulary)
-                guess, wanted = self.of_vocabulary(guess), self.of_vocabulary(wanted)
-            losses = distance(config.loss, guess, wanted, tokens[:, step + 2 :])
+            mask = batch.counted(step + 2) & drafted[:, step + 1 : n + 1]
+            losses = distance(config.loss, draft[:, step:n], logits[:, step + 1 : n + 1], tokens[:, step + 2 :])
             means.append(masked_mean(losses[None], mask[None], batch.average)[0])
         return decayed(config.loss, torch.stack(means), config.depth_decay)
 

@@ -260,7 +260,8 @@ def measure(outputs: int, width: int) -> Figures:
                     seconds[kernel.name, n].append(time.perf_counter() - start)
     # A low quantile: calls that other work on the machine held up do not count.
     ms = {k.name: {n: 1000 * statistics.quantiles(seconds[k.name, n], n=10)[0] for n in ROWS} for k in served}
-    score = {name: math.prod(times.values()) * (OURS if name in ("in place", "panels") else 1) for name, times in ms.items()}
+    ours = "in place", "panels"
+    score = {name: math.prod(times.values()) * (OURS if name in ours else 1) for name, times in ms.items()}
     best = next((name for name in sorted(score, key=lambda name: score[name]) if name not in varies), None)
     times = {name: {str(n): round(value, 4) for n, value in of.items()} for name, of in ms.items()}
     return {"kernel": best, "ms": times, "varies": varies}
