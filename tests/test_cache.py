@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from selfspec.core.cache import KVCache, pass_cache
 from selfspec.core.masks import tree_masks
+from selfspec.core.memory import zeros
 from selfspec.core.tree import DraftTree
 from selfspec.engine.engine import Engine
 
@@ -104,3 +105,12 @@ def test_mask_is_the_definition(rows: int, seed: int, window: int | None, ran: i
                     position = length + int(tree.depth[row, min(other, 4)])
                 allowed = allowed and (window is None or here - position < window)
                 assert (mask[row, 0, node - ran, slot] == 0) == allowed, (row, node, slot)
+
+
+def test_memory_that_is_taken_when_it_is_written_to_is_zero() -> None:
+    room = zeros((2, 3, 4), torch.bfloat16, torch.device("cpu"))
+    assert room.shape == (2, 3, 4)
+    assert not room.any()
+    room[1, 2] = 5
+    assert float(room.sum()) == 20
+    assert zeros((0, 3), torch.float32, torch.device("cpu")).numel() == 0

@@ -25,7 +25,7 @@ from selfspec.core.rows import CHUNKS, piece
 from selfspec.core.sampling import Noise, Sampling, pick
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, chain
-from selfspec.core.verify import WalkNoise, read_walk, verify, walk
+from selfspec.core.verify import WalkNoise, largest, read_walk, verify, walk
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.mask import Mask
@@ -200,6 +200,13 @@ def test_the_walk_refuses_damaged_logits_where_it_goes_alone() -> None:
     logits[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="logits are NaN"):
         read_walk(walk(logits, tree.tokens, tree.parents, tree.mask, WalkNoise()))
+
+
+def test_the_largest_score_is_the_first_of_equal_ones() -> None:
+    best, places = largest(torch.tensor([[1.0, 4.0, 4.0], [float("nan"), 2.0, 3.0], [-torch.inf] * 3]))
+    assert places.tolist() == [1, 3, 0]
+    assert best[0] == 4
+    assert not best[1:].isfinite().any()
 
 
 def test_levels_is_the_depth_of_the_deepest_node() -> None:

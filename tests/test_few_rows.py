@@ -17,8 +17,9 @@ from selfspec.core.options import Options
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import Engine
+from selfspec.engine.kernels.graph_pass import FewRows
 from selfspec.engine.kernels.native import served
-from selfspec.engine.kernels.skinny_gemm import MOST, FewRows, few_queries, few_rows
+from selfspec.engine.kernels.skinny_gemm import MOST, few_queries, few_rows
 
 _aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(not served(), reason="the kernels need a processor with AVX-512")

@@ -265,7 +265,7 @@ def _options(backend: str) -> dict[str, Any]:
     """The backend's own settings."""
     if backend != "inductor":
         return {}
-    from selfspec.engine.kernels.skinny_gemm import options  # slow to import
+    from selfspec.engine.kernels.graph_pass import options  # slow to import
 
     return options()
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.parts.vocabulary import Reduced
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
 
@@ -38,7 +39,8 @@ def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -
     frozen_bytes = sum(p.numel() * p.element_size() for p in frozen) / parts
     moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments
     depths = drafter.depth if isinstance(drafter, Trained) else 0
-    drafted = target.vocab_size if getattr(drafter, "vocabulary", None) is None else len(drafter.vocabulary)
+    few = drafter.vocabulary if isinstance(drafter, Reduced) else None
+    drafted = target.vocab_size if few is None else len(few)
     logits = tokens * target.dtype.itemsize * (target.vocab_size + 2 * depths * drafted)
     counts = [sum(p.numel() for p in parameters) / 1e6 for parameters in (trained, frozen)]
     held = (frozen_bytes + moved + logits) / 2**30
