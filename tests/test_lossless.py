@@ -10,6 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from selfspec.core.contract import Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
+from selfspec.core.rows import moved_up
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
@@ -150,3 +151,11 @@ def test_bad_budgets_are_named(llama: Target) -> None:
         Options(0)
     with pytest.raises(ValueError, match="nodes=0"):
         speculative(llama, [[1]], Options(4), RandomTrees([]), 0)
+
+
+@pytest.mark.parametrize(
+    ("going", "order"), [([0, 1, 2], [0, 1, 2]), ([1, 3], [3, 1]), ([2, 4, 5], [4, 5, 2]), ([], [])]
+)
+def test_the_last_rows_take_the_places_of_those_that_go(going: list[int], order: list[int]) -> None:
+    assert sorted(moved_up(going)) == going
+    assert moved_up(going) == order

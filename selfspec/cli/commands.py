@@ -68,6 +68,7 @@ COMMANDS = {
     "report": Command(
         "one table and the plots of all runs of a sweep", "sweep=runs/decode/<date>", "eval/report.py", "report"
     ),
+    "compile": Command("compile what a drafter needs, for later processes", "--drafter tiny-medusa --nodes 8 16"),
     "export": Command("write a drafter in the form that another engine serves", "runs/mine --to vllm --out mine-vllm"),
     "push": Command("upload a drafter to the hub", "runs/mine user/mine --dry-run card"),
 }

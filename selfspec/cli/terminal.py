@@ -1,4 +1,4 @@
-"""The commands with options of their own: complete, export, push."""
+"""The commands with options of their own: complete, compile, export, push."""
 
 from __future__ import annotations
 
@@ -98,6 +98,48 @@ def push(arguments: list[str]) -> None:
         points = measured([Path(place) for place in args.results], folder, drafter_folder)
         dry_run = None if args.dry_run is None else Path(args.dry_run)
         print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
+
+
+def compile(arguments: list[str]) -> None:
+    """selfspec compile --target smollm2 --drafter prompt_lookup"""
+    parser = _parser(
+        "compile",
+        "Compile what a drafter and its target need, and keep it on disk: later processes read it in a second.",
+        "--drafter prompt_lookup --target smollm2 --nodes 16",
+    )
+    parser.add_argument("--drafter", default="tiny-medusa", help="as selfspec.load takes it")
+    parser.add_argument("--target", help="for drafters that name none, and to override theirs")
+    parser.add_argument("--dtype", default="auto", help="of the target: auto, int8, bfloat16, float32 or float64")
+    parser.add_argument("--nodes", type=_positive, nargs="+", default=[16], help="sizes of draft trees")
+    parser.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    parser.add_argument("--rows", type=_positive, nargs="+", default=[1], help="prompts of a batch")
+    args = parser.parse_args(arguments)
+
+    import time
+
+    from transformers.utils import logging
+
+    import selfspec
+    from selfspec.core.rows import CHUNKS
+    from selfspec.utils.errors import one_line_errors
+    from selfspec.utils.progress import progress
+
+    logging.disable_progress_bar()
+    with one_line_errors():
+        spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
+        room, made, start = spec.target.max_positions or 2**62, spec.target.engine.made, time.perf_counter()
+        lengths = [length for length in CHUNKS if length + 2 * max(args.nodes) < room]
+        settings = [*itertools.product(args.rows, args.temperatures, lengths, args.nodes)]
+        for rows, temperature, length, nodes in (bar := progress(settings, desc="compile")):
+            bar.set_postfix(rows=rows, T=temperature, prompt=length, nodes=nodes)
+            prompts, most = [[1] * length] * rows, 2 * nodes
+            spec.autoregressive(prompts, most, temperature, seed=0)
+            spec.generate(prompts, most, temperature, seed=0, nodes=nodes)
+        for how in ("compiled", "read", "not compiled"):
+            seconds = [took for _, took, done in made if done == how]
+            if seconds:
+                print(f"{how}: {len(seconds)} functions, {sum(seconds):.1f} s")
+        print(f"{time.perf_counter() - start:.0f} s in all; kept in {spec.target.engine.folder}")
 
 
 def complete(arguments: list[str]) -> None:

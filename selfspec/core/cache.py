@@ -307,17 +307,16 @@ class KVCache:
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, int64 [B']."""
+        """Keep these rows of the batch, int64 [B'], in this order."""
         left = rows.tolist()
-        if self.engine.size(len(left)) == self.rows:  # rows move up, their entries alone
+        size = self.engine.size(len(left))
+        if self.engine.eager:
+            self.stores = [self._shaped(i)[:, rows.to(s.device)].flatten(1, 3) for i, s in enumerate(self.stores)]
+        else:  # entries of few rows move, and buffers of the first rows stay where they are
             self._move({to: row for to, row in enumerate(left) if to != row})
-            self.lengths, self.idle = [self.lengths[row] for row in left], self.rows - len(left)
-            return
-        idle = self.engine.size(len(left)) - len(left)
-        whole = torch.tensor(left + left[:1] * idle)
-        for i, store in enumerate(self.stores):
-            self.stores[i] = self._shaped(i)[:, whole.to(store.device)].flatten(1, 3)
-        self.lengths, self.idle, self._views = [self.lengths[row] for row in left], idle, {}
+            if size < self.rows:
+                self.stores = [self._shaped(i)[:, :size].flatten(1, 3) for i in range(len(self.stores))]
+        self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
 
     def _move(self, rows: dict[int, int]) -> None:
         """Copy entries to rows from others."""

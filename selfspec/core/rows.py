@@ -130,7 +130,7 @@ class Rows:
             emitted[i] = cut
             if end is None and self.left[i] > 0:
                 going.append(i)
-        return emitted, going
+        return emitted, moved_up(going)
 
     def watched(
         self,
@@ -159,6 +159,14 @@ class Rows:
         self.alive = [self.alive[i] for i in going]
         self.tokens = [self.tokens[i] for i in going]
         self.left = [self.left[i] for i in going]
+
+
+def moved_up(going: list[int]) -> list[int]:
+    """Rows that stay, ascending, in an order that moves few of them: the last ones take the places of those that go."""
+    count = len(going)
+    last = iter([row for row in going if row >= count])
+    staying = set(going)
+    return [row if row in staying else next(last) for row in range(count)]
 
 
 def piece(target: Target, left: int) -> tuple[int, int]:

@@ -134,9 +134,13 @@ class Noise:
         return self.block[torch.arange(len(offsets), device=self.ids.device)[:, None], at]
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, int64 [B']."""
-        self.seeds, self.sequences, self.block = self.seeds[rows], self.sequences[rows], self.block[rows]
-        self.starts = [self.starts[r] for r in rows.tolist()]
+        """Keep these rows, int64 [B'], in this order."""
+        left = rows.tolist()
+        moved = {to: row for to, row in enumerate(left) if to != row}
+        if moved:
+            self.block[list(moved)] = self.block[list(moved.values())]
+        self.seeds, self.sequences, self.block = self.seeds[rows], self.sequences[rows], self.block[: len(left)]
+        self.starts = [self.starts[row] for row in left]
 
 
 def warp(logits: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
