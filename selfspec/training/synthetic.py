@@ -51,7 +51,7 @@ class Synthetic:
     question_tokens: int = 96
     new_tokens: int = 320
     sampled: float = 0.5
-    batch: int = 128
+    batch: int = 256
     int8: bool = False
     seed: int = 0
     validation_share: float = 0.05
