@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.drafters.parts.losses import LOSSES, RULES, distance, of_vocabulary, shared
+from selfspec.drafters.parts.losses import LOSSES, RULES, distance, drafted_logits, shared
 
 
 def logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -63,9 +63,9 @@ def test_losses_fall_towards_the_target(loss: str) -> None:
 
 def test_of_a_draft_vocabulary_count_positions_whose_likeliest_token_is_in_it() -> None:
     logits = torch.tensor([[[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]])
-    few, drafted = of_vocabulary(logits, torch.tensor([0, 2]))
+    few, drafted = drafted_logits(logits, torch.tensor([0, 2]))
     assert few.tolist() == [[[3.0, 2.0], [0.0, 1.0]]]
     assert drafted.tolist() == [[True, False]]
-    whole, everywhere = of_vocabulary(logits, None)
+    whole, everywhere = drafted_logits(logits, None)
     assert whole is logits
     assert everywhere.all()

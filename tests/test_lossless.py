@@ -156,6 +156,6 @@ def test_bad_budgets_are_named(llama: Target) -> None:
 @pytest.mark.parametrize(
     ("going", "order"), [([0, 1, 2], [0, 1, 2]), ([1, 3], [3, 1]), ([2, 4, 5], [4, 5, 2]), ([], [])]
 )
-def test_the_last_rows_take_the_places_of_those_that_go(going: list[int], order: list[int]) -> None:
+def test_the_last_rows_take_the_places_of_rows_that_ended(going: list[int], order: list[int]) -> None:
     assert sorted(moved_up(going)) == going
     assert moved_up(going) == order

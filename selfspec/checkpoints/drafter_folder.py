@@ -169,12 +169,12 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     meta = read_meta(folder)
     theirs, ours = meta["target"], target_hash(target)
     if theirs["weights_hash"] != ours:
-        made = f"made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]})"
+        origin = f"made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]})"
         if not (is_smollm2(theirs["name"]) and is_smollm2(target.name)):
-            raise ValueError(f"the drafter in {folder} was {made}, not for {target.name!r} (weights {ours[:12]})")
+            raise ValueError(f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]})")
         print(
-            f"{folder.name}: {made}; here are others of the same model (weights {ours[:12]}): fewer of its drafts may "
-            "be accepted, the output is the target's own",
+            f"{folder.name}: {origin}; here are others of the same model (weights {ours[:12]}): fewer of its drafts "
+            "may be accepted, the output is the target's own",
             file=sys.stderr,
         )
     if target.int8 and not theirs.get("int8"):

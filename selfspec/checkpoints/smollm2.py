@@ -43,7 +43,7 @@ def smollm2() -> Path:
 
 def is_smollm2(name: str) -> bool:
     """Whether a target of this name is this model, from the package or from the hub."""
-    return name in (NAME, HUB) or Path(name).name in (f"{NAME}-{VERSION}", HUB.split("/")[1])
+    return name in (NAME, HUB, str(cache_folder() / "targets" / f"{NAME}-{VERSION}"))
 
 
 def _convert(package: Path, folder: Path) -> None:

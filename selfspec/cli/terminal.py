@@ -104,7 +104,8 @@ def compile(arguments: list[str]) -> None:
     """selfspec compile --target smollm2 --drafter prompt_lookup"""
     parser = _parser(
         "compile",
-        "Compile what a drafter and its target need, and keep it on disk: later processes read it in a second.",
+        "Compile what a drafter and its target need for texts of up to 900 tokens, and keep it on disk: later "
+        "processes read it in a second.",
         "--drafter prompt_lookup --target smollm2 --nodes 16",
     )
     parser.add_argument("--drafter", default="tiny-medusa", help="as selfspec.load takes it")
@@ -112,7 +113,7 @@ def compile(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target: auto, int8, bfloat16, float32 or float64")
     parser.add_argument("--nodes", type=_positive, nargs="+", default=[16], help="sizes of draft trees")
     parser.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    parser.add_argument("--rows", type=_positive, nargs="+", default=[1], help="prompts of a batch")
+    parser.add_argument("--rows", type=_positive, default=1, help="prompts of a batch, at most")
     args = parser.parse_args(arguments)
 
     import time
@@ -120,26 +121,33 @@ def compile(arguments: list[str]) -> None:
     from transformers.utils import logging
 
     import selfspec
+    from selfspec.core.generate import autoregressive, speculative
+    from selfspec.core.options import Options
     from selfspec.core.rows import CHUNKS
+    from selfspec.core.sampling import Sampling
     from selfspec.utils.errors import one_line_errors
     from selfspec.utils.progress import progress
 
     logging.disable_progress_bar()
     with one_line_errors():
         spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
-        room, made, start = spec.target.max_positions or 2**62, spec.target.engine.made, time.perf_counter()
-        lengths = [length for length in CHUNKS if length + 2 * max(args.nodes) < room]
-        settings = [*itertools.product(args.rows, args.temperatures, lengths, args.nodes)]
+        target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
+        room = target.max_positions or 2**62
+        lengths = [length for length in CHUNKS if length + most <= room] or [1]
+        batches = [2**i for i in range((args.rows - 1).bit_length() + 1)]  # rows that ended leave sizes of these
+        settings = [*itertools.product(batches, args.temperatures, lengths, args.nodes)]
         for rows, temperature, length, nodes in (bar := progress(settings, desc="compile")):
             bar.set_postfix(rows=rows, T=temperature, prompt=length, nodes=nodes)
-            prompts, most = [[1] * length] * rows, 2 * nodes
-            spec.autoregressive(prompts, most, temperature, seed=0)
-            spec.generate(prompts, most, temperature, seed=0, nodes=nodes)
+            options = Options(min(most, room - length), Sampling(temperature), 0, frozenset())  # no end token
+            prompts = [[(row + place) % target.vocab_size for place in range(length)] for row in range(rows)]
+            autoregressive(target, prompts, options)
+            speculative(target, prompts, options, spec.drafter, nodes)
         for how in ("compiled", "read", "not compiled"):
-            seconds = [took for _, took, done in made if done == how]
+            seconds = [took for _, took, done in target.engine.made if done == how]
             if seconds:
                 print(f"{how}: {len(seconds)} functions, {sum(seconds):.1f} s")
-        print(f"{time.perf_counter() - start:.0f} s in all; kept in {spec.target.engine.folder}")
+        place = "not kept" if target.engine.folder is None else f"kept in {target.engine.folder}"
+        print(f"{time.perf_counter() - start:.0f} s in all; {place}")
 
 
 def complete(arguments: list[str]) -> None:

@@ -307,12 +307,12 @@ class KVCache:
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, int64 [B'], in this order."""
+        """Keep these rows of the batch, int64 [B'], in this order. Entries that were not committed are lost."""
         left = rows.tolist()
         size = self.engine.size(len(left))
         if self.engine.eager:
             self.stores = [self._shaped(i)[:, rows.to(s.device)].flatten(1, 3) for i, s in enumerate(self.stores)]
-        else:  # entries of few rows move, and buffers of the first rows stay where they are
+        else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
             if size < self.rows:
                 self.stores = [self._shaped(i)[:, :size].flatten(1, 3) for i in range(len(self.stores))]

@@ -47,8 +47,8 @@ class Context:
 @dataclass(frozen=True)
 class Accepted:
     """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter reads; rows: which
-    of its B rows go on, in order; paths: the kept nodes of each of those rows (empty while a longer prompt of the batch
-    is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
+    of its B rows go on, in their new order, which need not ascend; paths: the kept nodes of each of those rows (empty
+    while a longer prompt of the batch is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
 
     hidden: Tensor
     features: dict[int, Tensor]

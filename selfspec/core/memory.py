@@ -33,6 +33,7 @@ def free_memory(device: torch.device) -> int:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As torch.zeros; on CPUs memory is taken where it is first written to, since much of a cache never is."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:
+    if device.type != "cpu" or not size or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(room, dtype=dtype).view(shape)

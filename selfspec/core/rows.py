@@ -162,7 +162,8 @@ class Rows:
 
 
 def moved_up(going: list[int]) -> list[int]:
-    """Rows that stay, ascending, in an order that moves few of them: the last ones take the places of those that go."""
+    """The rows that stay, in their new order. going: these rows, ascending. Only the last ones move: they take the
+    places of rows that ended."""
     count = len(going)
     last = iter([row for row in going if row >= count])
     staying = set(going)

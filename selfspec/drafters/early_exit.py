@@ -176,6 +176,11 @@ class EarlyExitSession:
             self.late, self.behind = self.late[: len(accepted.rows)], [0] * len(accepted.rows)
             return
         states = accepted.features[self.drafter.config.exit - 1]
+        paths: list[list[int]] = [[] for _ in states]  # of nodes that the exit block has run
+        for row, path in zip(accepted.rows, accepted.paths, strict=True):
+            paths[row] = [node - 1 for node in path[1:] if node < self.ran]
+        if self.ran:  # before rows move, which takes committed entries alone
+            self.cache.commit(paths)
         if len(accepted.rows) < len(states):
             self.cache.select(torch.tensor(accepted.rows, device=states.device))
             states = states[accepted.rows]
@@ -185,6 +190,5 @@ class EarlyExitSession:
             self.cache.commit(accepted.paths)
             self.late, self.behind = states[:, :1], [0] * len(states)
             return
-        self.cache.commit([[node - 1 for node in path[1:] if node < self.ran] for path in accepted.paths])
         last = [path[-1] for path in accepted.paths]
         self.late, self.behind = states[range(len(last)), last][:, None], [int(n >= self.ran) for n in last]

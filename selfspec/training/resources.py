@@ -24,7 +24,7 @@ def reuse_memory() -> None:
     with suppress(AttributeError, OSError, TypeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_MAX, 0)
-        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_TRIM_THRESHOLD, -1)  # never
 
 
 def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -> str:

@@ -193,9 +193,9 @@ def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, T
     return (means * weights).sum() / weights.sum(), {loss.rpartition(".")[2]: means.detach()}
 
 
-def of_vocabulary(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of logits [B, S, V] those of a draft vocabulary, int64 [V'], and whether the likeliest token is in it, bool
-    [B, S]. Where it is None, that is all of them."""
+def drafted_logits(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits [B, S, V'] of a draft vocabulary, int64 [V'], out of logits [B, S, V]; and bool [B, S], whether the
+    likeliest token is in it. None stands for all tokens."""
     if vocabulary is None:
         return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
     few = logits[..., vocabulary]
@@ -208,7 +208,7 @@ def heads_loss(
     """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V], or
     [K, B, n, V'] of a draft vocabulary, int64 [V']. Positions whose likeliest token is not in it do not count."""
     n, losses, counts = draft.shape[2], [], []
-    logits, drafted = of_vocabulary(batch.logits, vocabulary)
+    logits, drafted = drafted_logits(batch.logits, vocabulary)
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
         losses.append(distance(loss, guess, logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))

@@ -28,7 +28,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, pack, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
-from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, of_vocabulary
+from selfspec.drafters.parts.losses import check_loss, decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -104,7 +104,7 @@ class Unrolled(Reduced):
         dtype = self.head.weight.dtype
         with torch.autocast(hidden.device.type, dtype, enabled=dtype.itemsize < 4):  # the norm may be in float32
             out = self.layer.block.text(hidden, plain, block=False)
-            product = self.head(out.hidden)
+            product = F.linear(out.hidden, self.head.weight)
         assert out.logits is not None
         if not torch.allclose(out.logits.float(), product.float(), rtol=0.02, atol=0.02):
             raise ValueError(
@@ -169,7 +169,7 @@ class Unrolled(Reduced):
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
         means: list[Tensor] = []
-        logits, drafted = of_vocabulary(batch.logits, self.vocabulary)
+        logits, drafted = drafted_logits(batch.logits, self.vocabulary)
         for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll, batch.documents)):
             mask = batch.counted(step + 2) & drafted[:, step + 1 : n + 1]
             losses = distance(config.loss, draft[:, step:n], logits[:, step + 1 : n + 1], tokens[:, step + 2 :])

@@ -4,7 +4,8 @@
 namespace {
 
 constexpr float HIDDEN = -1e30f;  // a slot is hidden where its mask is below
-constexpr int QUERIES = 16;       // in a block; a slot's numbers of all of them lie side by side
+constexpr int QUERIES = 16;       // queries in a block; scores are stored as [slots, QUERIES]
+constexpr int64_t SMALL = 1 << 17;  // numbers of masks that one thread looks at
 constexpr int TOGETHER = 6;       // queries whose sums fit into registers
 
 // e^x for x <= 0, relative error below 2^-22; 0 below -87. (Cephes' expf polynomial.)
@@ -29,20 +30,20 @@ void scores(const Bits* query, const Bits* keys, float* left, float* score, int6
   spread_tiles(query, of, count, width);
   for (int64_t s = 0; s < slots; s += TILE) tiles<1>(of, keys + s * width, score + s * QUERIES, width, false);
 #else
-  alignas(64) float found[WIDE * WIDE];
+  alignas(64) float block[WIDE * WIDE];
   for (int64_t m = 0; m < count; m += WIDE) {
     const int each = count - m < WIDE ? count - m : WIDE;
     spread(query + m * width, left, each, width);
     for (int64_t s = 0; s < slots; s += WIDE) {
       const Bits* right = keys + s * width;
       switch (each) {
-        case 1: _mm512_store_ps(found, products<1, WIDE, false>(left, right, width)); break;
-        case 2: _mm512_store_ps(found, products<2, WIDE, false>(left, right, width)); break;
-        case 3: _mm512_store_ps(found, products<3, WIDE, false>(left, right, width)); break;
-        default: _mm512_store_ps(found, products<4, WIDE, false>(left, right, width));
+        case 1: _mm512_store_ps(block, products<1, WIDE, false>(left, right, width)); break;
+        case 2: _mm512_store_ps(block, products<2, WIDE, false>(left, right, width)); break;
+        case 3: _mm512_store_ps(block, products<3, WIDE, false>(left, right, width)); break;
+        default: _mm512_store_ps(block, products<4, WIDE, false>(left, right, width));
       }
       for (int i = 0; i < each; i++)
-        for (int n = 0; n < WIDE; n++) score[(s + n) * QUERIES + m + i] = found[i * WIDE + n];
+        for (int n = 0; n < WIDE; n++) score[(s + n) * QUERIES + m + i] = block[i * WIDE + n];
     }
   }
 #endif
@@ -137,9 +138,10 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
                        int64_t heads, int64_t shared, int64_t nodes, int64_t room, int64_t width, int64_t masks,
                        float scale) {
   std::vector<int64_t> seen(masks * nodes);  // slots up to the last one that a node sees
+#pragma omp parallel for schedule(static) if (masks * nodes * room > SMALL)
   for (int64_t i = 0; i < masks * nodes; i++) {
     int64_t s = room;
-    while (s > 0 && _mm512_reduce_max_ps(float_of(mask + i * room + s - 16)) < HIDDEN) s -= 16;
+    while (s > 0 && !_mm512_cmp_ps_mask(float_of(mask + i * room + s - 16), _mm512_set1_ps(HIDDEN), _CMP_NLT_UQ)) s -= 16;
     seen[i] = s;
   }
   const int64_t all = shared * nodes, blocks = (all + QUERIES - 1) / QUERIES;  // queries that share keys, and blocks of them

@@ -26,12 +26,16 @@ def served() -> bool:
 
 @cache
 def has_tiles() -> bool:
-    """Whether this processor has AMX, and this process may use it."""
-    return served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+    """Whether this processor has AMX, the compiler knows it and this process may use it."""
+    if not (served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
+        return False
+    from torch._inductor.cpu_vec_isa import VecAMX  # slow to import
+
+    return bool(VecAMX())
 
 
 def in_place(outputs: Sequence[int]) -> Callable[..., None]:
-    """The kernel that multiplies with weights of so many outputs as they are."""
+    """The kernel that reads weights in place. outputs: of each weight."""
     return binding("tiles.cpp" if has_tiles() and min(outputs) >= TILE else "products.cpp")
 
 

@@ -134,8 +134,7 @@ const Config config;
 void begin_tiles() { asm volatile("ldtilecfg %0" ::"m"(config)); }
 void end_tiles() { _tile_release(); }
 
-// Rows as tiles take them: of 16 rows and 32 inputs first the pairs of inputs, then the rows, then the two of a pair.
-// Rows behind the last are zero.
+// Lays out 16 rows as right-hand tiles: [width / 32, 16 pairs of inputs, 16 rows, 2]. Rows from `count` on are zero.
 void spread_tiles(const Bits* left, Bits* to, int64_t count, int64_t width) {
   for (int64_t k = 0; k < width; k += STEP, to += TILE * STEP) {
     __m512i rows[TILE];

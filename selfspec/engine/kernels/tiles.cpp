@@ -11,7 +11,7 @@ struct Place {
   int64_t n, b;
 };
 
-// Sums of 16 outputs to their places in `count` rows.
+// Adds the bias, rounds, and writes 16 outputs of `count` rows. sums: [outputs, rows].
 void put(const float* sums, const Bits* bias, Bits* out, int64_t count, int64_t stride) {
   __m512i of[TILE];
 #pragma GCC unroll 16
@@ -37,15 +37,16 @@ extern "C" void kernel(const Bits* left, const Bits* first, const Bits* second, 
   static thread_local Scratch scratch;
   const int64_t spread_size = groups * TILE * width;  // of one of the batch
   Bits* spread = reinterpret_cast<Bits*>(scratch.of(batch * spread_size / 2));
-  int64_t blocks[4] = {};  // how many stand before each weight's
+  int64_t blocks[4] = {};  // blocks[w]: blocks of the weights before w
   for (int w = 0; w < 3; w++) blocks[w + 1] = blocks[w] + (outputs[w] + TILE - 1) / TILE;
 #pragma omp parallel if (batch * count * stride * width > SMALL)
   {
     const int64_t all = batch * blocks[3], threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int64_t start = all * thread / threads, stop = all * (thread + 1) / threads;
-    const auto place = [&](int64_t each) {  // which weight, of which output on, in which of the batch
+    const auto place = [&](int64_t each) {  // the weight, its first output and the batch entry of a block
       const int64_t b = each / blocks[3], i = each % blocks[3];
       const int w = i < blocks[1] ? 0 : i < blocks[2] ? 1 : 2;
+      // The last block of a weight may overlap the one before, and writes the same bits there.
       const int64_t least = (i - blocks[w]) * TILE, most = outputs[w] - TILE;
       return Place{w, least < most ? least : most, b};
     };

@@ -33,14 +33,14 @@ ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 PANEL, VECTOR, STEP = 48, 16, 32  # outputs of a panel and of a vector, and inputs at a time; see packed.cpp
 INVARIANT = 32  # most rows of one call of oneDNN whose bits do not depend on their number (at 64 they do)
 OURS = 1.1 ** len(ROWS)  # a library's kernel is taken where it is within a tenth of ours
-LEAST = (
-    2**26
-)  # bytes of a module's weights from which on it pays; fewer stay in a cache, and looking them up costs more
+# Bytes of a module's weights from which on it pays: fewer stay in a cache, and looking them up costs more.
+LEAST = 2**26
 _CHUNK = 2**26  # bytes of memory in huge pages that weights are laid out in
 _COLD = 2**25  # bytes of weights that a measurement reads, so that they come from memory
 COPIES = 32  # weights that it reads at most; smaller ones stay in a cache in decoding too
 _frozen: dict[int, weakref.ref[Tensor]] = {}  # weights that may be laid out, by address
 _laid_out: dict[int, LaidOut] = {}  # by the address of the first of the weights side by side
+_as_they_are: set[int] = set()  # addresses of frozen weights that are read where they are
 _choices: dict[str, Figures] = {}  # of this machine, by shape
 _met: set[tuple[int, int]] = set()  # shapes of this process's products
 _lock = threading.RLock()
@@ -86,6 +86,7 @@ def _forget(address: int) -> None:
     """The weight that lay there is gone."""
     with _lock:
         _frozen.pop(address, None)
+        _as_they_are.discard(address)
         for first in [first for first, known in _laid_out.items() if address in known.addresses]:
             del _laid_out[first]
 
@@ -94,7 +95,7 @@ def laid_out(weights: Sequence[Tensor]) -> LaidOut | None:
     """Weights [N, K] side by side as the chosen kernel reads them; None where one of them is not frozen, or no kernel
     serves them. What was changed in place since is laid out anew."""
     first = weights[0].data_ptr()  # called hundreds of times a pass: no frames but this one
-    if first not in _frozen:
+    if first not in _frozen or first in _as_they_are:
         return None
     known = _laid_out.get(first)
     if known is None or len(weights) != len(known.addresses):
@@ -114,8 +115,8 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
                 return None
         kernel = choose(sum(len(weight) for weight in weights), weights[0].shape[1])
         if kernel is None or kernel is IN_PLACE:
-            for address in addresses:  # they are not asked for again
-                _frozen.pop(address)
+            if addresses[0] not in _laid_out:
+                _as_they_are.add(addresses[0])  # later calls need no look-up
             return None
         versions = tuple(weight._version for weight in weights)
         together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
@@ -247,19 +248,19 @@ def measure(outputs: int, width: int) -> Figures:
     weights = [torch.randn(outputs, width, dtype=torch.bfloat16) for _ in range(copies)]
     left = torch.randn(2 * INVARIANT, width, dtype=torch.bfloat16)
     out = torch.empty(2 * INVARIANT, outputs, dtype=torch.bfloat16)
-    served = [kernel for kernel in KERNELS if kernel.serves(outputs, width)]
-    ready = {kernel.name: [kernel.lay_out(weight) for weight in weights] for kernel in served}
-    varies = [kernel.name for kernel in served if not row_invariant(kernel, ready[kernel.name][0], left, outputs)]
-    seconds: dict[tuple[str, int], list[float]] = {(kernel.name, n): [] for kernel in served for n in ROWS}
+    kernels = [kernel for kernel in KERNELS if kernel.serves(outputs, width)]
+    ready = {kernel.name: [kernel.lay_out(weight) for weight in weights] for kernel in kernels}
+    varies = [kernel.name for kernel in kernels if not row_invariant(kernel, ready[kernel.name][0], left, outputs)]
+    seconds: dict[tuple[str, int], list[float]] = {(kernel.name, n): [] for kernel in kernels for n in ROWS}
     for turn in range(4):
-        for kernel in served:
+        for kernel in kernels:
             for n, i in itertools.product(ROWS, range(copies)):
                 start = time.perf_counter()
                 kernel.multiply(left[:n], ready[kernel.name][i], None, out[:n])
                 if turn:  # the first compiles and warms up
                     seconds[kernel.name, n].append(time.perf_counter() - start)
     # A low quantile: calls that other work on the machine held up do not count.
-    ms = {k.name: {n: 1000 * statistics.quantiles(seconds[k.name, n], n=10)[0] for n in ROWS} for k in served}
+    ms = {k.name: {n: 1000 * statistics.quantiles(seconds[k.name, n], n=10)[0] for n in ROWS} for k in kernels}
     ours = "in place", "panels"
     score = {name: math.prod(times.values()) * (OURS if name in ours else 1) for name, times in ms.items()}
     best = next((name for name in sorted(score, key=lambda name: score[name]) if name not in varies), None)
