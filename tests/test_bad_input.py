@@ -101,7 +101,7 @@ CASES = [
     ("heads", f"{TRAIN} train.length=48 train.distill.rows=4 train.distill.folder=/dev/null/x", "train.distill.folder"),
     ("heads", f"{TRAIN} target.name=runs/nothing", "runs/nothing has no config.json"),
     ("heads", f"{TRAIN} target.name=no_tokenizer", "has no tokenizer"),
-    ("heads", f"{TRAIN} target.dtype=int8", "dtype='int8'"),
+    ("heads", f"{TRAIN} target.dtype=int4", "dtype='int4'"),
     ("heads", f"{TRAIN} target.device=gpu", "device='gpu' can not be used here"),
     ("heads", f"{TRAIN} train.length=48 data.root=nowhere", "data.root='nowhere' is not a folder"),
     ("heads", f"{TRAIN} train.length=48 data.root=empty", "no file with text matches"),

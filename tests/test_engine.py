@@ -17,8 +17,10 @@ from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from torch import Tensor, nn
 
+import selfspec
 import selfspec.engine.engine as engine_file
 import selfspec.engine.fit as fit
+from selfspec.cli import terminal
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.rows import CHUNKS, piece
@@ -506,3 +508,15 @@ def test_layers_of_one_class_are_compiled_once_and_as_they_are_where_they_can_no
         assert all("forward" in vars(layer) for layer in layers)
     with compiled_once([layers[:3]]) as nested:
         assert not nested
+
+
+@pytest.mark.slow
+def test_compile_prepares_what_decoding_needs(
+    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    terminal.compile(["--drafter", str(heads_folder), "--nodes", "4", "--temperatures", "0"])
+    assert "kept in" in capsys.readouterr().out
+    spec = selfspec.load(str(heads_folder), engine="compiled")
+    spec.generate([[5, 6, 7, 8]], 12, nodes=4)
+    assert {how for _, _, how in spec.target.engine.made} == {"read"}

@@ -144,8 +144,8 @@ def test_bad_places_are_named(tmp_path: Path, heads_folder: Path) -> None:
         selfspec.load("runs/nothing")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         selfspec.load(str(heads_folder), target=str(tmp_path))
-    with pytest.raises(ValueError, match="dtype='int8'"):
-        selfspec.load(str(heads_folder), dtype="int8")
+    with pytest.raises(ValueError, match="dtype='int4'"):
+        selfspec.load(str(heads_folder), dtype="int4")
     model = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, num_layers=2, d_ff=32))
     model.save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="encoder-decoder"):
@@ -199,9 +199,11 @@ def test_embedded_assets_are_small() -> None:
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
     drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
     kinds = ("medusa", "early-exit", "sequential", "feature", "eagle3", "mask")
-    assert {folder.name for folder in drafters} == {f"tiny-{kind}" for kind in kinds}
-    for folder in drafters:
-        assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 10e6
+    real = {"smollm2-medusa", "smollm2-eagle3"}
+    assert {folder.name for folder in drafters} == {f"tiny-{kind}" for kind in kinds} | real
+    sizes = {folder.name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) for folder in drafters}
+    assert all(size <= 10e6 for name, size in sizes.items() if name not in real)
+    assert sum(sizes[name] for name in real) <= 30e6
 
 
 def test_command_line(heads_folder: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Asking
+from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.output import Generated
 from selfspec.utils.files import Figures
@@ -37,11 +39,17 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
     """Answer each prompt both ways and print the two side by side, with rates, and right or wrong where it is known."""
     assert spec.tokenizer is not None
     width = max(30, (shutil.get_terminal_size((120, 24)).columns - 3) // 2)
-    spec.generate([prompts[0].ids], **config.arguments(), seed=[prompts[0].seed], nodes=nodes)  # warm-up
+
+    def answers(prompt: Prompt) -> tuple[Generated, Generated]:
+        """Plain and speculative, decoded again where something was compiled on the way."""
+        arguments = {"prompts": [prompt.ids], **config.arguments(), "seed": [prompt.seed]}
+        plain = timed(spec, partial(spec.autoregressive, **arguments))
+        return plain[0], timed(spec, partial(spec.generate, **arguments, nodes=nodes))[0]
+
+    answers(prompts[0])  # warm-up
     print(f"{DIM}{spec.target.exactness}{RESET}")
     for prompt in prompts:
-        plain = spec.autoregressive([prompt.ids], **config.arguments(), seed=[prompt.seed])
-        fast = spec.generate([prompt.ids], **config.arguments(), seed=[prompt.seed], nodes=nodes)
+        plain, fast = answers(prompt)
         print(f"\n{DIM}{spec.tokenizer.decode(prompt.ids, skip_special_tokens=True)}{RESET}")
         print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
         left, right = _lines(spec, plain, width), _lines(spec, fast, width)

@@ -104,7 +104,9 @@ class Unrolled(Reduced):
         dtype = self.head.weight.dtype
         with torch.autocast(hidden.device.type, dtype, enabled=dtype.itemsize < 4):  # the norm may be in float32
             out = self.layer.block.text(hidden, plain, block=False)
-            product = F.linear(out.hidden, self.head.weight)
+            product = self.head(out.hidden)
+            if self.head.bias is not None:
+                product = product - self.head.bias
         assert out.logits is not None
         if not torch.allclose(out.logits.float(), product.float(), rtol=0.02, atol=0.02):
             raise ValueError(
