@@ -67,7 +67,7 @@ def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> Non
 
 @pytest.mark.parametrize("going", [[0, 1, 3], [1, 2, 3], [0, 2], [3], [0, 1, 2]])
 def test_rows_of_compiled_sizes_leave(going: list[int]) -> None:
-    """Buffers of a power of two stay in place while their size does."""
+    """Buffers stay in place: smaller ones are the first rows of the present ones."""
     like = [(torch.zeros(1, HEADS, 1, 3), torch.zeros(1, HEADS, 1, 5))]
     cache = KVCache(like, 4, 4, 4, Engine("inductor"), torch.device("cpu"))
     cache.view(0, 1, 2)
