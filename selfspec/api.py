@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.budget.cost import LARGEST, pass_costs
 from selfspec.budget.policy import Auto, Experience, Forecast
 from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.hub import measured, push
-from selfspec.checkpoints.loading import drafter_folder, load_pair
+from selfspec.checkpoints.loading import load_pair
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
@@ -291,9 +292,7 @@ def load(
         if name not in _LOADING and (near := difflib.get_close_matches(name, known, 1, 0.75)):
             raise TypeError(f"load has no argument {name!r}; did you mean {near[0]!r}")
         if name in {f.name for f in fields(Arguments)}:
-            raise TypeError(
-                f"{name} is an argument of generate, not of load: spec.generate(..., {name}={loading[name]!r})"
-            )
+            raise TypeError(f"{name} is an argument of generate: spec.generate(..., {name}={loading[name]!r})")
     if not isinstance(drafter, (str, Path)) or not str(drafter):
         raise ValueError(
             f"drafter={drafter!r} must be an embedded name, a run folder, a hub id, or several of these joined by +"

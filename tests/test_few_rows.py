@@ -144,14 +144,16 @@ def test_what_does_not_fit_is_left_as_it_is() -> None:
         torch.testing.assert_close(found, F.linear(x, w))
 
 
-@pytest.mark.parametrize("width", [64, pytest.param(4096, marks=pytest.mark.slow)])
-def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(width: int) -> None:
-    """In bfloat16, which rounds at every step: through every layer of a compiled model."""
+@pytest.mark.parametrize(
+    ("backend", "width"), [(None, 64), ("inductor", 64), pytest.param("inductor", 4096, marks=pytest.mark.slow)]
+)
+def test_a_pass_over_a_tree_has_the_bits_of_plain_passes(backend: str | None, width: int) -> None:
+    """In bfloat16, which rounds at every step: through every layer of a model, compiled and as it is."""
     sizes = {"hidden_size": width, "num_attention_heads": width // 32, "num_key_value_heads": width // 64}
     sizes["intermediate_size"] = 2 * width
     target = Target(tiny_model("llama", **sizes, num_hidden_layers=1).to(torch.bfloat16))
     model = target.model
-    target.engine = Engine("inductor", quiet=True)
+    target.engine = Engine(backend, quiet=True)
     torch.manual_seed(0)
     vocabulary = model.config.vocab_size
     prompt, tokens = torch.randint(vocabulary, (1, 9)), torch.randint(vocabulary, (1, 8))
@@ -188,6 +190,9 @@ def test_what_is_left_to_the_library_is_not_called_exact_by_construction(tmp_pat
         assert {done for _, _, done in target.engine.made} == {how}
         assert result.stats.exact == "up to rounding"
         assert "aten.mm" in next(iter(target.engine.varying.values()))
+    target = Target(target.model)
+    assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "up to rounding"
+    assert target.engine.varying["tree_pass"] == "linear, scaled_dot_product_attention"
 
 
 def test_shared_keys_are_read_once() -> None:

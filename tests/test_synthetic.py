@@ -14,7 +14,8 @@ from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
 from selfspec.training import synthetic as module
-from selfspec.training.synthetic import Synthetic, Template, synthetic, usable
+from selfspec.training.chat_template import Template
+from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config
 
 

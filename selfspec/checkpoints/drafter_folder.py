@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
 from selfspec.checkpoints.smollm2 import is_smollm2
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
@@ -93,7 +94,7 @@ def save_drafter(
             },
         }
         (scratch / "drafter.json").write_text(json.dumps(meta, indent=1) + "\n")
-        (scratch / "README.md").write_text(_card(meta, note))
+        (scratch / "README.md").write_text(card(meta, note))
         if training is not None:  # apart from what is the same again whenever the same run is repeated
             (scratch / "training.json").write_text(json.dumps(training) + "\n")
 
@@ -273,32 +274,3 @@ def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None
     with torch.no_grad():
         for name, tensor in found.items():
             into[name].copy_(tensor)
-
-
-def _card(meta: Figures, note: str) -> str:
-    config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
-    target = meta["target"]["name"]
-    if Path(target).is_absolute() or target.startswith("../"):
-        target = Path(target).name  # a path means nothing to others
-    return f"""---
-library_name: selfspec
-base_model: {target}
-tags: [speculative-decoding, {meta["kind"]}]
----
-# {meta["kind"]} drafter for {target}
-
-Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
-many passes the target takes. In float32 every token is that of plain decoding with the same seed;
-in bfloat16 a near-tie of the target's logits can fall either way.
-
-```python
-import selfspec
-
-spec = selfspec.load("path/to/this/folder")
-```
-
-{config}
-- target weights (SHA-256 in bfloat16): {meta["target"]["weights_hash"]}
-
-{note}
-"""

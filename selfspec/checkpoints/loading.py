@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
-from selfspec.checkpoints.embedded import DRAFTERS, resolve
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
-from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.probe import probe
 from selfspec.core.quantized import has_kernel, quantize
@@ -66,7 +66,7 @@ def load_target(
     model: Any
     if isinstance(source, (str, Path)):
         path = resolve(str(source))
-        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or _is_path(path)):
+        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
             )
@@ -126,14 +126,6 @@ def load_target(
     return target, tokenizer
 
 
-def named_folder(drafter: Path, name: str) -> Path | None:
-    """The folder that a drafter's own folder names as its target: an absolute path, or one relative to the drafter's
-    folder. None for names of other kinds."""
-    if Path(name).is_absolute():
-        return Path(name)
-    return (drafter / name).resolve() if name.startswith("../") else None
-
-
 def _align(model: PreTrainedModel) -> None:
     """Move weights to the start of cache lines. Those of a mapped file lie anywhere; one row's products with them were
     measured 25% slower."""
@@ -148,52 +140,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         return AutoTokenizer.from_pretrained(resolve(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer at {name!r}: {error}") from error
-
-
-def _is_path(name: str) -> bool:
-    """Whether a name can only be meant as a path: no hub id looks so."""
-    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
-
-
-def drafter_folder(name: str, revision: str | None = None) -> Path:
-    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, one in a form that
-    others publish (see `selfspec.checkpoints.formats`), or a hub id. revision: of a hub id.
-
-    Raises FileNotFoundError where there is none.
-    """
-    if (inside := _within(Path(resolve(name)))) is not None:
-        return inside
-    if Path(name).exists() or _is_path(name):
-        embedded = ", ".join(DRAFTERS)
-        raise FileNotFoundError(
-            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
-            f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
-            "or lookahead, which need no training (join several by +)"
-        )
-    seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
-    if (inside := _within(seen)) is None:
-        raise FileNotFoundError(
-            f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
-        )
-    return fetch(name, revision) / inside.relative_to(seen)  # with the target of an exported folder
-
-
-def _on_hub(name: str) -> bool:
-    """Whether a name can only be a hub id."""
-    return not Path(resolve(name)).exists() and not _is_path(name)
-
-
-def _within(home: Path) -> Path | None:
-    """The drafter's folder in a run's, an exported or a downloaded folder."""
-    for folder in (home / "drafter", home):
-        if (folder / "drafter.json").is_file() or published(folder):
-            return folder
-    return None
-
-
-def member_names(name: str) -> list[str]:
-    """The drafters that a name stands for: several are joined by "+" and share one tree."""
-    return [name] if Path(name).exists() else name.split("+")
 
 
 def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
@@ -277,7 +223,7 @@ def load_pair(
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
     names = [name for name in member_names(drafter) if name and untrained(name, trust) is None]
-    if revision is not None and not any(_on_hub(name) for name in names):
+    if revision is not None and not any(on_hub(name) for name in names):
         raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
     places = {name: drafter_folder(name, revision) for name in names}
     folders = list(places.values())

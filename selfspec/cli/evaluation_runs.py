@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.api import Spec, load
 from selfspec.budget.cost import device_name
 from selfspec.checkpoints.drafter_folder import shaped_as
-from selfspec.checkpoints.loading import drafter_folder, find_drafter, load_target
+from selfspec.checkpoints.find import drafter_folder
+from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.cli.config import AuditRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed

@@ -87,8 +87,8 @@ def push(arguments: list[str]) -> None:
     parser.add_argument("--dry-run", metavar="DIR", help="write what would be uploaded to this new folder instead")
     args = parser.parse_args(arguments)
 
+    from selfspec.checkpoints.find import drafter_folder
     from selfspec.checkpoints.hub import measured, push
-    from selfspec.checkpoints.loading import drafter_folder
     from selfspec.utils.errors import one_line_errors
 
     with one_line_errors():
@@ -123,7 +123,6 @@ def compile(arguments: list[str]) -> None:
     import selfspec
     from selfspec.core.generate import autoregressive, speculative
     from selfspec.core.options import Options
-    from selfspec.core.rows import CHUNKS
     from selfspec.core.sampling import Sampling
     from selfspec.utils.errors import one_line_errors
     from selfspec.utils.progress import progress
@@ -132,14 +131,13 @@ def compile(arguments: list[str]) -> None:
     with one_line_errors():
         spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
         target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
-        room = target.max_positions or 2**62
-        lengths = [length for length in CHUNKS if length + most <= room] or [1]
+        room = (target.max_positions or 2**62) - 2
         batches = [2**i for i in range((args.rows - 1).bit_length() + 1)]  # rows that ended leave sizes of these
-        settings = [*itertools.product(batches, args.temperatures, lengths, args.nodes)]
-        for rows, temperature, length, nodes in (bar := progress(settings, desc="compile")):
-            bar.set_postfix(rows=rows, T=temperature, prompt=length, nodes=nodes)
-            options = Options(min(most, room - length), Sampling(temperature), 0, frozenset())  # no end token
-            prompts = [[(row + place) % target.vocab_size for place in range(length)] for row in range(rows)]
+        settings = [*itertools.product(batches, args.temperatures, args.nodes)]
+        for rows, temperature, nodes in (bar := progress(settings, desc="compile")):
+            bar.set_postfix(rows=rows, T=temperature, nodes=nodes)
+            options = Options(min(most, room), Sampling(temperature), 0, frozenset())  # no end token
+            prompts = [[row % target.vocab_size, (row + 1) % target.vocab_size] for row in range(rows)]
             autoregressive(target, prompts, options)
             speculative(target, prompts, options, spec.drafter, nodes)
         for how in ("compiled", "read", "not compiled"):

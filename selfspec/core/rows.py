@@ -18,10 +18,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk, verify
 
-PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per eager pass; largest draft tree
-
-
-CHUNKS = (16, 64, 256)  # prompt tokens per compiled pass; each of these is compiled once
+PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 
 
 class Rows:
@@ -101,12 +98,12 @@ class Rows:
         prompts = [tokens[:-1] for tokens in self.tokens]
         start, longest = 0, max(map(len, prompts))
         while start < longest:
-            size, width = piece(self.target, longest - start)
-            parts = [prompt[start : start + size] for prompt in prompts]
-            start += size
+            width = min(PREFILL, longest - start)
+            parts = [prompt[start : start + width] for prompt in prompts]
+            start += width
             padded = torch.tensor([part + [0] * (width - len(part)) for part in parts], device=self.target.device)
             tree = chain(padded)  # what stands behind a row's own part is never kept
-            out = self.target.forward(tree, self.cache, False, reads=reads)
+            out = self.target.forward(tree, self.cache, False, reads=reads, prompt=True)
             paths = [list(range(len(part))) for part in parts]
             self.cache.commit(paths)
             if session is not None:
@@ -168,17 +165,6 @@ def moved_up(going: list[int]) -> list[int]:
     last = iter([row for row in going if row >= count])
     staying = set(going)
     return [row if row in staying else next(last) for row in range(count)]
-
-
-def piece(target: Target, left: int) -> tuple[int, int]:
-    """How many of `left` tokens the next pass over a prompt takes at most, and how many nodes it has. Compiled passes
-    have one of few sizes; at most a third of their nodes are spare, but for the smallest size."""
-    if target.engine.eager:
-        return PREFILL, min(PREFILL, left)
-    whole = next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
-    if whole > 1.5 * left and whole > CHUNKS[0]:
-        whole = max(chunk for chunk in CHUNKS if chunk <= left)
-    return min(left, whole), whole
 
 
 def clock(device: torch.device) -> float:

@@ -16,7 +16,7 @@ from selfspec.core.quantized import Int8Linear
 from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
-from selfspec.engine.engine import Engine, check_engine, engine_for
+from selfspec.engine.engine import Engine, as_it_is, check_engine, engine_for
 
 __all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
 
@@ -207,6 +207,7 @@ class Target:
         reads: tuple[int, ...] = (),
         ran: int = 0,
         noise: WalkNoise | None = None,
+        prompt: bool = False,
     ) -> Pass:
         """One pass over a tree of B rows and N nodes.
 
@@ -214,7 +215,8 @@ class Target:
         those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
         the number of layers the result holds that layer's output, no final norm and no logits. `reads` are the layers
         whose outputs are wanted. Nodes below `ran` were run through the same layers in an earlier pass over the same
-        tree; N counts the remaining ones. With `noise` the pass walks the tree as well.
+        tree; N counts the remaining ones. With `noise` the pass walks the tree as well. A pass over a `prompt` is not
+        compiled: its shape seldom comes again.
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
@@ -222,7 +224,7 @@ class Target:
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
         rows, idle = len(cache.lengths), cache.idle
-        tokens, parents = self._sized(tree, ran, idle)
+        tokens, parents = self._sized(tree, ran, idle, prompt)
         nodes = tree.tokens.shape[1] - ran
         kv = cache.view(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]))
         if hidden is not None and hidden.shape[:2] != tokens.shape:
@@ -231,7 +233,10 @@ class Target:
             noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
         arguments = part, kv, hidden, tokens, parents, ran, noise
-        out, outputs, walked = self.engine.run(tree_pass, *arguments)
+        if prompt:
+            (out, outputs, walked), _ = as_it_is(tree_pass, arguments)
+        else:
+            out, outputs, walked = self.engine.run(tree_pass, *arguments)
         self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:
@@ -241,12 +246,12 @@ class Target:
             out = out[:rows, :nodes]
         return Pass(out, final, features, None if walked is None else walked[:rows])
 
-    def _sized(self, tree: DraftTree, ran: int, idle: int) -> tuple[Tensor, Tensor | None]:
+    def _sized(self, tree: DraftTree, ran: int, idle: int, prompt: bool) -> tuple[Tensor, Tensor | None]:
         """Tokens [B + idle, n] of the nodes behind `ran` and parents [B + idle, N] of a tree (None: a long chain), with
         spare nodes up to sizes that passes are compiled for."""
         nodes = tree.tokens.shape[1] - ran
-        n = self.engine.size(nodes)
-        wide = self.engine.size(ran + n)
+        n = nodes if prompt else self.engine.size(nodes)
+        wide = ran + n if prompt else self.engine.size(ran + n)
         tokens, parents = tree.tokens[:, ran:], tree.parents
         if n > nodes or idle:
             tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))

@@ -18,6 +18,7 @@ from selfspec.drafters.base import one_of, training_dtype
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
 from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
+from selfspec.drafters.parts.vocabulary import check_head
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Eagle3(Unrolled):
             own,
         )
         self.layer.start_head(torch.arange(rows, device=target.device))
-        if config.draft_vocab is not None and not own:
-            self.check_head()
+        if not own:
+            check_head(self.layer.block, self.head, config.draft_vocab)
 
     @property
     def head(self) -> nn.Linear:

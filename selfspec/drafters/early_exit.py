@@ -14,18 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.passes import Part, tree_pass
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
-from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean
+from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab, check_head
 
 Open = tuple[Part, KV]  # layers of a target over their cache, as the drafting function takes them
 
@@ -35,7 +37,8 @@ class EarlyExitConfig(DrafterConfig):
     """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head read
     the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most; width:
     nodes expanded per depth at most; min_prob: a node with less path probability is not expanded, and drafting ends
-    where there is no other; loss: kl, ce, tv, lk, accept, or a function of yours.
+    where there is no other; loss: kl, ce, tv, lk, accept, or a function of yours; draft_vocab: how many tokens can be
+    drafted, the most frequent of the training text (None: all), by lm_head's rows as they are.
 
     Raises ValueError for a negative rank and other numbers outside their range.
     """
@@ -46,19 +49,21 @@ class EarlyExitConfig(DrafterConfig):
     width: int = 3
     min_prob: float = 0.3
     loss: str = "kl"
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         whole("rank", self.rank, 0, why=" (no block, nothing trained)")
         for name in ("exit", "depth", "width"):
             whole(name, getattr(self, name))
         share("min_prob", self.min_prob)
-        check_loss(self.loss)
+        check_draft_vocab(self.draft_vocab, self.loss)
 
 
-class EarlyExit(Trained):
+class EarlyExit(Reduced):
     """Drafts from the output of layer E - 1.
 
-    Parameters: rank * (inputs + outputs) of every linear map of the target's last decoder layer and of lm_head.
+    Parameters: rank * (inputs + outputs) of every linear map of the target's last decoder layer, and of lm_head unless
+    there is a draft vocabulary.
     """
 
     config: EarlyExitConfig
@@ -66,28 +71,47 @@ class EarlyExit(Trained):
 
     def __init__(self, target: Target, config: EarlyExitConfig) -> None:
         """Raises ValueError for an exit outside 1..L-1."""
-        super().__init__(config, config.depth)
+        super().__init__(target, config, config.depth, config.draft_vocab)
         if target.n_layers < 2:
             raise ValueError("a target of one layer has none to exit after; early exit needs at least two")
         whole("exit", config.exit, 1, target.n_layers - 1, f": the target has {target.n_layers} layers")
         self.reads = (config.exit - 1,)
-        self.tail = Tail(target, config.rank, training_dtype(target.dtype), "exit", head=True)
+        dtype, with_head = training_dtype(target.dtype), config.draft_vocab is None
+        self.tail = Tail(target, config.rank, dtype, "exit", head=with_head)
+        check_head(self.tail, self.head, config.draft_vocab)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The target's lm_head."""
+        return self.tail.parts[1]  # type: ignore[return-value]
+
+    def train(self, mode: bool = True) -> EarlyExit:
+        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
+        `check_vocabulary`."""
+        super().train(mode)
+        self.pack_head(self.head, mode)
+        return self
 
     def along(self, hidden: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] along whole texts from the exit's hidden states [B, S, H] on them."""
-        logits = self.tail.text(hidden, tokens, block=self.config.rank > 0, documents=documents).logits
+        """Logits [B, S, V] along whole texts, or [B, S, V'] of a draft vocabulary, from the exit's hidden states [B, S,
+        H] on them."""
+        few = self.rows_of(self.head)
+        out = self.tail.text(hidden, tokens, self.config.rank > 0, few is None, documents=documents)
+        logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
         assert logits is not None
         return logits
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
-        losses = distance(self.config.loss, draft[:, :-1], batch.logits[:, :-1], batch.tokens[:, 1:])
-        return decayed(self.config.loss, masked_mean(losses[None], batch.counted(1)[None], batch.average), 1.0)
+        logits, drafted = drafted_logits(batch.logits[:, :-1], self.vocabulary)
+        losses = distance(self.config.loss, draft[:, :-1], logits, batch.tokens[:, 1:])
+        counts = batch.counted(1) & drafted
+        return decayed(self.config.loss, masked_mean(losses[None], counts[None], batch.average), 1.0)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)
         draft = self.along(hidden, sample.tokens[None].to(hidden.device))
-        return torch.stack([draft[0, at + 1 + d] for d in range(self.depth)])
+        return self.of_all(torch.stack([draft[0, at + 1 + d] for d in range(self.depth)]))
 
     def session(self, target: Target, rows: int) -> EarlyExitSession:
         return EarlyExitSession(self, target, rows)
@@ -100,8 +124,9 @@ def tree_of(
     `drafted_by`. below: the layers below the exit; block: the exit block, None for a drafter without one; late: [B, 1,
     H], an accepted leaf's hidden state; behind: int64 [B], 1 where the block has not yet run on that leaf."""
     hidden, roots = _below(drafter, below, chain(growth.tokens), 0), growth.tokens
+    ids = None if drafter.vocabulary is None else drafter.vocabulary.expand(len(roots), -1)
 
-    def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         nonlocal hidden, block
         if d == 0:
             states = torch.cat([torch.where(behind[:, None, None] > 0, late, hidden), hidden], 1)
@@ -109,12 +134,12 @@ def tree_of(
             if block is not None:
                 part, kv = block
                 block = part, kv._replace(lengths=kv.lengths + behind + 1)
-            return both.gather(1, behind[:, None, None].expand(-1, 1, both.shape[-1])), None
+            return both.gather(1, behind[:, None, None].expand(-1, 1, both.shape[-1])), ids
         stem, ran = growth.stem(), growth.expanded.shape[1]
         new = _below(drafter, below, stem, ran)
         hidden = torch.cat([hidden, new], 1)
         above = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the block has kept the root
-        return _block(drafter, block, new, above, ran - 1), None
+        return _block(drafter, block, new, above, ran - 1), ids
 
     growth = grow(growth, step, drafter.depth, ranking)
     nodes, ran = growth.best(), growth.expanded.shape[1]
@@ -129,11 +154,13 @@ def _below(drafter: EarlyExit, below: Open, tree: DraftTree, ran: int) -> Tensor
 
 
 def _block(drafter: EarlyExit, block: Open | None, hidden: Tensor, tree: DraftTree, ran: int) -> Tensor:
-    """Logits [B, n, V] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
+    """Logits [B, n, V or V'] of the nodes behind `ran` from the exit's hidden states [B, n, H] on them."""
     tokens = tree.tokens[:, ran:]
     if block is None:
         return drafter.along(hidden, tokens)
-    logits = tree_pass(*block, hidden, tokens, tree.parents, ran)[0]
+    logits, outputs, _ = tree_pass(*block, hidden, tokens, tree.parents, ran)
+    if drafter.draft_head is not None:
+        logits = F.linear(outputs[-1], drafter.draft_head)
     assert logits is not None
     return logits
 
@@ -161,7 +188,7 @@ class EarlyExitSession:
         block: Open | None = None
         if self.cache is not None:
             layers = tail.layer, tail.layer + 1
-            part = tail.target.part(*layers, (tail.layer,))
+            part = tail.target.part(*layers, (tail.layer,), drafter.draft_head is None)
             block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
         inputs = below, block, self.late, torch.tensor(self.behind, device=context.roots.device)
         nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob, reserve=True)
@@ -186,7 +213,7 @@ class EarlyExitSession:
             states = states[accepted.rows]
         if not self.ran:  # a part of the prompt, or a pass that nothing was drafted for
             tail, tree = self.drafter.tail, chain(states.new_zeros(states.shape[:2], dtype=torch.long))
-            tail.target.forward(tree, self.cache, False, (tail.layer, tail.layer + 1), states)
+            tail.target.forward(tree, self.cache, False, (tail.layer, tail.layer + 1), states, prompt=True)
             self.cache.commit(accepted.paths)
             self.late, self.behind = states[:, :1], [0] * len(states)
             return

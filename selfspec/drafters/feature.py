@@ -14,6 +14,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import LastLayer
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
+from selfspec.drafters.parts.vocabulary import check_head
 
 
 @dataclass
@@ -44,8 +45,7 @@ class Feature(Unrolled):
         self.reads = config.read_layers(target, {min(1, last), target.n_layers // 2, last})
         full = config.train == "full"
         self.layer: LastLayer = LastLayer(target, self.reads, config.rank, full, training_dtype(target.dtype))
-        if config.draft_vocab is not None:
-            self.check_head()
+        check_head(self.layer.block, self.head, config.draft_vocab)
 
     @property
     def head(self) -> nn.Linear:

@@ -24,12 +24,13 @@ from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.masks import additive, restarting
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, Trained, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.losses import check_loss, decayed, distance, masked_mean, random_rows
+from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean, random_rows
 from selfspec.drafters.parts.mask_layout import Layout, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
+from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
 MOST = 64  # mask slots of a group; the last of them would forecast a token that far away
 
@@ -42,7 +43,8 @@ class MaskConfig(DrafterConfig):
     layers that the adapter is put into (None: the last of each block, which is what attention and MLP write);
     correction: rank of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a
     node with less path probability is not expanded; anchors: groups per row of a batch in training; loss: kl, ce, tv,
-    lk, accept, or a function of yours; depth_decay: weight of each row's loss relative to the one before it.
+    lk, accept, or a function of yours; depth_decay: weight of each row's loss relative to the one before it;
+    draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all).
 
     Raises ValueError for values outside their range.
     """
@@ -58,6 +60,7 @@ class MaskConfig(DrafterConfig):
     anchors: int = 24
     loss: str = "kl"
     depth_decay: float = 0.9
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         whole("masks", self.masks, 1, MOST)
@@ -70,21 +73,21 @@ class MaskConfig(DrafterConfig):
         if self.rank and self.maps is not None and not self.maps:
             raise ValueError("drafter.maps is empty; name linear maps such as o_proj, or take drafter.rank=0")
         share("min_prob", self.min_prob)
-        check_loss(self.loss)
+        check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
 
 
-class Mask(Trained):
+class Mask(Reduced):
     """K mask tokens and a gated adapter.
 
     Parameters: K*H, of every map named rank * (inputs + outputs) (vectors: 2*K*outputs), and
-    K*H*correction + correction*V.
+    K*H*correction + correction*V; of a draft vocabulary, its size in place of V.
     """
 
     config: MaskConfig
 
     def __init__(self, target: Target, config: MaskConfig) -> None:
-        super().__init__(config, config.masks)
+        super().__init__(target, config, config.masks, config.draft_vocab)
         dtype = training_dtype(target.dtype)
         rank = None if config.adapter == "vectors" else config.rank
         self.gated = GatedTarget(target, config.masks, rank, config.maps, dtype, "mask")
@@ -93,12 +96,15 @@ class Mask(Trained):
         if config.correction:
             start = torch.randn(config.masks, hidden, config.correction, device=device, dtype=dtype)
             self.start = nn.Parameter(start / math.sqrt(hidden))
-            self.out = nn.Parameter(torch.zeros(config.correction, target.vocab_size, device=device, dtype=dtype))
+            drafted = config.draft_vocab or target.vocab_size
+            self.out = nn.Parameter(torch.zeros(config.correction, drafted, device=device, dtype=dtype))
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target, self.vocab = target, target.vocab_size
 
     def corrected(self, logits: Tensor, parents: Tensor, depth: int) -> Tensor:
-        """Logits [..., V] of a depth (from 0) with what the parent token, int64 [...], says."""
+        """Logits [..., V'] of a depth (from 0), of those [..., V] of all tokens, with what the parent token, int64
+        [...], says."""
+        logits = self.of_vocabulary(logits)
         if self.start is None:
             return logits
         embedded = F.embedding(parents.to(self.embedding.device), self.embedding)
@@ -145,13 +151,13 @@ class Mask(Trained):
         keys = random_rows(tokens, room) + batch.counted(2)[:, :room]
         anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
         draft = self.along(tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
-        losses, counts = [], []
+        (few, drafted), losses, counts = drafted_logits(batch.logits, self.vocabulary), [], []
         for j in range(masks):
             at = anchors + 1 + j
             parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
-            wanted = batch.logits.gather(1, at[:, :, None].expand(-1, -1, batch.logits.shape[-1]))
+            wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
             losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
-            counts.append(batch.counted(2 + j).gather(1, anchors))
+            counts.append((batch.counted(2 + j) & drafted[:, 1 + j : -1]).gather(1, anchors))
         means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
         return decayed(self.config.loss, means, self.config.depth_decay)
 
@@ -161,7 +167,7 @@ class Mask(Trained):
         self.target.text(tokens, False, cache=cache)
         draft = self.along(tokens, at[None].to(tokens.device), cache)[0]  # [n, K, V]
         scores = [self.corrected(draft[:, j], tokens[0, at + 1 + j], j) for j in range(self.depth)]
-        return torch.stack(scores)
+        return self.of_all(torch.stack(scores))
 
     def session(self, target: Target, rows: int) -> Session:
         return (MaskSession if self.config.passes == 1 else TwoPassSession)(self)
@@ -174,11 +180,13 @@ def tree_of(
     logits: [B, N, V] of a pass; rows: int64 [B, K], which of its rows forecasts each depth, -1 where none does."""
     known = rows >= 0
     forecast = logits.gather(1, rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1]))
+    forecast = drafter.of_vocabulary(forecast)
+    ids = None if drafter.vocabulary is None else drafter.vocabulary.expand(len(rows), -1)
 
-    def step(growth: Growth, d: int) -> tuple[Tensor, None]:
+    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
         logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
-        return logits.masked_fill(~known[:, d, None, None], -1e9), None
+        return logits.masked_fill(~known[:, d, None, None], -1e9), ids
 
     nodes = grow(growth, step, drafter.depth, ranking).best()
     return with_mask_slots(drafter.vocab, nodes, slots) if slots else nodes

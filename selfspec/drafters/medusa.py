@@ -17,7 +17,7 @@ from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, training_dtype, whole
-from selfspec.drafters.parts.losses import check_loss, heads_loss
+from selfspec.drafters.parts.losses import heads_loss
 from selfspec.drafters.parts.static_tree import StaticTreeSession
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -45,7 +45,6 @@ class MedusaConfig(DrafterConfig):
         for name in ("heads", "blocks", "rank"):
             whole(name, getattr(self, name))
         one_of("projection", self.projection, ("lora", "full"))
-        check_loss(self.loss)
         check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
 

@@ -27,7 +27,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, LastLayer, PendingRows
-from selfspec.drafters.parts.losses import check_loss, heads_loss, random_rows
+from selfspec.drafters.parts.losses import heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -65,7 +65,6 @@ class SequentialConfig(DrafterConfig):
             whole(name, getattr(self, name))
         one_of("form", self.form, ("hydra", "markov"))
         one_of("prefix", self.prefix, (True, False))
-        check_loss(self.loss)
         check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
         share("min_prob", self.min_prob)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from selfspec.engine import kept
 from selfspec.engine.capture import Captured, parts_of
 from selfspec.engine.fit import file_name, key
+from selfspec.engine.kernels.native import has_compiler
+from selfspec.engine.kernels.redirect import redirected
 from selfspec.engine.kernels.weights import freeze, laid_out_bytes, measured
 from selfspec.engine.layers import compiled_once
 from selfspec.utils.files import cache_folder
@@ -25,7 +26,6 @@ from selfspec.utils.files import cache_folder
 R = TypeVar("R")
 ENGINES = ("eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
-DISK = 2**30  # bytes of compiled code on disk; what was not used for longest goes first
 
 
 @dataclass(eq=False)
@@ -65,9 +65,9 @@ class Engine:
         return "eager" if self.backend is None else "compiled"
 
     def row_invariant(self, function: str) -> bool:
-        """Whether all that was compiled of this function gives a row the same bits whatever rows are beside it, and
-        however many."""
-        known = any(what.startswith(function) for what, _, _ in self.made)
+        """Whether all that ran of this function gives a row the same bits whatever rows are beside it, and however
+        many."""
+        known = any(what.startswith(function) for what, _, _ in self.made) or (self.eager and function in self.busy)
         return known and not any(what.startswith(function) for what in self.varying)
 
     @property
@@ -88,16 +88,19 @@ class Engine:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(*args), compiled on first use; as it is, with a line that says so, where it can not be compiled."""
-        start, runs = time.perf_counter(), function
-        if self.backend is not None:
+        start = time.perf_counter()
+        if self.backend is None:
+            result, varying = as_it_is(function, args)
+            if varying:
+                self.varying[function.__name__] = varying
+        else:
             wanted = key(function, args)
             code = self.compiled.get(wanted)
             if code is None:
                 with self._lock:  # another thread may have made it meanwhile
                     code = self.compiled.get(wanted) or self._make(wanted, function, args)
                 start = time.perf_counter()
-            runs = code
-        result = runs(*args)
+            result = code(*args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
 
@@ -107,9 +110,9 @@ class Engine:
         for module in modules_in(args):
             freeze(module)
         code: Any
-        code, how, notes = _read(path), "read", None if path is None else path.with_suffix(".varying")
-        if code is not None and notes is not None and notes.is_file():
-            self.varying[what] = notes.read_text()
+        code, how = kept.read(path), "read"
+        if code is not None and (varying := kept.varying(path)):
+            self.varying[what] = varying
         if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
                 place = "" if self.folder is None else f", kept in {self.folder} for the next start"
@@ -118,7 +121,8 @@ class Engine:
             if code is None:
                 code, how, self.varying[what] = function, "not compiled", "not compiled"
             else:
-                self._write(path, code, self.varying.get(what, ""))
+                if not kept.write(path, code, self.varying.get(what, "")):
+                    self.folder = None
         self.made.append((what, time.perf_counter() - start, how))
         if code is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
             code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
@@ -179,26 +183,20 @@ class Engine:
             print(f"compiled code is not kept: {error}", file=sys.stderr)
             return None
 
-    def _write(self, path: Path | None, code: Any, varying: str) -> None:
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if varying:
-                path.with_suffix(".varying").write_text(varying)
-            code.save_compiled_function(str(path))
-            _trim(path.parent)
-        except OSError as error:
-            print(f"compiled code is not kept in {path.parent}: {error}", file=sys.stderr)
-            self.folder = None
-        except Exception as error:  # of what can not be pickled
-            print(f"compiled code is not kept: {error}", file=sys.stderr)
-
     def forget(self, modules: Iterable[nn.Module]) -> None:
         """Drop what was compiled for modules that are no longer used."""
         gone = {id(module) for module in modules}
         with self._lock:
             self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
+
+
+def as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
+    """function(*args), not compiled, and the operations by which its rows may depend on how many there are."""
+    kernels = redirected(modules_in(args))
+    if kernels is None:
+        return function(*args), "of the library"
+    with kernels:
+        return function(*args), ", ".join(sorted(kernels.varying))
 
 
 def with_room(function: Callable[..., R], *args: Any) -> R:
@@ -222,17 +220,11 @@ def engine_for(name: str, device: torch.device) -> Engine:
         raise ValueError(
             f"engine=compiled needs a newer torch than {torch.__version__}; upgrade it, or take engine=eager"
         )
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            raise ValueError(
-                "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
-                "Ubuntu, gcc-c++ of Fedora, clang of conda-forge; CXX names another), or take engine=eager"
-            ) from None
+    if device.type == "cpu" and not has_compiler():
+        raise ValueError(
+            "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
+            "Ubuntu, gcc-c++ of Fedora, clang of conda-forge; CXX names another), or take engine=eager"
+        )
     return Engine("inductor", cache_folder() / "compiled")
 
 
@@ -268,35 +260,6 @@ def _options(backend: str) -> dict[str, Any]:
     from selfspec.engine.kernels.graph_pass import options  # slow to import
 
     return options()
-
-
-def _read(path: Path | None) -> Any:
-    """What an earlier process compiled; None where there is nothing, or nothing that can be used here."""
-    if path is None or not path.is_file():
-        return None
-    try:
-        with path.open("rb") as file:
-            code: Any = torch.compiler.load_compiled_function(file)
-        code.disable_guard_check()
-    except Exception as error:
-        print(f"compiled anew, since {path} can not be read: {error}", file=sys.stderr)
-        return None
-    with suppress(OSError):  # of a file that another user owns
-        os.utime(path)
-    return code
-
-
-def _trim(folder: Path) -> None:
-    """Delete what was not used for longest, where more than DISK bytes lie there."""
-    files, total = [], 0
-    for path in folder.glob("*.bin"):
-        with suppress(FileNotFoundError):  # another process trims too
-            files.append((path.stat().st_mtime, path.stat().st_size, path))
-    for _, size, path in sorted(files, reverse=True):
-        total += size
-        if total > DISK:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".varying").unlink(missing_ok=True)
 
 
 def _holds(known: Any, gone: set[int]) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from selfspec.api import Spec
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.loading import drafter_folder, member_names, members_of, untrained
+from selfspec.checkpoints.find import drafter_folder, member_names
+from selfspec.checkpoints.loading import members_of, untrained
 from selfspec.utils.files import Figures
 
 

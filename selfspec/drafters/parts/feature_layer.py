@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from selfspec.core.cache import KV, KVCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.passes import Part, tree_pass
-from selfspec.core.rows import piece
+from selfspec.core.rows import PREFILL
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import pack
@@ -227,12 +227,12 @@ class DraftLayerCache:
         """Read what is pending until no row has more than `few` left."""
         block = self.layer.block
         assert self.cache is not None
-        while (longest := max(map(len, self.pending))) > few:
-            count = [min(piece(context.target, longest)[0], len(part) - 1) for part in self.pending]
+        while max(map(len, self.pending)) > few:
+            count = [min(PREFILL, len(part) - 1) for part in self.pending]
             tokens = self._tokens(context, count, max(count))
             entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
             layers = block.layer, block.layer + 1
-            block.target.forward(chain(tokens), self.cache, False, layers, entering, (block.layer,))
+            block.target.forward(chain(tokens), self.cache, False, layers, entering, (block.layer,), prompt=True)
             self.cache.commit([list(range(n)) for n in count])
             self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 

@@ -25,10 +25,10 @@ from selfspec.core.masks import additive, restarting
 from selfspec.core.options import integer
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, pack, positive, share, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
-from selfspec.drafters.parts.losses import check_loss, decayed, distance, drafted_logits, masked_mean
+from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -64,7 +64,6 @@ class UnrolledConfig(DrafterConfig):
             whole(name, getattr(self, name))
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
-        check_loss(self.loss)
         check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
 
@@ -80,51 +79,24 @@ class UnrolledConfig(DrafterConfig):
 
 
 class Unrolled(Reduced):
-    """A drafter of one such layer. layer: reads and continues features; draft_head: lm_head's rows of the draft
-    vocabulary, for decoding; None where all tokens can be drafted or lm_head has only those rows."""
+    """A drafter of one such layer. layer: reads and continues features."""
 
     config: UnrolledConfig
     layer: FeatureLayer
-    draft_head: Tensor | None
 
     def __init__(self, target: Target, config: UnrolledConfig) -> None:
         super().__init__(target, config, config.depth, config.draft_vocab)
-        pack(self, draft_head=None)
 
     @property
     @abstractmethod
     def head(self) -> nn.Linear:
         """What maps the layer's output to logits: of all tokens, or of those it can draft."""
 
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Raises ValueError for a model that does more than one product with what a reduced vocabulary reads."""
-        hidden = torch.randn(1, 2, self.head.in_features).to(self.head.weight)
-        plain = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
-        dtype = self.head.weight.dtype
-        with torch.autocast(hidden.device.type, dtype, enabled=dtype.itemsize < 4):  # the norm may be in float32
-            out = self.layer.block.text(hidden, plain, block=False)
-            product = self.head(out.hidden)
-            if self.head.bias is not None:
-                product = product - self.head.bias
-        assert out.logits is not None
-        if not torch.allclose(out.logits.float(), product.float(), rtol=0.02, atol=0.02):
-            raise ValueError(
-                f"drafter.draft_vocab={self.config.draft_vocab}: the target scales, caps or shifts its logits, which a "
-                "reduced draft vocabulary does not; take drafter.draft_vocab=null"
-            )
-
     def train(self, mode: bool = True) -> Unrolled:
-        """Leaving training mode makes the weights ready for decoding, in the target's dtype.
-
-        Raises ValueError for a map of the draft vocabulary that names a token twice or one that does not exist.
-        """
+        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
+        `check_vocabulary`."""
         super().train(mode)
-        pack(self, draft_head=None)
-        if not mode and (ids := self.vocabulary) is not None:
-            self.check_vocabulary()
-            if self.head.out_features == self.tokens:
-                pack(self, draft_head=self.head.weight.detach()[ids])
+        self.pack_head(self.head, mode)
         return self
 
     def unrolled(
@@ -141,9 +113,7 @@ class Unrolled(Reduced):
         states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
         at = torch.arange(n, device=tokens.device)
         cache, result = TextCache(self.layer.block.layer + 1, kept=True), []
-        few = None  # lm_head's rows of the draft vocabulary
-        if self.vocabulary is not None and self.head.out_features == self.tokens:
-            few = self.head.weight[self.vocabulary]
+        few = self.rows_of(self.head)
         for step in range(steps):
             behind = at[:, None] - at  # how far before a position another is
             # verified entries, then one block for each step, this one the last

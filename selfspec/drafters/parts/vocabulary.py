@@ -4,14 +4,17 @@ tokens of its training text alone. Whatever they leave out is emitted all the sa
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.core.target import Target
-from selfspec.drafters.base import DrafterConfig, Trained, whole
+from selfspec.drafters.base import DrafterConfig, Trained, pack, whole
+from selfspec.drafters.parts.losses import check_loss
+from selfspec.drafters.parts.views import Block
 
 
 def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
-    """Raises ValueError for a size below 1, and for a loss that needs all tokens."""
+    """Raises ValueError for an unknown loss, a size below 1, and a loss that needs all tokens."""
+    check_loss(loss)
     if draft_vocab is not None:
         whole("draft_vocab", draft_vocab)
         if loss == "ce":
@@ -20,9 +23,10 @@ def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
 
 class Reduced(Trained):
     """A drafter that may have a reduced vocabulary. vocabulary: int64, the only tokens it can draft (None: all);
-    tokens: of the target."""
+    tokens: of the target; draft_head: lm_head's rows of the draft vocabulary, for decoding (None: not needed)."""
 
     vocabulary: Tensor | None
+    draft_head: Tensor | None
 
     def __init__(self, target: Target, config: DrafterConfig, depth: int, draft_vocab: int | None) -> None:
         """Until `drafts_only` is called, the vocabulary is the first `draft_vocab` tokens. Raises ValueError where the
@@ -34,6 +38,7 @@ class Reduced(Trained):
             whole("draft_vocab", draft_vocab, 1, target.vocab_size - 1, why)
         few = None if draft_vocab is None else torch.arange(draft_vocab, device=target.device)
         self.register_buffer("vocabulary", few)
+        pack(self, draft_head=None)
 
     def drafts_only(self, ids: Tensor) -> None:
         """Before training: the draft vocabulary is `ids`, int64, as many as the config says."""
@@ -51,6 +56,20 @@ class Reduced(Trained):
                 f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
             )
 
+    def rows_of(self, head: nn.Linear) -> Tensor | None:
+        """lm_head's rows [V', H] of the draft vocabulary; None where there is none, or the head has only those rows."""
+        whole = self.vocabulary is None or head.out_features != self.tokens
+        return None if whole else head.weight[self.vocabulary]
+
+    def pack_head(self, head: nn.Linear, mode: bool) -> None:
+        """When it enters training mode or leaves it: `draft_head`, in the head's dtype. Raises ValueError as
+        `check_vocabulary`."""
+        pack(self, draft_head=None)
+        if not mode:
+            self.check_vocabulary()
+            rows = self.rows_of(head)
+            pack(self, draft_head=None if rows is None else rows.detach())
+
     def of_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits of the tokens it can draft, from logits of all or of these."""
         return logits if self.vocabulary is None or logits.shape[-1] < self.tokens else logits[..., self.vocabulary]
@@ -61,3 +80,23 @@ class Reduced(Trained):
             return logits
         none = logits.new_full((*logits.shape[:-1], self.tokens), -torch.inf)
         return none.index_copy(logits.ndim - 1, self.vocabulary, self.of_vocabulary(logits))
+
+
+@torch.no_grad()
+def check_head(block: Block, head: nn.Linear, draft_vocab: int | None) -> None:
+    """Raises ValueError where there is a draft vocabulary, and the model does more than one product with the hidden
+    states that its lm_head reads."""
+    if draft_vocab is None:
+        return
+    hidden = torch.randn(1, 2, head.in_features).to(head.weight)
+    plain = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+    dtype = head.weight.dtype
+    with torch.autocast(hidden.device.type, dtype, enabled=dtype.itemsize < 4):  # the norm may be in float32
+        out = block.text(hidden, plain, block=False)
+        product = head(out.hidden) if head.bias is None else head(out.hidden) - head.bias
+    assert out.logits is not None
+    if not torch.allclose(out.logits.float(), product.float(), rtol=0.02, atol=0.02):
+        raise ValueError(
+            f"drafter.draft_vocab={draft_vocab}: the target scales, caps or shifts its logits, which a "
+            "reduced draft vocabulary does not; take drafter.draft_vocab=null"
+        )

@@ -132,11 +132,12 @@ void weighted_rows(int64_t count, const float* weight, const Bits* values, const
 
 }  // namespace
 
-// query [rows, heads, nodes, width]; keys and values [rows, heads / shared, room, width]; mask, added to the scores, [rows
-// or 1, 1, nodes, room]; out [rows, nodes, heads, width]. room is a multiple of 16, width of STEP.
+// query [rows, heads, nodes, width]; keys and values [rows, heads / shared, room, width], where a head begins `apart` slots
+// behind the one before it; mask, added to the scores, [rows or 1, 1, nodes, room]; out [rows, nodes, heads, width]. room is
+// a multiple of 16, width of STEP.
 extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, const Bits* mask, Bits* out, int64_t rows,
                        int64_t heads, int64_t shared, int64_t nodes, int64_t room, int64_t width, int64_t masks,
-                       float scale) {
+                       int64_t apart, float scale) {
   std::vector<int64_t> seen(masks * nodes);  // slots up to the last one that a node sees
 #pragma omp parallel for schedule(static) if (masks * nodes * room > SMALL)
   for (int64_t i = 0; i < masks * nodes; i++) {
@@ -157,7 +158,7 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
     for (int64_t i = 0; i < rows * heads / shared * blocks; i++) {
       const int64_t q = i % blocks * QUERIES, head = i / blocks, b = head * shared / heads, of = masks == 1 ? 0 : b;
       const int64_t count = all - q < QUERIES ? all - q : QUERIES;
-      const Bits *k = keys + head * room * width, *v = values + head * room * width, *marks[QUERIES];
+      const Bits *k = keys + head * apart * width, *v = values + head * apart * width, *marks[QUERIES];
       Bits* to[QUERIES];
       int64_t slots = 0;
       for (int64_t m = 0; m < count; m++) {

@@ -69,6 +69,65 @@ inline void group(const int8_t* left, int64_t width, const float* scale, const i
     }
 }
 
+#ifdef SELFSPEC_TILES
+
+constexpr int LEAST = 4;  // rows from which on tiles are faster
+
+// Sums in tiles 0 to 2, weights in 3 to 5, inputs of up to 16 rows in 6.
+struct alignas(64) Int8Config {
+  uint8_t palette = 1, start = 0, unused[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, GROUP};
+  uint8_t rows[16] = {16, 16, 16, GROUP / 4, GROUP / 4, GROUP / 4, 16};
+};
+
+void begin_int8_tiles(int64_t count) {
+  Int8Config config;
+  for (int tile : {0, 1, 2, 6}) config.rows[tile] = count < TILE ? count : TILE;
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+
+// As `group` of up to 16 rows, with the same bits: the sums of a group are whole numbers.
+template <int V>
+inline void group_by_tiles(int64_t count, const int8_t* left, int64_t width, const float* scale, const int32_t* offset,
+                           int64_t groups, const uint8_t* weight, const Bits* weight_scales, float* sums) {
+  alignas(64) int32_t whole[V * TILE * LANES];
+  asm volatile("" ::: "memory");  // the intrinsics do not say what they read
+  _tile_loadd(6, left, width);
+  _tile_zero(0);
+  _tile_loadd(3, weight, 64);
+  _tile_dpbsud(0, 6, 3);
+  if constexpr (V > 1) {
+    _tile_zero(1);
+    _tile_loadd(4, weight + width * LANES, 64);
+    _tile_dpbsud(1, 6, 4);
+  }
+  if constexpr (V > 2) {
+    _tile_zero(2);
+    _tile_loadd(5, weight + 2 * width * LANES, 64);
+    _tile_dpbsud(2, 6, 5);
+  }
+  _tile_stored(0, whole, 64);
+  if constexpr (V > 1) _tile_stored(1, whole + TILE * LANES, 64);
+  if constexpr (V > 2) _tile_stored(2, whole + 2 * TILE * LANES, 64);
+  asm volatile("" ::: "memory");
+  __m512 scales[V];
+#pragma GCC unroll 3
+  for (int v = 0; v < V; v++) scales[v] = float_of(weight_scales + v * groups * LANES);
+  for (int64_t m = 0; m < count; m++) {
+    const __m512 by = _mm512_set1_ps(scale[m * groups]);
+    const __m512i more = _mm512_set1_epi32(offset[m * groups]);
+#pragma GCC unroll 3
+    for (int v = 0; v < V; v++) {
+      float* to = sums + (m * V + v) * LANES;
+      const __m512i sum = _mm512_add_epi32(_mm512_load_si512(whole + (v * TILE + m) * LANES), more);
+      const __m512 factor = _mm512_mul_ps(scales[v], by);
+      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, _mm512_load_ps(to)));
+    }
+  }
+}
+
+#endif
+
 template <int V>
 void panels(int64_t count, const int8_t* left, int64_t width, const float* scale, const int32_t* offset,
             const uint8_t* weight, const Bits* weight_scales, const Bits* bias, Bits* out, int64_t stride) {
@@ -89,6 +148,14 @@ void panels(int64_t count, const int8_t* left, int64_t width, const float* scale
         const int64_t row = start + m, place = row * groups + g;
         const int8_t* of = left + row * width + g * GROUP;
         float* to = sums + m * V * LANES;
+#ifdef SELFSPEC_TILES
+        if (rows >= LEAST) {
+          const int64_t each = rows - m < TILE ? rows - m : TILE;
+          group_by_tiles<V>(each, of, width, scale + place, offset + place, groups, from, weight_scales + g * LANES, to);
+          m += TILE - ROWS;
+          continue;
+        }
+#endif
 #define SELFSPEC_ROWS(M) \
   group<M, V>(of, width, scale + place, offset + place, groups, from, weight_scales + g * LANES, to); \
   break
@@ -124,7 +191,7 @@ extern "C" void kernel(const Bits* left, const uint8_t* first, const uint8_t* se
                        int64_t count, int64_t width, int64_t a, int64_t b, int64_t c, int64_t biased) {
   static thread_local Scratch bytes, row_scales, offsets;
   const int64_t groups = width / GROUP, outputs = a + b + c;
-  int8_t* quantized = reinterpret_cast<int8_t*>(bytes.of(count * width / 4));
+  int8_t* quantized = reinterpret_cast<int8_t*>(bytes.of((count + TILE) * width / 4));  // tiles read whole ones
   float* scale = row_scales.of(count * groups);
   int32_t* offset = reinterpret_cast<int32_t*>(offsets.of(count * groups));
   const uint8_t* weights[] = {first, second, third};
@@ -137,6 +204,9 @@ extern "C" void kernel(const Bits* left, const uint8_t* first, const uint8_t* se
 #pragma omp for schedule(static)
   for (int64_t m = 0; m < count; m++)
     quantize(left + m * width, width, quantized + m * width, scale + m * groups, offset + m * groups);
+#ifdef SELFSPEC_TILES
+  begin_int8_tiles(count);
+#endif
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < all; i++) {
     int64_t which = 0, block = i, before = 0;
@@ -154,5 +224,8 @@ extern "C" void kernel(const Bits* left, const uint8_t* first, const uint8_t* se
       default: panels<3>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs);
     }
   }
+#ifdef SELFSPEC_TILES
+  end_tiles();
+#endif
   }
 }

@@ -12,7 +12,7 @@ SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and 
     "packed.cpp": [*["const uint16_t*"] * 3, "uint16_t*", *["int64_t"] * 4],
     "products.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
     "tiles.cpp": [*["const uint16_t*"] * 5, "uint16_t*", *["int64_t"] * 7],
-    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 7, "float"],
+    "attention.cpp": [*["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 8, "float"],
     "int8.cpp": ["const uint16_t*", *["const uint8_t*"] * 3, *["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6],
 }
 TILE = 16  # outputs of a tile
@@ -22,6 +22,19 @@ SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *SIGNATU
 def served() -> bool:
     """Whether this processor takes the kernels."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
 
 
 @cache

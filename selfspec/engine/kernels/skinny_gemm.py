@@ -57,25 +57,29 @@ def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, 
 
 
 def _attend(*given: Tensor, sizes: tuple[int, ...], scale: float, out: Tensor) -> Tensor:
-    """given: query, keys, values, mask; sizes: rows, heads, heads that share keys, nodes, slots, width, and rows of the
-    mask."""
+    """given: query, keys, values, mask; sizes: see `_attention_sizes`."""
     binding("attention.cpp")(*given, out, *sizes, scale)
     return out
 
 
 def few_queries(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention [B, n, heads, D] of query [B, heads, n, D] over keys and values [B, G, S, D] under an additive mask
-    [B or 1, 1, n, S]; heads / G of them share keys. All are contiguous, in bfloat16, on the CPU; D is a multiple of
-    STEP, S of SLOTS."""
+    [B or 1, 1, n, S]; heads / G of them share keys. All are in bfloat16, on the CPU, and contiguous, but keys and
+    values may be the first slots of longer buffers; D is a multiple of STEP, S of SLOTS."""
     rows, heads, nodes, width = query.shape
-    sizes, out = _attention_sizes(query.shape, keys.shape, mask.shape), query.new_empty(rows, nodes, heads, width)
+    sizes = _attention_sizes(query.shape, keys.shape, mask.shape, keys.stride(1) // width)
+    out = query.new_empty(rows, nodes, heads, width)
     return _attend(query, keys, values, mask, sizes=sizes, scale=scale, out=out)
 
 
-def _attention_sizes(query: Sequence[int], keys: Sequence[int], mask: Sequence[int]) -> tuple[int, ...]:
-    """Shapes as `_attend` takes them."""
+def _attention_sizes(
+    query: Sequence[int], keys: Sequence[int], mask: Sequence[int], apart: int | None = None
+) -> tuple[int, ...]:
+    """Rows, heads, heads that share keys, nodes, slots, width, rows of the mask, and slots from one head to the next
+    (None: as many as it has)."""
     rows, heads, nodes, width = map(int, query)
-    return rows, heads, heads // int(keys[1]), nodes, int(keys[2]), width, int(mask[0])
+    slots = int(keys[2])
+    return rows, heads, heads // int(keys[1]), nodes, slots, width, int(mask[0]), slots if apart is None else apart
 
 
 _library = torch.library.Library("selfspec", "DEF")

@@ -1,0 +1,63 @@
+"""Where a drafter of a name lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from selfspec.checkpoints.embedded import DRAFTERS, resolve
+from selfspec.checkpoints.formats.imported import published
+from selfspec.checkpoints.hub import fetch
+
+
+def named_folder(drafter: Path, name: str) -> Path | None:
+    """The folder that a drafter's own folder names as its target: an absolute path, or one relative to the drafter's
+    folder. None for names of other kinds."""
+    if Path(name).is_absolute():
+        return Path(name)
+    return (drafter / name).resolve() if name.startswith("../") else None
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: no hub id looks so."""
+    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
+
+
+def drafter_folder(name: str, revision: str | None = None) -> Path:
+    """Where a drafter lies: an embedded name, a run folder (its `drafter`), a drafter's own folder, one in a form that
+    others publish (see `selfspec.checkpoints.formats`), or a hub id. revision: of a hub id.
+
+    Raises FileNotFoundError where there is none.
+    """
+    if (inside := _within(Path(resolve(name)))) is not None:
+        return inside
+    if Path(name).exists() or is_path(name):
+        embedded = ", ".join(DRAFTERS)
+        raise FileNotFoundError(
+            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
+            f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
+            "or lookahead, which need no training (join several by +)"
+        )
+    seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
+    if (inside := _within(seen)) is None:
+        raise FileNotFoundError(
+            f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
+        )
+    return fetch(name, revision) / inside.relative_to(seen)  # with the target of an exported folder
+
+
+def on_hub(name: str) -> bool:
+    """Whether a name can only be a hub id."""
+    return not Path(resolve(name)).exists() and not is_path(name)
+
+
+def _within(home: Path) -> Path | None:
+    """The drafter's folder in a run's, an exported or a downloaded folder."""
+    for folder in (home / "drafter", home):
+        if (folder / "drafter.json").is_file() or published(folder):
+            return folder
+    return None
+
+
+def member_names(name: str) -> list[str]:
+    """The drafters that a name stands for: several are joined by "+" and share one tree."""
+    return [name] if Path(name).exists() else name.split("+")
