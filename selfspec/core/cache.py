@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from selfspec.core.memory import enough, zeros
+from selfspec.core.memory import alone, enough, zeros
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
@@ -155,15 +155,14 @@ def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None) -> PassCache:
     return PassCache(layers, entering)
 
 
-def compact(stores: list[Tensor], heads: list[int], lengths: Tensor, paths: Tensor) -> None:
+def compact(stores: list[Tensor], heads: list[int], capacity: int, lengths: Tensor, paths: Tensor) -> None:
     """Move the entries of the nodes `paths`, int64 [B, D], of the last pass to the end of each row's kept ones.
 
-    stores: [G, rows * heads * capacity, D] each, G buffers of one shape; heads: of each store.
+    stores: [G, rows * heads * capacity, D] each, G buffers of one shape, of at least B rows; heads: of each store.
     """
     to = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
     for store, count in zip(stores, heads, strict=True):
         groups, entries, width = store.shape
-        capacity = entries // (count * len(paths))
         group = (torch.arange(groups, device=paths.device) * entries)[:, None]
         source, place = (
             (group + _places(at, count, capacity)).flatten().to(store.device) for at in (lengths[:, None] + paths, to)
@@ -194,16 +193,17 @@ class KVCache:
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
         self.idle = engine.size(rows) - rows
+        self.taken = engine.size(rows)  # rows of the stores
         self.smallest = SMALLEST if engine.eager else COMPILED
         self.capacity = bucket(capacity, self.smallest)
-        self.stores: list[Tensor] = []  # [G, rows * heads * capacity, D]
+        self.stores: list[Tensor] = []  # [G, taken * heads * capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._closed = False
 
     @property
     def rows(self) -> int:
-        """Rows of the buffers."""
+        """Rows of the buffers: the first ones of the stores."""
         return len(self.lengths) + self.idle
 
     def view(self, start: int, stop: int, nodes: int) -> KV:
@@ -241,7 +241,9 @@ class KVCache:
             made = []
             for which in (0, 1):
                 (store, place), (_, heads, _, width) = parts[layer, which], like[which].shape
-                made.append(Buffer(self.stores[store][place], (self.rows, heads, self.capacity, width), filled))
+                part = self.stores[store][place, : self.rows * heads * self.capacity]
+                part = part if self.engine.eager or part.device.type != "cpu" else alone(part)
+                made.append(Buffer(part, (self.rows, heads, self.capacity, width), filled))
             pairs.append((made[0], made[1]))
         buffers = Buffers(pairs)
         buffers.layout = tuple(
@@ -251,8 +253,8 @@ class KVCache:
         return buffers
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Stores for the layers of this range that have none: one for all of a shape in eager passes, so that a commit
-        is one copy; one for each in compiled ones, which must not write to a part of an input."""
+        """Stores for the layers of this range that have none: one for all of a shape, so that a commit is one copy; one
+        for each in compiled passes elsewhere than on the CPU, which must not write to a part of an input."""
         known = {member for group in self.members for member in group}
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, like in enumerate(self.like):
@@ -260,21 +262,22 @@ class KVCache:
                 if like is not None and start <= layer < stop and (layer, which) not in known:
                     part = like[which]
                     alike = (part.shape[1], part.shape[3], part.dtype, part.device)
-                    groups.setdefault(alike if self.engine.eager else (*alike, layer, which), []).append((layer, which))
+                    whole = self.engine.eager or part.device.type == "cpu"
+                    groups.setdefault(alike if whole else (*alike, layer, which), []).append((layer, which))
         entries, sizes = bucket(max(self.limit, self.capacity), self.smallest), dict[torch.device, int]()
         for (heads, width, dtype, device, *_), group in groups.items():
-            size = len(group) * self.rows * heads * entries * width * dtype.itemsize
+            size = len(group) * self.taken * heads * entries * width * dtype.itemsize
             sizes[device] = sizes.get(device, 0) + size
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
-            flat = len(group), self.rows * heads * self.capacity, width
+            flat = len(group), self.taken * heads * self.capacity, width
             self.stores.append(zeros(flat, dtype, device))
             self.members.append(group)
 
     def _shaped(self, store: int) -> Tensor:
-        """A store as [G, rows, heads, capacity, D]."""
+        """A store as [G, taken, heads, capacity, D]."""
         whole = self.stores[store]
-        return whole.view(len(whole), self.rows, self._heads(store), self.capacity, whole.shape[2])
+        return whole.view(len(whole), self.taken, self._heads(store), self.capacity, whole.shape[2])
 
     def _heads(self, store: int) -> int:
         layer, which = self.members[store][0]
@@ -303,7 +306,10 @@ class KVCache:
                 at = [i for i, store in enumerate(self.stores) if store.device == device]
                 stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
                 moved = self.row_lengths(device), torch.tensor(padded, device=device)
-                self.engine.run(compact, stores, heads, *moved)
+                if device.type == "cpu":  # few copies: not worth compiling
+                    compact(stores, heads, self.capacity, *moved)
+                else:
+                    self.engine.run(compact, stores, heads, self.capacity, *moved)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:
@@ -312,10 +318,9 @@ class KVCache:
         size = self.engine.size(len(left))
         if self.engine.eager:
             self.stores = [self._shaped(i)[:, rows.to(s.device)].flatten(1, 3) for i, s in enumerate(self.stores)]
+            self.taken = size
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
-            if size < self.rows:
-                self.stores = [self._shaped(i)[:, :size].flatten(1, 3) for i in range(len(self.stores))]
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
 
     def _move(self, rows: dict[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 
@@ -28,6 +29,13 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return 2**62
+
+
+def alone(part: Tensor) -> Tensor:
+    """A contiguous part of a tensor on the CPU, as a tensor whose storage is that part: compiled functions must not
+    write to parts of larger inputs. It does not keep its memory alive."""
+    memory = (ctypes.c_byte * (part.numel() * part.element_size())).from_address(part.data_ptr())
+    return torch.frombuffer(memory, dtype=part.dtype).view(part.shape)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
