@@ -2,15 +2,17 @@
 
     make peers        # builds llama.cpp in an environment of its own, ten minutes, then runs this file
 
-llama.cpp runs in a process of its own (`.venv-peers`), which waits while others decode. Its bfloat16 and Q8_0 files are
-made from the package's Q4_1 by llama.cpp itself. Arms take turns on every question; greedy, without end tokens, so that
-all of them decode the same number of tokens.
+Each model of llama.cpp runs in a process of its own (`.venv-peers`), which waits while others decode. The bfloat16 and
+Q8_0 files are made from the package's Q4_1 by llama.cpp itself. Built by gcc 12 for a processor with AMX it crashes on
+Q8_0 and Q4_1 (its pull request 26954): the table says so, and another compiler helps (CC and CXX of `make peers`).
+Arms take turns on every question; greedy, without end tokens, so that all of them decode the same number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -21,21 +23,19 @@ from typing import Any
 SERVER = """
 import ctypes, json, os, sys, time
 import llama_cpp
-source, folder, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 types = {"bf16": (32, f"{folder}/bf16.gguf"), "Q8_0": (7, f"{folder}/Q8_0.gguf"), "Q4_1": (None, source)}
-models = {}
-for name, (ftype, path) in types.items():
-    if ftype is not None and not os.path.exists(path):
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype, params.allow_requantize, params.nthread = ftype, True, threads
-        if llama_cpp.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(params)):
-            raise SystemExit(f"llama.cpp can not write {path}")
-    models[name] = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+ftype, path = types[name]
+if ftype is not None and not os.path.exists(path):
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize, params.nthread = ftype, True, threads
+    if llama_cpp.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp can not write {path}")
+model = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
 system = llama_cpp.llama_print_system_info().decode()
 print(json.dumps({"version": llama_cpp.__version__, "system": system}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    model = models[asked["model"]]
     model.reset()
     made, start = model.generate(asked["tokens"], temp=0.0, repeat_penalty=1.0), None
     for count, _ in enumerate(made):
@@ -71,10 +71,12 @@ def main() -> None:
     folder = Path("runs/peers")
     folder.mkdir(parents=True, exist_ok=True)
     command = [args.python, "-c", SERVER, str(source), str(folder), str(torch.get_num_threads())]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdin is not None
-    assert server.stdout is not None
-    about = json.loads(server.stdout.readline())
+    servers = {
+        name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for name in ("bf16", "Q8_0", "Q4_1")
+    }
+    about = next(json.loads(str(server.stdout and server.stdout.readline())) for server in servers.values())
+    crashed: set[str] = set()
     dtypes = "bfloat16", "int8"
     ours = {d: selfspec.load("prompt_lookup", target="smollm2", dtype=d, engine="compiled") for d in dtypes}
     options = Options(args.tokens, Sampling(0.0), 0, frozenset())
@@ -83,11 +85,16 @@ def main() -> None:
     asked = asked[:: max(1, len(asked) // args.prompts)][: args.prompts]
 
     def peer(name: str, tokens: list[int]) -> float:
+        server = servers[name]
         assert server.stdin is not None
         assert server.stdout is not None
-        server.stdin.write(json.dumps({"model": name, "tokens": tokens, "count": args.tokens - 1}) + "\n")
-        server.stdin.flush()
-        return (args.tokens - 1) / float(json.loads(server.stdout.readline())["seconds"])
+        if name not in crashed:
+            server.stdin.write(json.dumps({"tokens": tokens, "count": args.tokens - 1}) + "\n")
+            server.stdin.flush()
+            if line := server.stdout.readline():
+                return (args.tokens - 1) / float(json.loads(line)["seconds"])
+            crashed.add(name)
+        return math.nan
 
     def plain(dtype: str, tokens: list[int]) -> float:
         stats = autoregressive(ours[dtype].target, [tokens], options).stats
@@ -112,6 +119,9 @@ def main() -> None:
             rates[name].append(arm(tokens))
     lines = ["| decoding | tokens/s, median | quartiles |", "|---|---|---|"]
     for name, values in rates.items():
+        if math.isnan(values[-1]):
+            lines.append(f"| {name} | crashed | |")
+            continue
         low, middle, high = statistics.quantiles(values[2:], n=4)
         lines.append(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} |")
     names = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
@@ -125,7 +135,8 @@ def main() -> None:
     text = "\n".join(["# Beside llama.cpp", "", *head, "", *lines, "", built, ""])
     Path(args.out).write_text(text)
     print(text, time.strftime("%H:%M"), file=sys.stderr)
-    server.stdin.close()
+    for server in servers.values():
+        server.kill()
 
 
 if __name__ == "__main__":
