@@ -448,7 +448,9 @@ def test_unknown_engines_are_named(name: Any) -> None:
         engine_for(name, torch.device("cpu"))
 
 
-def test_without_a_compiler_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_package_to_install_is_named(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -457,11 +459,11 @@ def test_without_a_compiler_the_package_to_install_is_named(monkeypatch: pytest.
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     has_compiler.cache_clear()
+    request.addfinalizer(has_compiler.cache_clear)
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler.*g\+\+.*engine=eager"):
         engine_for("compiled", torch.device("cpu"))
     with pytest.raises(ValueError, match="serves CPUs and CUDA devices"):
         engine_for("compiled", torch.device("meta"))
-    has_compiler.cache_clear()
 
 
 class Doubling(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from selfspec.core.memory import alone, enough, zeros
+from selfspec.core.memory import enough, own_storage, zeros
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
@@ -193,10 +193,10 @@ class KVCache:
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
         self.idle = engine.size(rows) - rows
-        self.taken = engine.size(rows)  # rows of the stores
+        self.store_rows = engine.size(rows)  # rows of the stores
         self.smallest = SMALLEST if engine.eager else COMPILED
         self.capacity = bucket(capacity, self.smallest)
-        self.stores: list[Tensor] = []  # [G, taken * heads * capacity, D]
+        self.stores: list[Tensor] = []  # [G, store_rows * heads * capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._closed = False
@@ -242,7 +242,7 @@ class KVCache:
             for which in (0, 1):
                 (store, place), (_, heads, _, width) = parts[layer, which], like[which].shape
                 part = self.stores[store][place, : self.rows * heads * self.capacity]
-                part = part if self.engine.eager or part.device.type != "cpu" else alone(part)
+                part = part if self.engine.eager or part.device.type != "cpu" else own_storage(part)
                 made.append(Buffer(part, (self.rows, heads, self.capacity, width), filled))
             pairs.append((made[0], made[1]))
         buffers = Buffers(pairs)
@@ -266,18 +266,18 @@ class KVCache:
                     groups.setdefault(alike if whole else (*alike, layer, which), []).append((layer, which))
         entries, sizes = bucket(max(self.limit, self.capacity), self.smallest), dict[torch.device, int]()
         for (heads, width, dtype, device, *_), group in groups.items():
-            size = len(group) * self.taken * heads * entries * width * dtype.itemsize
+            size = len(group) * self.store_rows * heads * entries * width * dtype.itemsize
             sizes[device] = sizes.get(device, 0) + size
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
-            flat = len(group), self.taken * heads * self.capacity, width
+            flat = len(group), self.store_rows * heads * self.capacity, width
             self.stores.append(zeros(flat, dtype, device))
             self.members.append(group)
 
     def _shaped(self, store: int) -> Tensor:
-        """A store as [G, taken, heads, capacity, D]."""
+        """A store as [G, store_rows, heads, capacity, D]."""
         whole = self.stores[store]
-        return whole.view(len(whole), self.taken, self._heads(store), self.capacity, whole.shape[2])
+        return whole.view(len(whole), self.store_rows, self._heads(store), self.capacity, whole.shape[2])
 
     def _heads(self, store: int) -> int:
         layer, which = self.members[store][0]
@@ -286,14 +286,14 @@ class KVCache:
         return like[which].shape[1]
 
     def _grow(self, capacity: int) -> None:
-        for store in range(len(self.stores)):  # one at a time, so that only one is held twice
-            old = self._shaped(store)
+        for store in range(len(self.stores)):
+            old = self._shaped(store)[:, : self.rows]
             new = zeros((*old.shape[:3], capacity, old.shape[4]), old.dtype, old.device)
             new[:, :, :, : self.capacity] = old
             self.stores[store] = new.view(len(new), -1, old.shape[4])
             self._views = {}
             del old
-        self.capacity, self._views = capacity, {}
+        self.capacity, self.store_rows, self._views = capacity, self.rows, {}
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
@@ -306,10 +306,8 @@ class KVCache:
                 at = [i for i, store in enumerate(self.stores) if store.device == device]
                 stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
                 moved = self.row_lengths(device), torch.tensor(padded, device=device)
-                if device.type == "cpu":  # few copies: not worth compiling
-                    compact(stores, heads, self.capacity, *moved)
-                else:
-                    self.engine.run(compact, stores, heads, self.capacity, *moved)
+                worth = device.type != "cpu"  # there it is few copies
+                self.engine.run(compact, stores, heads, self.capacity, *moved, compiled=worth)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def select(self, rows: Tensor) -> None:
@@ -318,7 +316,7 @@ class KVCache:
         size = self.engine.size(len(left))
         if self.engine.eager:
             self.stores = [self._shaped(i)[:, rows.to(s.device)].flatten(1, 3) for i, s in enumerate(self.stores)]
-            self.taken = size
+            self.store_rows = size
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}

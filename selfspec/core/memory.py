@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from typing import Any
 
 import psutil
 import torch
@@ -31,10 +32,11 @@ def free_memory(device: torch.device) -> int:
     return 2**62
 
 
-def alone(part: Tensor) -> Tensor:
+def own_storage(part: Tensor) -> Tensor:
     """A contiguous part of a tensor on the CPU, as a tensor whose storage is that part: compiled functions must not
-    write to parts of larger inputs. It does not keep its memory alive."""
-    memory = (ctypes.c_byte * (part.numel() * part.element_size())).from_address(part.data_ptr())
+    write to parts of larger inputs."""
+    memory: Any = (ctypes.c_byte * (part.numel() * part.element_size())).from_address(part.data_ptr())
+    memory.part = part  # lives as long as its memory is used
     return torch.frombuffer(memory, dtype=part.dtype).view(part.shape)
 
 

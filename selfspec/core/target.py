@@ -16,7 +16,7 @@ from selfspec.core.quantized import Int8Linear
 from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
-from selfspec.engine.engine import Engine, as_it_is, check_engine, engine_for
+from selfspec.engine.engine import Engine, check_engine, engine_for
 
 __all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
 
@@ -233,10 +233,7 @@ class Target:
             noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
         arguments = part, kv, hidden, tokens, parents, ran, noise
-        if prompt:
-            (out, outputs, walked), _ = as_it_is(tree_pass, arguments)
-        else:
-            out, outputs, walked = self.engine.run(tree_pass, *arguments)
+        out, outputs, walked = self.engine.run(tree_pass, *arguments, compiled=not prompt)
         self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:

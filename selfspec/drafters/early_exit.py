@@ -95,7 +95,7 @@ class EarlyExit(Reduced):
     def along(self, hidden: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] along whole texts, or [B, S, V'] of a draft vocabulary, from the exit's hidden states [B, S,
         H] on them."""
-        few = self.rows_of(self.head)
+        few = self.rows_of(self.head) if self.draft_head is None else self.draft_head
         out = self.tail.text(hidden, tokens, self.config.rank > 0, few is None, documents=documents)
         logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
         assert logits is not None
@@ -213,7 +213,8 @@ class EarlyExitSession:
             states = states[accepted.rows]
         if not self.ran:  # a part of the prompt, or a pass that nothing was drafted for
             tail, tree = self.drafter.tail, chain(states.new_zeros(states.shape[:2], dtype=torch.long))
-            tail.target.forward(tree, self.cache, False, (tail.layer, tail.layer + 1), states, prompt=True)
+            layers, prompt = (tail.layer, tail.layer + 1), states.shape[1] > 1
+            tail.target.forward(tree, self.cache, False, layers, states, prompt=prompt)
             self.cache.commit(accepted.paths)
             self.late, self.behind = states[:, :1], [0] * len(states)
             return

@@ -86,12 +86,13 @@ class Engine:
             rows = torch.cat([rows, rows[:1].expand(idle, *rows.shape[1:])])
         return rows.contiguous()
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), compiled on first use; as it is, with a line that says so, where it can not be compiled."""
+    def run(self, function: Callable[..., Any], *args: Any, compiled: bool = True) -> Any:
+        """function(*args), compiled on first use; as it is, with a line that says so, where it can not be compiled, or
+        where it should not be, since its shapes seldom come again."""
         start = time.perf_counter()
-        if self.backend is None:
-            result, varying = as_it_is(function, args)
-            if varying:
+        if self.backend is None or not compiled:
+            result, varying = _as_it_is(function, args)
+            if varying and self.backend is None:
                 self.varying[function.__name__] = varying
         else:
             wanted = key(function, args)
@@ -190,11 +191,12 @@ class Engine:
             self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
 
 
-def as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
+def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:
     """function(*args), not compiled, and the operations by which its rows may depend on how many there are."""
-    kernels = redirected(modules_in(args))
+    modules = list(modules_in(args))
+    kernels = redirected(modules)
     if kernels is None:
-        return function(*args), "of the library"
+        return function(*args), "of the library" if modules else ""
     with kernels:
         return function(*args), ", ".join(sorted(kernels.varying))
 

@@ -58,8 +58,9 @@ class Reduced(Trained):
 
     def rows_of(self, head: nn.Linear) -> Tensor | None:
         """lm_head's rows [V', H] of the draft vocabulary; None where there is none, or the head has only those rows."""
-        whole = self.vocabulary is None or head.out_features != self.tokens
-        return None if whole else head.weight[self.vocabulary]
+        if self.vocabulary is None or head.out_features != self.tokens:
+            return None
+        return head.weight[self.vocabulary]
 
     def pack_head(self, head: nn.Linear, mode: bool) -> None:
         """When it enters training mode or leaves it: `draft_head`, in the head's dtype. Raises ValueError as

@@ -6,30 +6,49 @@ and torch's functions stay as they are. Without AVX-512 or a C++ compiler nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from selfspec.engine.kernels.native import has_compiler, served
+from selfspec.engine.kernels.int8 import has_kernel
+from selfspec.engine.kernels.native import binding, has_compiler, served
 
 _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention
-# Functions whose rows the library may compute differently from one number of rows to another, by name.
-_PRODUCTS = {"linear", "scaled_dot_product_attention", "bilinear", "conv1d", "conv2d", "einsum", "_grouped_mm"}
-_PRODUCTS |= {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm"}
+# Functions whose rows the library may compute differently from one number of rows to another, by name. In bfloat16 its
+# GELU has other bits where a vector is not full.
+_PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
+_VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
+_VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu"}
 
 
 def redirected(modules: Iterable[nn.Module]) -> Redirected | None:
     """What a pass through these modules runs under; None where the kernels serve none of them."""
     weights = (next(module.parameters(), None) for module in modules)
     dtypes = {(weight.dtype, weight.device.type) for weight in weights if weight is not None}
-    return Redirected() if dtypes == {(torch.bfloat16, "cpu")} and served() and has_compiler() else None
+    return Redirected() if dtypes == {(torch.bfloat16, "cpu")} and served() and _ready() else None
+
+
+@cache
+def _ready() -> bool:
+    """Whether the kernels could be compiled here."""
+    if not has_compiler():
+        return False
+    try:
+        for name in ("attention.cpp", "products.cpp"):
+            binding(name)
+    except Exception as error:  # such as of a compiler without Python's headers
+        print(f"bfloat16 passes run on torch's own kernels, since ours can not be compiled: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 class Redirected(TorchFunctionMode):
-    """varying: names of the products and attentions that were left to the library."""
+    """varying: names of the operations left to the library whose rows may depend on how many there are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,37 +57,36 @@ class Redirected(TorchFunctionMode):
         self.kernels, self.varying = skinny_gemm, set[str]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, result = kwargs or {}, None
         if function is _linear:
             result = self.linear(*args, **kwargs)
         elif function is _attention:
             result = self.attention(*args, **kwargs)
-        else:
-            result = None
         if result is not None:
             return result
-        result, name = function(*args, **kwargs), getattr(function, "__name__", "")
-        if name in _PRODUCTS and not (isinstance(args[0], Tensor) and args[0].shape[-1] == 1):  # of one term
+        name = getattr(function, "__name__", "")
+        one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
+        if name in _VARYING or (name in _PRODUCTS and not one_term) or (name == "int8_rows" and not has_kernel()):
             self.varying.add(name)
-        return result
+        return function(*args, **kwargs)
 
-    def linear(self, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """As torch's; None where the kernels do not serve it."""
-        kernels, width = self.kernels, left.shape[-1]
-        rows = left.numel() // width
-        if not _frozen(left, weight, *([] if bias is None else [bias])) or not weight.is_contiguous():
+        kernels, parts = self.kernels, [input, weight] if bias is None else [input, weight, bias]
+        if not _served(*parts) or weight.dim() != 2 or not weight.is_contiguous() or not input.numel():
             return None
-        if width % kernels.STEP:
+        width = input.shape[-1]
+        if width % kernels.STEP or (bias is not None and not bias.is_contiguous()):
             return None
-        parts = left.reshape(rows, width).contiguous().split(kernels.MOST)
-        outs = [kernels.few_rows(part, [weight], bias) for part in parts]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(*left.shape[:-1], len(weight))
+        rows = input.reshape(-1, width).contiguous().split(kernels.MOST)
+        outs = [kernels.few_rows_in_place(part, weight, bias) for part in rows]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(*input.shape[:-1], len(weight))
 
     def attention(
         self,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
@@ -77,29 +95,33 @@ class Redirected(TorchFunctionMode):
     ) -> Tensor | None:
         """As torch's; None where the kernels do not serve it."""
         kernels, mask = self.kernels, attn_mask
-        if mask is None or dropout_p or query.dim() != 4 or mask.dim() != 4 or not _frozen(query, keys, values, mask):
+        if mask is None or dropout_p or query.dim() != 4 or mask.dim() != 4 or not _served(query, key, value, mask):
             return None
-        (rows, heads, nodes, width), slots = query.shape, keys.shape[2]
+        (rows, heads, nodes, width), slots = query.shape, key.shape[2]
         if mask.shape[2] == 1:  # of one node, whose heads that share keys are queries
             mask = mask.expand(-1, -1, nodes, -1)
-        if nodes > kernels.MOST or width % kernels.STEP or slots % kernels.SLOTS or heads % keys.shape[1]:
+        if nodes > kernels.MOST or width % kernels.STEP or slots % kernels.SLOTS or heads % key.shape[1]:
             return None
-        if len(keys) != rows or keys.shape != values.shape or mask.shape[1:] != (1, nodes, slots):
+        if len(key) != rows or key.shape != value.shape or mask.shape[1:] != (1, nodes, slots):
             return None
-        if not _side_by_side(keys) or keys.stride() != values.stride():
-            keys, values = keys.contiguous(), values.contiguous()
+        if len(mask) not in (1, rows):
+            return None
+        if not _side_by_side(key) or key.stride() != value.stride():
+            key, value = (part.clone(memory_format=torch.contiguous_format) for part in (key, value))
         scale = width**-0.5 if scale is None else scale
-        return kernels.few_queries(query.contiguous(), keys, values, mask.contiguous(), scale).transpose(1, 2)
+        return kernels.few_queries(query.contiguous(), key, value, mask.contiguous(), scale).transpose(1, 2)
 
 
-def _frozen(*parts: Tensor) -> bool:
-    """Whether all are of the dtype and device that the kernels serve, and none needs a gradient."""
+def _served(*parts: Tensor) -> bool:
+    """Whether all are plain tensors of the dtype and device that the kernels serve, and none needs a gradient."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return False
-    return all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in parts)
+    plain = all(type(part) in (Tensor, nn.Parameter) for part in parts)
+    return plain and all(part.dtype == torch.bfloat16 and part.device.type == "cpu" for part in parts)
 
 
 def _side_by_side(heads: Tensor) -> bool:
-    """Whether the heads of all rows [B, G, S, D] lie one behind another, at equal distances."""
-    rows, slots, width, one = heads.stride()
-    return one == 1 and width == heads.shape[3] and rows == heads.shape[1] * slots and slots % width == 0
+    """Whether the heads of all rows [B, G, S, D] lie one behind another, at equal distances that hold them."""
+    row, head, slot, one = heads.stride()
+    count, slots, width = heads.shape[1:]
+    return one == 1 and slot == width and head % width == 0 and head >= slots * width and row == count * head

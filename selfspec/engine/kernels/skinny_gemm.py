@@ -1,5 +1,4 @@
-"""Products of few rows with bfloat16 weights, and attention of few queries, in compiled passes on processors with
-AVX-512.
+"""Products of few rows with bfloat16 weights, and attention of few queries, on processors with AVX-512.
 
 There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
 Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.weights`).
@@ -49,6 +48,15 @@ def few_rows(left: Tensor, weights: list[Tensor], bias: Tensor | None = None) ->
     sizes = _sizes(left.shape, [weight.shape for weight in weights])
     out = left.new_empty(*left.shape[:-1], sum(sizes[3:]))
     return _multiply(left, *weights, *([] if bias is None else [bias]), sizes=sizes, biased=bias is not None, out=out)
+
+
+def few_rows_in_place(left: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `few_rows` with one weight, which is read where it lies, whatever was measured."""
+    sizes = _sizes(left.shape, [weight.shape])
+    out = left.new_empty(len(left), len(weight))
+    last = left if bias is None else bias
+    in_place(sizes[3:])(left, weight, weight, weight, last, out, *sizes, 0, 0, bias is not None)
+    return out
 
 
 def _sizes(left: Sequence[int], weights: Sequence[Sequence[int]]) -> tuple[int, ...]:
