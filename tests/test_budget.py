@@ -236,6 +236,22 @@ def test_a_text_that_pays_is_not_given_up_for_others(llama: Target) -> None:
         assert (len(spy.asked) == 40) == (drafted == 40), (tau, len(spy.asked))
 
 
+def test_what_a_pass_took_that_compiled_teaches_nothing(llama: Target) -> None:
+    for compiled in (False, True):
+        sized, _, past = auto(_Spy([0.5] * 4), FREE, limit=60)
+        target = Target(llama.model)
+        session: Any = sized.session(target, 1)
+        session.propose(context(target, 5))
+        if compiled:
+            target.engine.made.append(("drafted", 10.0, "compiled"))
+        session.last.ready -= 10.0  # seconds that the pass took
+        session.observe(Accepted(torch.zeros(1, 4, 8), {}, [0], [[0]]))
+        session.last.draft = 10.0
+        session.propose(context(target, 6))
+        assert (past.slow == 1.0) == compiled
+        assert (past.passes == 0) == compiled
+
+
 def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:
     costs = [1e-3] + [1.1e-3] * LARGEST
     sized, forecast = session_of(_Spy([0.5, 0.25]), costs, llama)

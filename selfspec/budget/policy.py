@@ -127,7 +127,7 @@ class Auto:
         self.reads = () if self.plain else drafter.reads
 
     def session(self, target: Target, rows: int) -> Session:
-        return AutoSession(self, None if self.plain else self.drafter.session(target, rows), rows)
+        return AutoSession(self, None if self.plain else self.drafter.session(target, rows), rows, target)
 
 
 @dataclass
@@ -144,9 +144,11 @@ class _Drafted:
 
 
 class AutoSession:
-    """What one call keeps. inner: the drafter's session, None from where decoding is plain."""
+    """What one call keeps. inner: the drafter's session, None from where decoding is plain; compiled: functions that
+    the engine had compiled before the last draft. What a pass took that compiled some teaches nothing."""
 
-    def __init__(self, auto: Auto, inner: Session | None, rows: int) -> None:
+    def __init__(self, auto: Auto, inner: Session | None, rows: int, target: Target) -> None:
+        self.target, self.compiled = target, target.compiled
         self.inner, self.rows, self.limit = inner, rows, auto.limit
         self.costs, self.past, self.forecast = auto.costs, auto.past, auto.forecast
         self.end = 0  # of the longest row
@@ -157,7 +159,8 @@ class AutoSession:
     def propose(self, context: Context) -> DraftTree:
         past, rows, length = self.past, len(context.lengths), sum(map(len, context.tokens))
         self.end = self.end or self.limit + max(map(len, context.tokens))
-        if (last := self.last) is not None and last.rows == rows:
+        steady, self.compiled = self.target.compiled == self.compiled, self.target.compiled
+        if (last := self.last) is not None and last.rows == rows and steady:
             draft, cost = last.draft / past.slow, self._cost(last.nodes)
             self.tokens += past.book(length - last.length, rows, last.expected, draft, cost)
             self.steps += (draft + cost) / self.costs[0]
@@ -237,7 +240,8 @@ class AutoSession:
         if self.inner is None:
             return
         start = clock(accepted.hidden.device)
-        if (last := self.last) is not None and last.rows == self.rows and not last.shared:
+        steady = self.target.compiled == self.compiled
+        if (last := self.last) is not None and last.rows == self.rows and not last.shared and steady:
             # costs are of whole passes of all rows
             self.past.slow = 0.9 * self.past.slow + 0.1 * (start - last.ready) / self._cost(last.nodes)
         self.inner.observe(accepted)
