@@ -31,7 +31,7 @@ from selfspec.drafters.feature import Feature
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.engine import kept
+from selfspec.engine import disk
 from selfspec.engine.engine import Engine, bucket, engine_for
 from selfspec.engine.fit import structure
 from selfspec.engine.kernels.native import has_compiler
@@ -383,8 +383,8 @@ def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: p
         os.utime(tmp_path / f"{name}.bin", (1000 - age, 1000 - age))
     Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))
     size = sum(p.stat().st_size for p in tmp_path.glob("*.bin")) - 300
-    monkeypatch.setattr(kept, "DISK", size + 250)
-    kept._trim(tmp_path)
+    monkeypatch.setattr(disk, "DISK", size + 250)
+    disk._trim(tmp_path)
     assert {p.stem for p in tmp_path.glob("?.bin")} == {"a", "b"}
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from selfspec.engine import kept
+from selfspec.engine import disk
 from selfspec.engine.capture import Captured, parts_of
 from selfspec.engine.fit import file_name, key
 from selfspec.engine.kernels.native import has_compiler
@@ -111,8 +111,8 @@ class Engine:
         for module in modules_in(args):
             freeze(module)
         code: Any
-        code, how = kept.read(path), "read"
-        if code is not None and (varying := kept.varying(path)):
+        code, how = disk.read(path), "read"
+        if code is not None and (varying := disk.varying(path)):
             self.varying[what] = varying
         if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
@@ -122,7 +122,7 @@ class Engine:
             if code is None:
                 code, how, self.varying[what] = function, "not compiled", "not compiled"
             else:
-                if not kept.write(path, code, self.varying.get(what, "")):
+                if not disk.write(path, code, self.varying.get(what, "")):
                     self.folder = None
         self.made.append((what, time.perf_counter() - start, how))
         if code is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:

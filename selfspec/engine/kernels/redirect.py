@@ -79,7 +79,7 @@ class Redirected(TorchFunctionMode):
         if width % kernels.STEP or (bias is not None and not bias.is_contiguous()):
             return None
         rows = input.reshape(-1, width).contiguous().split(kernels.MOST)
-        outs = [kernels.few_rows_in_place(part, weight, bias) for part in rows]
+        outs = [kernels.multiply_in_place(part, weight, bias) for part in rows]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(*input.shape[:-1], len(weight))
 
     def attention(

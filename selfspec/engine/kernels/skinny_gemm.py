@@ -50,7 +50,7 @@ def few_rows(left: Tensor, weights: list[Tensor], bias: Tensor | None = None) ->
     return _multiply(left, *weights, *([] if bias is None else [bias]), sizes=sizes, biased=bias is not None, out=out)
 
 
-def few_rows_in_place(left: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_in_place(left: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """As `few_rows` with one weight, which is read where it lies, whatever was measured."""
     sizes = _sizes(left.shape, [weight.shape])
     out = left.new_empty(len(left), len(weight))
