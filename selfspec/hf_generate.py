@@ -1,6 +1,6 @@
 """The way in from transformers: `model.generate(..., custom_generate=spec)`.
 
-What comes back is what generate returns, with `stats` and `from_draft` beside it, but without `past_key_values`: the
+What comes back is what generate returns, with `stats` and `from_draft` beside it, but without the cache: the
 cache of trees is selfspec's own and ends with the call.
 """
 
@@ -31,6 +31,7 @@ from selfspec.core.generate import speculative_steps
 from selfspec.core.options import Options, as_seed, check, integer, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
+from selfspec.core.support import CACHE_NAMES
 from selfspec.core.target import Target
 from selfspec.core.verify import Relaxed
 
@@ -186,9 +187,10 @@ def _refuse(
                 f"{type(processor).__name__} (guidance_scale, SynthID watermarks, audio) advances a state token by "
                 "token, so it can not score the nodes of a tree"
             )
-    model_kwargs.pop("past_key_values", None)  # the empty one that generate always makes
-    if outer.get("kwargs", {}).get("past_key_values") is not None:
-        raise ValueError("past_key_values: trees need selfspec's own cache; give the whole text as input_ids instead")
+    for name in CACHE_NAMES:
+        model_kwargs.pop(name, None)  # the empty one that generate always makes
+        if outer.get("kwargs", {}).get(name) is not None:
+            raise ValueError(f"{name}: trees need selfspec's own cache; give the whole text as input_ids instead")
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if positions is not None and not _plain_positions(positions, mask):
         raise ValueError(

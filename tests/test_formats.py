@@ -22,6 +22,7 @@ from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.cache import TextCache
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
+from selfspec.core.support import cache_name
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
@@ -473,8 +474,9 @@ def test_uno_adapters_draft(prefix: str, folder: Path) -> None:
             a, b = (state[f"{prefix}{name}.lora_{part}.weight"] for part in "AB")
             module.weight.data += b @ a * (64 / 4)
     with torch.no_grad():
-        past = model(known, use_cache=True).past_key_values
-        expected = merged(noise, past_key_values=past).logits
+        name = cache_name(model)
+        past = model(known, use_cache=True)[name]
+        expected = merged(noise, **{name: past}).logits
         cache = TextCache(spec.target.n_layers, kept=True)
         spec.target.text(known, False, cache=cache)
         found = spec.drafter.along(known, torch.tensor([[8]]), cache)

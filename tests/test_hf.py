@@ -29,6 +29,7 @@ from selfspec.api import Spec
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
+from selfspec.core.support import cache_name
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.hf_generate import SpeculativeOutput
@@ -253,7 +254,7 @@ class Forbids(LogitsProcessor):
 def filled_cache(model: Any) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS[:, :4], past_key_values=cache)
+        model(IDS[:, :4], **{cache_name(model): cache})
     return cache
 
 
@@ -294,8 +295,8 @@ def test_more_refusals(spec: Spec) -> None:
         model.generate(IDS, custom_generate=spec, assistant_model=model, **PLAIN)
     with pytest.raises(ValueError, match="another model"):
         tiny_model("llama").generate(IDS, custom_generate=spec, **PLAIN)
-    with pytest.raises(ValueError, match="past_key_values"):
-        model.generate(IDS, custom_generate=spec, past_key_values=filled_cache(model), **PLAIN)
+    with pytest.raises(ValueError, match="need selfspec's own cache"):
+        model.generate(IDS, custom_generate=spec, **{cache_name(model): filled_cache(model)}, **PLAIN)
     gap = torch.ones_like(IDS)
     gap[0, 4] = 0
     with pytest.raises(ValueError, match="has a gap"):
@@ -392,8 +393,10 @@ def test_masks_and_limits_that_do_not_fit_are_named(spec: Spec) -> None:
         spec(spec.target.model, IDS, generation_config=GenerationConfig(), attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match=r"max_new_tokens=5\.0 must be an integer"):
         spec.target.model.generate(IDS, custom_generate=spec, **{**PLAIN, "max_new_tokens": 5.0})
-    with pytest.raises(ValueError, match="past_key_values"):
-        spec.target.model.generate(IDS, custom_generate=spec, past_key_values=DynamicCache(), **PLAIN)
+    with pytest.raises(ValueError, match="need selfspec's own cache"):
+        spec.target.model.generate(
+            IDS, custom_generate=spec, **{cache_name(spec.target.model): DynamicCache()}, **PLAIN
+        )
 
 
 def test_positions_of_ones_own_are_served_only_where_they_are_the_plain_ones(spec: Spec) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from selfspec.core.cache import KV, PassCache, pass_cache
 from selfspec.core.masks import tree_masks
-from selfspec.core.support import cache_argument
 from selfspec.core.tree import ancestors
 from selfspec.core.verify import WalkNoise, walk
 
@@ -43,37 +42,30 @@ class Skipped(nn.Module):
 class Entry(Skipped):
     """The last of them, which returns the hidden states that enter with the cache."""
 
-    def __init__(self, layer: nn.Module, tuples: bool) -> None:
-        super().__init__(layer, tuples)
-        self.cache_at = cache_argument(layer)
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        entering = _cache_of(self.cache_at, (hidden_states, *args), kwargs).entering
+        entering = _cache_of(args, kwargs).entering
         return super().forward(hidden_states if entering is None else entering)
 
 
-def _cache_of(at: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
-    """The cache among a module's arguments; at: its position and its name, see `cache_argument`."""
-    index, name = at
-    cache: PassCache = kwargs[name] if name in kwargs else args[index]
-    return cache
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassCache:
+    """The cache among a module's arguments, which families and releases name and place differently."""
+    return next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, PassCache))
 
 
-def read_output(
-    index: int, at: tuple[int, str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
+def read_output(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """A forward hook: the output goes into the cache that came with the call."""
-    _cache_of(at, args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
+    _cache_of(args, kwargs).outputs[index] = output if isinstance(output, Tensor) else output[0]
 
 
 class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
-    windows: by layer type; last: the largest position; dtype: of masks."""
+    windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its argument."""
 
     module: nn.Module
     windows: dict[str, int | None]
     last: int
     dtype: torch.dtype
+    cache_name: str
 
 
 def tree_pass(
@@ -103,8 +95,8 @@ def tree_pass(
         input_ids=tokens,
         attention_mask=dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0],
         position_ids=(start + depth).clamp(max=part.last),
-        past_key_values=cache,
         use_cache=True,
+        **{part.cache_name: cache},
     )
     logits: Tensor | None = getattr(out, "logits", None)
     if noise is None or logits is None or parents is None:

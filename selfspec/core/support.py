@@ -30,7 +30,7 @@ def refuse(model: PreTrainedModel) -> None:
         )
     takes = inspect.signature(model.get_decoder().forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
-    if "past_key_values" not in takes:
+    if not takes.keys() & set(CACHE_NAMES):
         raise ValueError(f"{name} keeps no cache of keys and values, which trees are verified over")
     if inside or "position_ids" not in takes:
         raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
@@ -75,15 +75,13 @@ def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     return stacks[0]
 
 
-_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
-def cache_argument(module: nn.Module) -> tuple[int, str]:
-    """Where a decoder or one of its layers takes the cache: the position and the name of the argument. Families name it
-    differently."""
-    names = list(inspect.signature(module.forward).parameters)
-    name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])  # else among **kwargs
-    return names.index(name) if name in names else len(names), name
+def cache_name(module: nn.Module) -> str:
+    """The name of the argument by which a model or its decoder takes the cache."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[-1])
 
 
 def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:

@@ -13,7 +13,7 @@ from selfspec.core.cache import KVCache, TextCache
 from selfspec.core.masks import restarting, within
 from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass
 from selfspec.core.quantized import Int8Linear
-from selfspec.core.support import cache_argument, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
+from selfspec.core.support import cache_name, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, engine_for
@@ -171,7 +171,8 @@ class Target:
         if self._like is None:
             cache = TextCache(self.n_layers, kept=True)
             ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            unhooked(self.model).get_decoder()(input_ids=ids, past_key_values=cache, use_cache=True)
+            decoder = unhooked(self.model).get_decoder()
+            decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
             pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
             self._like = [None if k is None or v is None else (k, v) for k, v in pairs]
         return self._like
@@ -184,18 +185,18 @@ class Target:
             model = view(self.model)
             model.config.return_dict = True
             layers = layer_stack(model)
-            at = cache_argument(layers[0])
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
                 layers[i] = (Entry if i == start - 1 else Skipped)(layers[i], self.tuples)
             del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
-                layers[i].register_forward_hook(partial(read_output, i, at), with_kwargs=True)
+                layers[i].register_forward_hook(partial(read_output, i), with_kwargs=True)
             decoder = model.get_decoder()
-            decoder.register_forward_hook(partial(read_output, -1, cache_argument(decoder)), with_kwargs=True)
+            decoder.register_forward_hook(partial(read_output, -1), with_kwargs=True)
             parts[name] = model, decoder
         module = parts[name][0 if logits else 1]
-        return Part(module, self.windows, (self.max_positions or 2**62) - 1, self.dtype)
+        position = (self.max_positions or 2**62) - 1
+        return Part(module, self.windows, position, self.dtype, cache_name(module))
 
     def forward(
         self,
@@ -285,8 +286,9 @@ class Target:
         start, stop = layers or (0, self.n_layers)
         whole = logits and stop == self.n_layers
         cache.entering, cache.outputs = hidden, {}
-        out = self.part(start, stop, reads, whole).module(
-            input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
+        part = self.part(start, stop, reads, whole)
+        out = part.module(
+            input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=True, **{part.cache_name: cache}
         )
         outputs = cache.outputs if hidden is None else {start - 1: hidden, **cache.outputs}
         cache.entering, cache.outputs = None, {}

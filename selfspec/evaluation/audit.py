@@ -20,6 +20,7 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
+from selfspec.core.support import cache_name
 from selfspec.data.questions import Asking
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
@@ -122,10 +123,10 @@ def _stock(spec: Spec, prompt: list[int], new: list[int]) -> tuple[Tensor, Tenso
     """Logits [len(new), V] before each new token by transformers alone: token by token, and in one pass."""
     model, text = spec.target.model, torch.tensor([prompt + new[:-1]], device=spec.target.device)
     whole = model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 :]
-    cache = DynamicCache(config=model.config)
-    steps = [model(input_ids=text[:, : len(prompt)], past_key_values=cache, use_cache=True).logits[:, -1]]
+    cache = {cache_name(model): DynamicCache(config=model.config)}
+    steps = [model(input_ids=text[:, : len(prompt)], use_cache=True, **cache).logits[:, -1]]
     for at in range(len(prompt), text.shape[1]):
-        steps.append(model(input_ids=text[:, at : at + 1], past_key_values=cache, use_cache=True).logits[:, -1])
+        steps.append(model(input_ids=text[:, at : at + 1], use_cache=True, **cache).logits[:, -1])
     return torch.cat(steps), whole
 
 
