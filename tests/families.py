@@ -42,6 +42,15 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
 }
+MIXED = ["linear_attention", "full_attention"]
+DELTA = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"head_dim": 8, "layer_types": MIXED},
+}
+KDA = {**MLA, **MOE, "layer_types": MIXED, "head_dim": 8, "linear_num_heads": 4, "linear_head_dim": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+DEEP = {"num_hidden_layers": 4, "tie_word_embeddings": False}
+MAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 # name as readers know it: (model_type, settings beside SHARED or GPT)
@@ -93,7 +102,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("apertus", {}),
     "Arcee": ("arcee", {}),
     "HunYuan": ("hunyuan_v1_dense", {"head_dim": 8}),
+    "Qwen3-Next": ("qwen3_next", {**DELTA, **MOE, "shared_expert_intermediate_size": 24}),
+    "Qwen3.5": ("qwen3_5_text", DELTA),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", {**DELTA, **MOE, "shared_expert_intermediate_size": 24}),
+    "OLMo-hybrid": ("olmo_hybrid", DELTA),
+    "Kimi Linear (MLA)": ("kimi_linear", KDA),
+    "Bailing-hybrid": ("bailing_hybrid", KDA),
+    "Mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}),
+    "Bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
+    "Falcon-H1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64}),
+    "Granite 4 (hybrid)": (
+        "granitemoehybrid",
+        {**MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
+    ),
+    "Nemotron-H": (
+        "nemotron_h",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "expand": 2},
+            **{"chunk_size": 8, "layers_block_type": ["mamba", "attention", "mlp"], "time_step_min": 1e-30},
+        },
+    ),
+    "Zamba2": (
+        "zamba2",
+        {
+            **{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 8},
+            **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "time_step_min": 1e-30},
+        },
+    ),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
+    "LFM2-MoE": ("lfm2_moe", {**MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "LFM3": ("lfm3", {"layer_types": ["conv", "full_attention"]}),
+    "Mamba": ("mamba", {"state_size": 8, "time_step_rank": 4}),
+    "Falcon-Mamba": ("falcon_mamba", {"state_size": 8, "time_step_rank": 4}),
+    "Jamba": ("jamba", {**MAMBA1, "num_experts": 2, "num_experts_per_tok": 1}),
+    "Zamba": ("zamba", {**MAMBA1, "n_mamba_heads": 2, "attention_head_dim": 16, **DEEP}),
 }
+RECURRENT = tuple(FAMILIES)[tuple(FAMILIES).index("Qwen3-Next") :]  # with layers that keep a state
+NO_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 _GPT_LIKE = ("gpt2", "gptj", "codegen", "gpt_bigcode")
 EAGER_ONLY = ("gpt_oss", "gemma2", "gptj", "codegen")  # transformers has no sdpa for these
 
@@ -106,9 +151,10 @@ def build(
     config = AutoConfig.for_model(kind, **{**(GPT if kind in _GPT_LIKE else SHARED), **settings, **changes})
     torch.manual_seed(0)
     attention = attention or ("eager" if kind in EAGER_ONLY else "sdpa")
+    kernels = {} if kind in NO_ATTENTION else {"attn_implementation": attention}
     # The experts' default, a grouped product, knows no float64.
-    experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in settings else {}
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **experts)
+    experts = {"experts_implementation": "eager"} if settings.get("num_experts_per_tok") else {}
+    model = AutoModelForCausalLM.from_config(config, **kernels, **experts)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -10,18 +10,12 @@ from transformers import (
     BloomForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MptConfig,
     MptForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
     RwkvConfig,
@@ -130,39 +124,13 @@ def test_sliding_window_is_by_position() -> None:
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 REFUSED = {
-    "mamba": (lambda: MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), "recurrent"),
     "recurrent_gemma": (
         lambda: RecurrentGemmaForCausalLM(
             RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, num_attention_heads=4, intermediate_size=48)
         ),
-        "recurrent",
+        "keep a state",
     ),
-    "jamba": (
-        lambda: JambaForCausalLM(
-            JambaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, mamba_d_state=4)
-        ),
-        "recurrent",
-    ),
-    "qwen3_next": (
-        lambda: Qwen3NextForCausalLM(
-            Qwen3NextConfig(
-                **{**SMALL, "num_hidden_layers": 4},
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=48,
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=16,
-                shared_expert_intermediate_size=16,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-            )
-        ),
-        "recurrent",
-    ),
-    "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "recurrent"),
+    "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "keep a state"),
     "bloom": (lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)), "inside its"),
     "mpt": (lambda: MptForCausalLM(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4)), "inside its"),
     "gpt_neo": (

@@ -18,20 +18,51 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from selfspec.core.memory import enough, own_storage, zeros
+from selfspec.core.recurrent.mixers import LayerState, TreeStates, replayed
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
 STEP = 64  # eager passes attend over the filled entries, rounded up to a multiple of this
 
 
-class PassCache(Cache):
+class PassCache(Cache, TreeStates):
     """entering: hidden states [B, N, H] that enter the first layer of this pass, where it is not layer 0. outputs:
     [B, N, H] of the layers read in this pass, by index; -1 is the decoder's, after its final norm."""
 
-    def __init__(self, layers: list[CacheLayerMixin], entering: Tensor | None = None) -> None:
-        super().__init__(layers=layers)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        layers: list[CacheLayerMixin],
+        entering: Tensor | None = None,
+        over_trees: bool = True,
+        below: Tensor | None = None,
+        states: dict[int, LayerState] | None = None,
+    ) -> None:
+        Cache.__init__(self, layers=layers)  # type: ignore[arg-type]
+        TreeStates.__init__(self, over_trees, below, states)
         self.entering = entering
         self.outputs: dict[int, Tensor] = {}
+
+    # What stock modules that keep a state ask of their cache.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: modules then take the inputs of all nodes to `update_conv_state`, however many there are."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **kwargs: Any
+    ) -> Tensor:
+        return self.taps(conv_states, layer_idx, state_idx, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        return self.recurrence(layer_idx, state_idx)
+
+    def update_recurrent_state(self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
 
 
 class _Layer(CacheLayerMixin):
@@ -75,7 +106,14 @@ class TextCache(PassCache):
     masks and positions are then the caller's."""
 
     def __init__(self, n_layers: int, kept: bool = False) -> None:
-        super().__init__([_GrowingLayer() if kept else _Layer() for _ in range(n_layers)])
+        super().__init__([_GrowingLayer() if kept else _Layer() for _ in range(n_layers)], over_trees=kept)
+        self.kept = kept
+
+    def see(self, below: Tensor | None) -> None:
+        """What nodes of the next pass descend from, among all so far: bool [B, n, m]; None: a chain."""
+        self.over_trees, self.below, self._indices = self.kept or below is not None, below, {}
+        for recurrence in (one for of in self.recurrences.values() for one in of):
+            recurrence.below = below
 
 
 class Buffer(NamedTuple):
@@ -95,15 +133,26 @@ class Buffers(list[tuple[Buffer, Buffer] | None]):
 
 
 class KV(NamedTuple):
-    """A KV cache as tensors, for one pass. lengths: int64 [B], the kept entries of each row."""
+    """A KV cache as tensors, for one pass or several in a row. lengths: int64 [B], the kept entries of each row;
+    states: of layers that keep one, once more for each time that nodes were kept; empty where no layer does."""
 
     buffers: Buffers
     lengths: Tensor
+    states: list[dict[int, LayerState]]
+
+    def kept(self, counts: Tensor) -> KV:
+        """With the first `counts`, int64 [B], nodes of the last pass, which ran a chain, kept: for passes behind them
+        in the same function."""
+        if self.states:
+            nodes = max(n for state in self.states[-1].values() for n in (x.shape[2] for x in state.inputs.values()))
+            path = torch.arange(nodes, device=counts.device).expand(len(counts), -1)
+            self.states.append(replayed(self.states[-1], path, counts))
+        return self._replace(lengths=self.lengths + counts)
 
     @property
     def size(self) -> int:
         """Entries that a pass attends over."""
-        return next(pair[0].filled for pair in self.buffers if pair is not None)
+        return next((pair[0].filled for pair in self.buffers if pair is not None), 0)
 
 
 class _BufferLayer(_Layer):
@@ -140,8 +189,9 @@ def _places(entries: Tensor, heads: int, capacity: int) -> Tensor:
     return (starts[:, :, None] + entries[:, None]).flatten()
 
 
-def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None) -> PassCache:
-    """The cache that a model is given in one pass; entries: int64 [B, n], where its nodes are written."""
+def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None, below: Tensor | None) -> PassCache:
+    """The cache that a model is given in one pass; entries: int64 [B, n], where its nodes are written; below: bool [B,
+    n, m], see `recurrent.recurrence.Recurrence`."""
     places: dict[tuple[int, torch.device], Tensor] = {}
     layers: list[CacheLayerMixin] = []
     for pair in kv.buffers:
@@ -152,7 +202,7 @@ def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None) -> PassCache:
         if (heads, device) not in places:
             places[heads, device] = _places(entries, heads, capacity).to(device)
         layers.append(_BufferLayer(*pair, places[heads, device]))
-    return PassCache(layers, entering)
+    return PassCache(layers, entering, True, below, kv.states[-1] if kv.states else None)
 
 
 def compact(stores: list[Tensor], heads: list[int], capacity: int, lengths: Tensor, paths: Tensor) -> None:
@@ -187,9 +237,11 @@ class KVCache:
         limit: int,
         engine: Engine,
         device: torch.device,
+        states: dict[int, LayerState] | None = None,
     ) -> None:
         """like: keys and values [1, heads, 1, D] of one token in each layer, None where a layer keeps none; limit:
-        entries that the longest row will need at most; device: of the tokens."""
+        entries that the longest row will need at most; device: of the tokens; states: of one row at the beginning, of
+        layers that keep one."""
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
         self.idle = engine.size(rows) - rows
@@ -199,6 +251,9 @@ class KVCache:
         self.stores: list[Tensor] = []  # [G, store_rows * heads * capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
+        self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
+        first = torch.zeros(self.rows, dtype=torch.long)
+        self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
         self._closed = False
 
     @property
@@ -206,9 +261,9 @@ class KVCache:
         """Rows of the buffers: the first ones of the stores."""
         return len(self.lengths) + self.idle
 
-    def view(self, start: int, stop: int, nodes: int) -> KV:
+    def view(self, start: int, stop: int, nodes: int, ran: int = 0) -> KV:
         """Layers start to stop - 1 with room for `nodes` entries more, for one pass: a later one may need larger
-        buffers.
+        buffers. ran: nodes of the same tree that an earlier pass ran.
 
         Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
         most does not fit.
@@ -218,14 +273,32 @@ class KVCache:
                 "this call of generate has ended; a session and its context serve one call, make others by "
                 "drafter.session(target, rows)"
             )
-        need = max(self.lengths) + nodes
+        need = max(self.lengths) + nodes + (1 if self.states else 0)  # see `tree_pass`
         if need > self.capacity:
             self._grow(bucket(need, self.smallest))
         filled = min(self.capacity, -(-need // STEP) * STEP) if self.engine.eager else self.capacity
         if (start, stop, filled) not in self._views:
             self._allocate(start, stop)
             self._views[start, stop, filled] = self._buffers(start, stop, filled)
-        return KV(self._views[start, stop, filled], self.row_lengths(self.device))
+        return KV(self._views[start, stop, filled], self.row_lengths(self.device), self._opened(start, stop, ran))
+
+    def _opened(self, start: int, stop: int, ran: int) -> list[dict[int, LayerState]]:
+        """What layers of this range keep, for one pass or several over the same tree."""
+        for stages in self._open.values():
+            self.states |= stages[-1]
+        states = {layer: state for layer, state in self.states.items() if start <= layer < stop}
+        if not ran:  # what a pass left that was not committed is lost
+            states = {layer: state._replace(inputs={}, written=[]) for layer, state in states.items()}
+        if not states:
+            return []
+        self._open[start, stop] = [states]
+        return self._open[start, stop]
+
+    def leave(self, start: int, stop: int, left: dict[int, LayerState]) -> None:
+        """Take in what the nodes of a pass over these layers left, for `commit`."""
+        for layer, state in left.items():
+            layers = self._open[start, stop][-1]
+            layers[layer] = layers[layer]._replace(inputs=state.inputs, written=state.written)
 
     def row_lengths(self, device: torch.device) -> Tensor:
         """int64 [rows]."""
@@ -308,7 +381,23 @@ class KVCache:
                 moved = self.row_lengths(device), torch.tensor(padded, device=device)
                 worth = device.type != "cpu"  # there it is few copies
                 self.engine.run(compact, stores, heads, self.capacity, *moved, compiled=worth)
+        if self.states and any(paths):
+            self._advance(paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+
+    def _advance(self, paths: list[list[int]]) -> None:
+        """Replay the accepted paths in layers that keep a state."""
+        depth = self.engine.size(max(map(len, paths)))
+        padded = torch.tensor([path + [0] * (depth - len(path)) for path in paths] + [[0] * depth] * self.idle)
+        counts = torch.tensor([*map(len, paths), *[0] * self.idle])
+        for stages in self._open.values():
+            done, *later = stages
+            if later:  # replayed by `KV.kept` already
+                stages.pop(0)
+            else:
+                stages[0] = replayed(done, padded, counts)
+            self.states |= stages[0]
+        self._open = {at: stages for at, stages in self._open.items() if any(s.inputs for s in stages[0].values())}
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B'], in this order. Entries that were not committed are lost."""
@@ -319,6 +408,9 @@ class KVCache:
             self.store_rows = size
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
+        index = torch.tensor(left + left[:1] * (size - len(left)))
+        self.states = {layer: state.rows(index) for layer, state in self.states.items()}
+        self._open = {}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
 
     def _move(self, rows: dict[int, int]) -> None:

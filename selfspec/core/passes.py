@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from selfspec.core.cache import KV, PassCache, pass_cache
 from selfspec.core.masks import tree_masks
+from selfspec.core.recurrent.mixers import LayerState
 from selfspec.core.tree import ancestors
 from selfspec.core.verify import WalkNoise, walk
 
@@ -30,13 +31,13 @@ class Skipped(nn.Module):
     """Stands in a view for a layer below a part's first and returns its input. Decoders read plain attributes of their
     layers, such as attention_type; they are the layer's."""
 
-    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+    def __init__(self, layer: nn.Module, returns: int) -> None:
         super().__init__()
         self.__dict__.update({k: v for k, v in vars(layer).items() if isinstance(v, (str, int)) and k != "training"})
-        self.tuples = tuples
+        self.returns = returns
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states, None, None) if self.tuples else hidden_states
+        return (hidden_states, *[None] * (self.returns - 1)) if self.returns else hidden_states
 
 
 class Entry(Skipped):
@@ -59,13 +60,28 @@ def read_output(index: int, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 class Part(NamedTuple):
     """Some layers of a target, as passes run them. module: the view, or its decoder where no logits are wanted;
-    windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its argument."""
+    windows: by layer type; last: the largest position; dtype: of masks; cache_name: of its
+    argument; takes_positions: False where no layer has any, as in purely recurrent models."""
 
     module: nn.Module
     windows: dict[str, int | None]
     last: int
     dtype: torch.dtype
     cache_name: str
+    takes_positions: bool
+
+    def told(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
+        """Arguments of the module."""
+        return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
+
+
+def tree_pass_alone(
+    part: Part, kv: KV, *given: Any
+) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None, dict[int, LayerState]]:
+    """`tree_pass`, which leaves `kv` as it is and returns what nodes left in layers that keep a state."""
+    kv = kv._replace(states=[dict(layers) for layers in kv.states])
+    made = tree_pass(part, kv, *given)
+    return *made, {i: state._replace(convolutions={}, states=[]) for i, state in (kv.states or [{}])[-1].items()}
 
 
 def tree_pass(
@@ -77,7 +93,8 @@ def tree_pass(
     ran: int = 0,
     noise: WalkNoise | None = None,
 ) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None]:
-    """One pass of a part over trees: logits, the outputs of the layers read, and the walk (see `verify.walk`).
+    """One pass of a part over trees: logits, the outputs of the layers read, and the walk (see `verify.walk`). What the
+    nodes leave in layers that keep a state goes into `kv`.
 
     hidden: states [B, n, H] that enter, where the part does not begin at layer 0; tokens: int64 [B, n] of the nodes
     behind the first `ran`, which were run in an earlier pass over the same tree; parents: int64 [B, N] of the whole
@@ -88,17 +105,27 @@ def tree_pass(
         below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
     else:
         below = ancestors(parents)[:, : ran + nodes, : ran + nodes]
+    given, seen = tokens, below
+    if kv.states and nodes == 1:  # stock modules that keep a state have another form for one token: a spare node
+        given, seen = nn.functional.pad(tokens, (0, 1)), nn.functional.pad(below, (0, 1, 0, 1))
+        seen[:, -1, -1] = True
+        hidden = None if hidden is None else nn.functional.pad(hidden, (0, 0, 0, 1))
     start = kv.lengths[:, None]
-    depth, masks = tree_masks(below, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
-    cache = pass_cache(kv, start + torch.arange(ran, ran + nodes, device=tokens.device), hidden)
+    depth, masks = tree_masks(seen, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
+    entries = start + torch.arange(ran, ran + given.shape[1], device=tokens.device)
+    cache = pass_cache(kv, entries, hidden, None if parents is None else seen[:, ran:])
+    mask = dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0]
     out = part.module(
-        input_ids=tokens,
-        attention_mask=dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0],
-        position_ids=(start + depth).clamp(max=part.last),
+        input_ids=given,
+        attention_mask=mask if kv.size else None,  # no layer attends
         use_cache=True,
-        **{part.cache_name: cache},
+        **part.told((start + depth).clamp(max=part.last), cache),
     )
+    if kv.states:
+        cache.leave(kv.states[-1], ran + nodes)
+    outputs = {layer: states[:, :nodes] for layer, states in cache.outputs.items()} if kv.states else cache.outputs
     logits: Tensor | None = getattr(out, "logits", None)
+    logits = logits if logits is None or given is tokens else logits[:, :nodes]
     if noise is None or logits is None or parents is None:
-        return logits, cache.outputs, None
-    return logits, cache.outputs, walk(logits, tokens, parents, below, noise)
+        return logits, outputs, None
+    return logits, outputs, walk(logits, tokens, parents, below, noise)

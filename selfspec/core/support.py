@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from selfspec.core.recurrent.mixers import OURS, keeps_state, mixers
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -23,23 +25,27 @@ def refuse(model: PreTrainedModel) -> None:
     if getattr(head, "out_features", None) is None:
         raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
     kinds = set(getattr(config, "layer_types", None) or ())
-    if (other := kinds - {"full_attention", "sliding_attention"}) or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{name} has layers other than full or sliding attention ({', '.join(sorted(other)) or 'recurrent'}): "
-            "a tree would need one recurrent state per branch"
-        )
+    stack = layer_stack(model)
+    others = kinds - {"full_attention", "sliding_attention"}
+    if others or getattr(model, "_is_stateful", False):
+        unknown = sorted({type(part).__name__ for part in stack.modules() if keeps_state(part)})
+        if unknown or not any(True for _ in mixers(stack)):
+            raise ValueError(
+                f"{name} has layers that keep a state ({', '.join(unknown or others) or 'recurrent'}) and do not call "
+                f"transformers' functions for convolutions and recurrences ({', '.join(sorted(OURS))}), over which "
+                "trees can run"
+            )
     takes = inspect.signature(model.get_decoder().forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
     if not takes.keys() & set(CACHE_NAMES):
         raise ValueError(f"{name} keeps no cache of keys and values, which trees are verified over")
-    if inside or "position_ids" not in takes:
+    if inside or ("position_ids" not in takes and not any(True for _ in mixers(stack))):
         raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ValueError(
             f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
             'attn_implementation="sdpa"'
         )
-    layer_stack(model)
 
 
 def view(module: M) -> M:
@@ -100,11 +106,13 @@ def longest_context(model: PreTrainedModel) -> tuple[int | None, str]:
     return longest, "max_position_embeddings"
 
 
-def returns_tuples(model: PreTrainedModel) -> bool:
-    """Whether the model's layers return tuples, as those of older families do: by a pass over one token."""
-    seen: list[bool] = []
+def returned_values(model: PreTrainedModel) -> int:
+    """How many values the model's layers return, 0 for a tensor alone: by a pass over one token."""
+    seen: list[int] = []
     model = unhooked(model)
-    layer_stack(model)[0].register_forward_hook(lambda m, a, out: seen.append(isinstance(out, tuple)))
+    layer_stack(model)[0].register_forward_hook(
+        lambda m, a, out: seen.append(len(out) if isinstance(out, tuple) else 0)
+    )
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.get_output_embeddings().weight.device)
         model.get_decoder()(input_ids=token, use_cache=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +12,10 @@ from transformers import PreTrainedModel
 
 from selfspec.core.cache import KVCache, TextCache
 from selfspec.core.masks import restarting, within
-from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass
+from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
-from selfspec.core.support import cache_name, layer_stack, longest_context, refuse, returns_tuples, unhooked, view
+from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
+from selfspec.core.support import cache_name, layer_stack, longest_context, refuse, returned_values, unhooked, view
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, engine_for
@@ -27,17 +29,18 @@ _ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "sc
 
 
 class Target:
-    """A full- or sliding-window-attention decoder of transformers, unmodified and frozen.
+    """A decoder of transformers with full or sliding attention, or with layers that keep a state, unmodified and
+    frozen.
 
     Passes run over parts: structural views of the model, built on first use and kept, that share its tensors and hold
     no state, so that several calls and threads can use them at once and the model itself can be used beside them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, frozen: bool = True, tuples: bool | None = None, engine: Engine | None = None
+        self, model: PreTrainedModel, frozen: bool = True, returns: int | None = None, engine: Engine | None = None
     ) -> None:
-        """frozen: False leaves requires_grad as it is, for views that hold trained parts; tuples: whether layers return
-        tuples, where it is known (None: found by a pass when it is needed).
+        """frozen: False leaves requires_grad as it is, for views that hold trained parts; returns: how many
+        values layers return, 0 for a tensor alone, where it is known (None: found by a pass when it is needed).
 
         Raises ValueError, with the reason, for a model that trees can not be verified on.
         """
@@ -63,13 +66,16 @@ class Target:
         if not getattr(config, "use_sliding_window", True):
             self.window, self.layer_types = None, self.layer_types - {"sliding_attention"} or {"full_attention"}
         windows = {"full_attention": None, "sliding_attention": self.window}
-        self.windows = {name: windows[name] for name in sorted(self.layer_types)}
+        kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in self.layer_types}
+        kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
+        self.windows = {name: windows[name] for name in sorted(kinds)}
         self.layers = layer_stack(model)
+        self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
         self._built_from = self._structure()
-        self._tuples, self.engine = tuples, engine or Engine()
-        self._like: list[tuple[Tensor, Tensor] | None] | None = None
+        self._returns, self.engine = returns, engine or Engine()
+        self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -128,18 +134,19 @@ class Target:
         self.engine.forget([module for pair in self._parts.values() for module in pair])
 
     @property
-    def tuples(self) -> bool:
-        """Whether the model's layers return tuples, as those of older families do."""
-        if self._tuples is None:
-            self._tuples = returns_tuples(self.model)
-        return self._tuples
+    def returns(self) -> int:
+        """How many values the model's layers return: some families' tuples of them; 0 for a tensor alone."""
+        if self._returns is None:
+            self._returns = returned_values(self.model)
+        return self._returns
 
     @property
     def exact(self) -> str:
         """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
         the bits that it has in any other, or "up to rounding" of near-ties. In float32 rounding is far below what
         separates tokens."""
-        return "by construction" if self.engine.row_invariant("tree_pass") else "up to rounding"
+        exact = self.engine.row_invariant("tree_pass") and not self.recurrent
+        return "by construction" if exact else "up to rounding"
 
     @property
     def exactness(self) -> str:
@@ -163,18 +170,22 @@ class Target:
     def cache(self, rows: int, capacity: int, limit: int = 0) -> KVCache:
         """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would
         not fit."""
-        return KVCache(self._one_token(), rows, capacity, limit, self.engine, self.device)
+        like, states = self._one_token()
+        return KVCache(like, rows, capacity, limit, self.engine, self.device, states)
 
     @torch.no_grad()
-    def _one_token(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made."""
+    def _one_token(self) -> tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]]:
+        """Keys and values [1, heads, 1, D] of one token in each layer, by which buffers are made, and what layers with
+        a state keep of one row at the beginning."""
         if self._like is None:
             cache = TextCache(self.n_layers, kept=True)
-            ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
             decoder = unhooked(self.model).get_decoder()
+            over_trees(decoder)
             decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
             pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
-            self._like = [None if k is None or v is None else (k, v) for k, v in pairs]
+            like = [None if k is None or v is None else (k[:, :, :1], v[:, :, :1]) for k, v in pairs]
+            self._like = like, cache.beginning()
         return self._like
 
     def part(self, start: int, stop: int, reads: tuple[int, ...] = (), logits: bool = True) -> Part:
@@ -185,8 +196,10 @@ class Target:
             model = view(self.model)
             model.config.return_dict = True
             layers = layer_stack(model)
+            if self.recurrent:
+                over_trees(model)
             for i in range(start):  # they keep the index of those behind them, by which masks and caches are found
-                layers[i] = (Entry if i == start - 1 else Skipped)(layers[i], self.tuples)
+                layers[i] = (Entry if i == start - 1 else Skipped)(layers[i], self.returns)
             del layers[stop:]
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
@@ -196,7 +209,8 @@ class Target:
             parts[name] = model, decoder
         module = parts[name][0 if logits else 1]
         position = (self.max_positions or 2**62) - 1
-        return Part(module, self.windows, position, self.dtype, cache_name(module))
+        takes = "position_ids" in inspect.signature(module.forward).parameters
+        return Part(module, self.windows, position, self.dtype, cache_name(module), takes)
 
     def forward(
         self,
@@ -227,14 +241,15 @@ class Target:
         rows, idle = len(cache.lengths), cache.idle
         tokens, parents = self._sized(tree, ran, idle, prompt)
         nodes = tree.tokens.shape[1] - ran
-        kv = cache.view(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]))
+        kv = cache.view(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]), ran)
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, idle))
         if noise is not None and noise.values is not None and idle:
             noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
         arguments = part, kv, hidden, tokens, parents, ran, noise
-        out, outputs, walked = self.engine.run(tree_pass, *arguments, compiled=not prompt)
+        out, outputs, walked, left = self.engine.run(tree_pass_alone, *arguments, compiled=not prompt)
+        cache.leave(start, stop, left)
         self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:
@@ -283,13 +298,16 @@ class Target:
         cache = TextCache(self.n_layers) if cache is None else cache
         if documents is not None:
             masks, positions = self.per_type(partial(within, documents, self.dtype)), restarting(documents)
+        if self.recurrent:
+            full = masks["full_attention"] if isinstance(masks, dict) else masks
+            cache.see(None if full is None else (full[:, 0] == 0).expand(len(tokens), -1, -1))
+            if all(pair is None for pair in self._one_token()[0]):  # no layer attends
+                masks = None
         start, stop = layers or (0, self.n_layers)
         whole = logits and stop == self.n_layers
         cache.entering, cache.outputs = hidden, {}
         part = self.part(start, stop, reads, whole)
-        out = part.module(
-            input_ids=tokens, attention_mask=masks, position_ids=positions, use_cache=True, **{part.cache_name: cache}
-        )
+        out = part.module(input_ids=tokens, attention_mask=masks, use_cache=True, **part.told(positions, cache))
         outputs = cache.outputs if hidden is None else {start - 1: hidden, **cache.outputs}
         cache.entering, cache.outputs = None, {}
         self._check_outputs(outputs, start, stop)

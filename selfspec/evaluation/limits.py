@@ -240,7 +240,7 @@ def measure_limits(
     """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those that are not trained
     have no table of acceptance by depth and are left out of the forecast."""
     eager = Target(model)
-    fast = Target(model, tuples=eager.tuples)
+    fast = Target(model, returns=eager.returns)
     fast.use_engine("compiled")
     targets = {"eager": eager, "compiled": fast}
     size, products = weights_of(eager)

@@ -143,7 +143,7 @@ def _writer(target: Target, int8: bool) -> Target:
         if target.dtype != torch.bfloat16:
             model = deepcopy(target.model).to(torch.bfloat16)
         quantize(model)
-    writer = Target(model, tuples=target.tuples)
+    writer = Target(model, returns=target.returns)
     try:
         writer.use_engine("compiled")
     except ValueError as error:

@@ -91,7 +91,7 @@ class _DraftBlock(Block):
         self._views = {True: self._target(model, target)}  # by whether it trains; a dict: they are no submodules
 
     def _target(self, model: LlamaForCausalLM, like: Target) -> Target:
-        target = Target(model, frozen=False, tuples=False, engine=like.engine)
+        target = Target(model, frozen=False, returns=0, engine=like.engine)
         target.max_positions = self._most
         return target
 

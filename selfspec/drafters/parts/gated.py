@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.support import layer_stack, view
 from selfspec.core.target import Target
-from selfspec.drafters.parts.views import Adapted, inject, lora_of
+from selfspec.drafters.parts.views import Adapted, adaptable, inject, lora_of
 
 
 class _GatedLinear(nn.Module):
@@ -132,7 +132,7 @@ class GatedTarget(Adapted):
                 _put(model, name, _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain))
             vocab = self.target.vocab_size
             model.set_input_embeddings(_WithMasks(model.get_input_embeddings(), self._ready(self.masks), vocab))
-            views[key] = Target(model, frozen=False, tuples=self.target.tuples, engine=self.target.engine)
+            views[key] = Target(model, frozen=False, returns=self.target.returns, engine=self.target.engine)
         return views[key]
 
     def _ready(self, weight: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
     blocks = [(name, block) for layer in layer_stack(model) for name, block in layer.named_children()]
     mixed = {name for name, block in blocks if any(path.endswith("experts") for path, _ in block.named_modules())}
     inside = [
-        [paths[id(m)] for m in block.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        [paths[id(m)] for m in block.modules() if adaptable(model, paths[id(m)], m)]
         for name, block in blocks
         if name not in mixed
     ]

@@ -152,7 +152,7 @@ class Tail(Block):
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
-        inner = Target(model, frozen=False, tuples=target.tuples, engine=target.engine)
+        inner = Target(model, frozen=False, returns=target.returns, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
             for path, module in list(block.named_modules()):
@@ -197,7 +197,7 @@ class Tail(Block):
     @torch.no_grad()
     def _merged(self) -> Target:
         trained = self._views[True]
-        target = Target(view(trained.model), frozen=False, tuples=trained.tuples, engine=trained.engine)
+        target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
         for module in list(block.modules()):
             for name, parameter in module.named_parameters(recurse=False):
@@ -225,6 +225,16 @@ def _weight(linear: object) -> Tensor:
     return cast(nn.Linear, linear).weight
 
 
+# Their fused kernels read some weights themselves; PEFT refuses adapters there.
+_MAMBAS = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+
+
+def adaptable(model: PreTrainedModel, name: str, module: nn.Module) -> bool:
+    """Whether a part of a model is a linear map that an adapter can stand beside."""
+    read = model.config.model_type in _MAMBAS and name.endswith((".out_proj", ".dt_proj"))
+    return isinstance(module, (nn.Linear, Conv1D)) and not read
+
+
 def linear_maps(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
     """The linear maps of a model's last decoder layer (and its lm_head), by their names in the model; none beside a
     mixture's experts: PEFT would match the experts too."""
@@ -233,5 +243,5 @@ def linear_maps(model: PreTrainedModel, head: bool) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if module in parts and isinstance(module, (nn.Linear, Conv1D)) and not name.startswith(mixtures)
+        if module in parts and adaptable(model, name, module) and not name.startswith(mixtures)
     }

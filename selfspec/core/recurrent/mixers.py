@@ -1,0 +1,191 @@
+"""Modules of stock models that keep a state, and the passes of views through them.
+
+transformers' modules call a few functions by their global names: a convolution over time and a recurrence. In a view
+their own forward runs with ours in their place, over the tree and the states that came with the cache. All else, the
+projections, norms and gates of a family, is the module's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import count
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.core.recurrent import convolution, mamba1
+from selfspec.core.recurrent.convolution import Convolution, causal_conv1d_fn, tap_indices, taps
+from selfspec.core.recurrent.delta_rule import chunk_gated_delta_rule
+from selfspec.core.recurrent.mamba1 import mamba_selective_scan
+from selfspec.core.recurrent.mamba2 import mamba2_chunk_scan
+from selfspec.core.recurrent.recurrence import Recurrence, Written, advanced, beginning
+
+OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": causal_conv1d_fn,
+    "torch_chunk_gated_delta_rule": chunk_gated_delta_rule,
+    "chunk_kimi_delta_attention": chunk_gated_delta_rule,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba_selective_scan": mamba_selective_scan,
+}
+
+
+@cache
+def _over_trees(kind: Any) -> FunctionType | None:
+    """The forward of a class of modules with our functions; None where it calls none of those that we replace."""
+    forward = inspect.unwrap(kind.forward)
+    if not isinstance(forward, FunctionType) or not OURS.keys() & set(forward.__code__.co_names):
+        return None
+    names = forward.__globals__ | OURS
+    names.pop("__name__")  # by which torch.compile would look names up in transformers' module
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+_STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "get_linear_cache"}
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Whether a module asks its cache for a state that trees can not run over."""
+    names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
+    return _over_trees(_kind(module)) is None and not _STATES.isdisjoint(names)
+
+
+def _kind(module: nn.Module) -> Any:
+    return type(module)
+
+
+def mixers(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a module that keep a state which trees can run over."""
+    return (part for part in module.modules() if _over_trees(_kind(part)) is not None)
+
+
+def over_trees(module: nn.Module) -> None:
+    """Let the mixers of a view run over trees where the cache of a call says so; else over whole texts, as they are."""
+    for part in mixers(module):
+        part.forward = MethodType(_forward(_kind(part)), part)
+
+
+@cache
+def _forward(kind: Any) -> Callable[..., Any]:
+    ours, stock = _over_trees(kind), kind.forward
+    assert ours is not None
+    scans = "mamba_selective_scan" in ours.__code__.co_names
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        states = next((a for a in (*args, *kwargs.values()) if isinstance(a, TreeStates)), None)
+        if states is None or not states.over_trees:
+            args = tuple(None if a is states else a for a in args)
+            return stock(self, *args, **{name: None if a is states else a for name, a in kwargs.items()})
+        if scans:
+            mamba1.pending.scans = states.scans(self.layer_idx)  # type: ignore[arg-type]
+        return ours(self, *args, **kwargs)
+
+    return forward
+
+
+class LayerState(NamedTuple):
+    """What one layer keeps, as tensors. convolutions: the last inputs of each, by index; states: of each recurrence;
+    inputs, written: what the nodes of a pass left of either, behind which later nodes of the same tree stand."""
+
+    convolutions: dict[int, Tensor]
+    states: list[Tensor]
+    inputs: dict[int, Tensor]
+    written: list[Written]
+
+    def advanced(self, paths: Tensor, counts: Tensor) -> LayerState:
+        """What is kept behind the first `counts`, int64 [B], nodes of each row's path, int64 [B, D], of the last
+        pass."""
+        return LayerState(
+            {i: convolution.advanced(self.convolutions[i], part, paths, counts) for i, part in self.inputs.items()},
+            [advanced(state, part, paths, counts) for state, part in zip(self.states, self.written, strict=True)],
+            {},
+            [],
+        )
+
+    def rows(self, index: Tensor) -> LayerState:
+        """The kept part of these rows, int64 [B']."""
+        return LayerState(
+            {i: part.index_select(0, index.to(part.device)) for i, part in self.convolutions.items()},
+            [part.index_select(0, index.to(part.device)) for part in self.states],
+            {},
+            [],
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Of what is kept."""
+        parts = [*self.convolutions.values(), *self.states]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> dict[int, LayerState]:
+    """`LayerState.advanced` of all layers that ran."""
+    moved: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    made = {}
+    for i, state in layers.items():
+        if state.inputs:
+            device = next(iter(state.inputs.values())).device
+            if device not in moved:
+                moved[device] = paths.to(device), counts.to(device)
+            state = state.advanced(*moved[device])
+        made[i] = state
+    return made
+
+
+class TreeStates:
+    """The part of a pass's cache that layers with a state see. over_trees: False where they run over whole texts, as
+    they are, from no state; below: see `recurrence.Recurrence`; layers: what each of them keeps, from no state if it is
+    not in it."""
+
+    def __init__(self, over_trees: bool, below: Tensor | None = None, layers: dict[int, LayerState] | None = None):
+        self.over_trees, self.below = over_trees, below
+        self.convolutions: dict[int, dict[int, Convolution]] = {}
+        self.recurrences: dict[int, list[Recurrence]] = {}
+        self._indices: dict[tuple[int, torch.device], Tensor] = {}
+        for i, (convolutions, states, inputs, written) in (layers or {}).items():
+            self.convolutions[i] = {j: Convolution(part, inputs.get(j)) for j, part in convolutions.items()}
+            behind: list[Any] = list(written) or [None] * len(states)
+            self.recurrences[i] = [Recurrence(*pair, below) for pair in zip(states, behind, strict=True)]
+
+    def leave(self, layers: dict[int, LayerState], nodes: int) -> None:
+        """Put what the first so many nodes left into what the layers keep, for `LayerState.advanced`."""
+        for i, of in self.convolutions.items():
+            inputs = {j: one.inputs[:, :, :nodes] for j, one in of.items() if one.inputs is not None}
+            made = [one.written.first(nodes) for one in self.recurrences.get(i, []) if one.written is not None]
+            layers[i] = layers[i]._replace(inputs=inputs, written=made)
+
+    def beginning(self) -> dict[int, LayerState]:
+        """What the layers of this pass, which began without a state, keep at the beginning: zeros."""
+        made = {}
+        for layer, of in self.convolutions.items():
+            written = [one.written for one in self.recurrences.get(layer, []) if one.written is not None]
+            kept = {i: torch.zeros_like(one.state) for i, one in of.items() if one.state is not None}
+            made[layer] = LayerState(kept, [beginning(part) for part in written], {}, [])
+        return made
+
+    def taps(self, new: Tensor, layer: int, index: int, width: int) -> Tensor:
+        """See `convolution.taps`."""
+        of = self.convolutions.setdefault(layer, {})
+        one = of.setdefault(index, Convolution(None, None))
+        indices = None
+        if self.below is not None:
+            key = width, new.device
+            if key not in self._indices:
+                self._indices[key] = tap_indices(self.below, width).to(new.device)
+            indices = self._indices[key]
+        return taps(one, new, width, indices)
+
+    def recurrence(self, layer: int, index: int) -> Recurrence:
+        known = self.recurrences.setdefault(layer, [])
+        while len(known) <= index:
+            known.append(Recurrence(None, None, self.below))
+        return known[index]
+
+    def scans(self, layer: int) -> Iterator[Recurrence]:
+        """The recurrences of a layer in turn."""
+        return (self.recurrence(layer, i) for i in count())

@@ -1,0 +1,223 @@
+"""Layers that keep a state: trees over them against transformers' own steps, and what drafts on them."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import RandomTrees, made, randomize
+from families import FAMILIES, RECURRENT, VOCAB, build
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.support import cache_name
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.eagle3 import Eagle3
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.feature import Feature
+from selfspec.drafters.hybrid import Hybrid
+from selfspec.drafters.lookahead import Lookahead
+from selfspec.drafters.mask import Mask
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.drafters.sequential import SequentialHeads
+
+KINDS = ["Qwen3.5", "Kimi Linear (MLA)", "Falcon-H1", "LFM2", "Jamba"]  # one of each mixer
+PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17], [3], [11, 12, 13, 11, 12, 13, 11]]
+_KERNELS = ("chunk", "recurrent", "scan", "selective", "conv1d", "delta")
+
+
+@pytest.fixture
+def judge() -> Iterator[Any]:
+    """Builds a model whose module computes its recurrences in float64: transformers casts them to float32."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def exact(name: str, scale: float) -> PreTrainedModel:
+            # A router of experts computes in float32, in which two equal numbers may round apart.
+            dense = (
+                {"mlp_layer_types": ["dense", "dense"]}
+                if FAMILIES[name][0] in ("kimi_linear", "bailing_hybrid")
+                else {}
+            )
+            model = build(name, **dense)
+            with torch.no_grad():
+                for key, parameter in model.named_parameters():
+                    if "A_log" in key:
+                        parameter += scale  # states that decay fast
+            module = sys.modules[type(model).__module__]
+            for key, found in list(vars(module).items()):
+                plain = inspect.unwrap(found) if inspect.isfunction(found) else None
+                if plain is None or plain.__module__ != module.__name__ or key.startswith("create"):
+                    continue
+                if any(part in key for part in _KERNELS):
+                    source = inspect.getsource(plain)
+                    source = source[source.index("def ") :].replace("torch.float32", "torch.float64")
+                    scope = dict(vars(module))
+                    exec(source.replace(".float()", ".double()"), scope)
+                    patch.setattr(module, key, scope[plain.__name__])
+            for kind in {type(part) for part in model.modules()}:
+                plain = inspect.unwrap(kind.forward)
+                if "update_recurrent_state" in getattr(getattr(plain, "__code__", None), "co_names", ()):
+                    source = textwrap.dedent(inspect.getsource(plain))
+                    scope = vars(module)
+                    made: dict[str, Any] = {}
+                    exec(source[source.index("def ") :].replace("torch.float32", "torch.float64"), scope, made)
+                    patch.setattr(kind, "forward", made["forward"])
+            return model
+
+        yield exact
+
+
+def stepped(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Logits [V] behind the last token, by transformers alone, one token a pass."""
+    cache, logits = {cache_name(model): DynamicCache(config=model.config)}, torch.empty(0)
+    takes = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
+    for at, token in enumerate(tokens):
+        positions = {"position_ids": torch.tensor([[at]])} if takes else {}
+        logits = model(input_ids=torch.tensor([[token]]), use_cache=True, **cache, **positions).logits[0, -1]
+    return logits
+
+
+@torch.inference_mode()
+def compare(model: PreTrainedModel, trees: int, checked: int, commits: int = 0) -> float:
+    """The largest difference of a node's logits from step-by-step decoding along its path, over random trees that
+    each go on from an accepted path."""
+    target, rng = Target(model), random.Random(0)
+    text = [rng.randrange(VOCAB) for _ in range(9)]
+    cache, worst = target.cache(1, 64), 0.0
+    target.forward(chain(torch.tensor([text])), cache, False, prompt=True)
+    cache.commit([list(range(len(text)))])
+    for each in range(commits + trees):
+        nodes = rng.choice([1, 2, 5, 12, 20])
+        parents = [-1, *(rng.randrange(max(0, i - 5), i) for i in range(1, nodes))]
+        tree = DraftTree(torch.tensor([[rng.randrange(VOCAB) for _ in range(nodes)]]), torch.tensor([parents]))
+        logits = target.forward(tree, cache).logits
+        assert logits is not None
+        picked = [0, *rng.sample(range(1, nodes), min(checked, nodes - 1))]
+        paths = {node: tree.mask[0, node].nonzero()[:, 0].tolist() for node in picked}
+        if each >= commits:
+            for node, path in paths.items():
+                wanted = stepped(model, text + tree.tokens[0, path].tolist())
+                worst = max(worst, float((wanted - logits[0, node]).abs().max()))
+        taken = max(paths.values(), key=len) if len(text) < 100 else paths[0]
+        cache.commit([taken])
+        text += tree.tokens[0, taken].tolist()
+        if len(text) > 110:  # positions are few
+            break
+    return worst
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_nodes_are_step_by_step_decoding(name: str, scale: float, judge: Any) -> None:
+    if scale and name not in KINDS:
+        pytest.skip("fast decay is tested on one family of each kind")
+    assert compare(judge(name, scale), trees=3, checked=2) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECURRENT)
+def test_nodes_of_many_trees_and_after_many_commits(name: str, judge: Any) -> None:
+    assert compare(judge(name, 0.0), trees=50, checked=30) < 1e-9
+
+
+def drafters(target: Target) -> dict[str, Any]:
+    """One drafter of every kind, random."""
+    kinds: dict[str, Drafter] = {
+        "medusa": made(Medusa, target, heads=3, rank=4),
+        "sequential": made(SequentialHeads, target, heads=2, rank=2),
+        "early_exit": made(EarlyExit, target, exit=1, rank=2, min_prob=0.0),
+        "feature": made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
+        "eagle3": made(Eagle3, target, depth=3, unroll=2, min_prob=0.0),
+        "mask": made(Mask, target, masks=2, rank=2),
+    }
+    for drafter in kinds.values():
+        randomize(drafter)
+        drafter.eval()
+    free = {"prompt_lookup": made(PromptLookup, target), "lookahead": made(Lookahead, target)}
+    mixed = Hybrid(target, {"medusa": kinds["medusa"], "prompt_lookup": free["prompt_lookup"]})
+    masked = Hybrid(target, {"mask": kinds["mask"], "prompt_lookup": free["prompt_lookup"]})
+    return {**kinds, **free, "mixed": mixed, "masked": masked}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_drafter_gives_plain_text(name: str, rows: int) -> None:
+    target = Target(build(name, num_hidden_layers=4, **({} if "Falcon" in name else deeper(name))))
+    for temperature in (0.0, 1.0):
+        options = Options(12, Sampling(temperature), seed=5)
+        plain = autoregressive(target, PROMPTS[:rows], options)
+        for kind, drafter in drafters(target).items():
+            fast = speculative(target, PROMPTS[:rows], options, drafter, 12)
+            assert fast.token_ids == plain.token_ids, kind
+        oracle = RandomTrees([p + t for p, t in zip(PROMPTS[:rows], plain.token_ids, strict=True)])
+        fast = speculative(target, PROMPTS[:rows], options, oracle, 12)
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.passes < plain.stats.passes
+
+
+def deeper(name: str) -> dict[str, Any]:
+    kinds = FAMILIES[name][1].get("layer_types")
+    return {"layer_types": kinds * 2} if kinds else {}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_documents_of_a_row_are_as_if_alone(name: str) -> None:
+    """Several documents in one row of training: none sees the state of the one before."""
+    target = Target(build(name))
+    parts = [torch.randint(1, VOCAB, (1, n), generator=torch.Generator().manual_seed(n)) for n in (7, 90, 5)]
+    documents = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)], 1)
+    whole = target.text(torch.cat(parts, 1), documents=documents).logits
+    alone = torch.cat([target.text(part).logits for part in parts], 1)  # type: ignore[misc]
+    torch.testing.assert_close(whole, alone, atol=2e-4, rtol=0.05)  # transformers computes in float32
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_prompts_longer_than_a_piece_are_one_text(name: str) -> None:
+    target = Target(build(name, max_position_embeddings=512))
+    text = torch.randint(1, VOCAB, (2, 200), generator=torch.Generator().manual_seed(0))
+    cache = target.cache(2, 64)
+    for start in (0, 150):  # rows of two lengths: the second keeps less of the first piece
+        target.forward(chain(text[:, start : start + 150]), cache, False, prompt=True)
+        cache.commit([list(range(len(text[0, start : start + 150])))] * 2)
+    logits = target.forward(chain(text[:, :1]), cache).logits
+    wanted = target.text(torch.cat([text, text[:, :1]], 1)).logits
+    assert logits is not None
+    assert wanted is not None
+    torch.testing.assert_close(logits[:, 0], wanted[:, -1], atol=2e-4, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["LFM2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3.5", "Falcon-H1"))])
+def test_compiled_text_is_eager_text(name: str) -> None:
+    target = Target(build(name, dtype=torch.float32))
+    options, prompts = Options(12, Sampling(1.0), seed=5), PROMPTS[:2]
+    plain = autoregressive(target, prompts, options).token_ids
+    target.use_engine("compiled")
+    heads = made(Medusa, target, heads=2, rank=2)
+    randomize(heads)
+    result = speculative(target, prompts, options, heads.eval(), 4)
+    assert result.token_ids == plain
+    assert not target.engine.failed
+    assert result.stats.exact == "up to rounding"
+
+
+def test_rows_end_and_move() -> None:
+    """Rows that end at different times leave the states of the others as they are."""
+    target = Target(build("Qwen3.5"))
+    options = Options(30, Sampling(1.0), seed=2, eos=frozenset(range(0, 61, 9)))
+    plain = [autoregressive(target, [p], Options(30, Sampling(1.0), seed=[2], eos=options.eos)) for p in PROMPTS]
+    oracle = RandomTrees([p + t.token_ids[0] for p, t in zip(PROMPTS, plain, strict=True)])
+    rows = speculative(target, PROMPTS, Options(30, Sampling(1.0), seed=[2] * 4, eos=options.eos), oracle, 8)
+    assert rows.token_ids == [t.token_ids[0] for t in plain]
+    assert len({len(row) for row in rows.token_ids}) > 2
