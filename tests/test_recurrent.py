@@ -34,6 +34,7 @@ from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 
 KINDS = ["Qwen3.5", "Kimi Linear (MLA)", "Falcon-H1", "LFM2", "Jamba"]  # one of each mixer
+BOUND = {"Bailing-hybrid": 1e-6}  # its gate computes in float32
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17], [3], [11, 12, 13, 11, 12, 13, 11]]
 _KERNELS = ("chunk", "recurrent", "scan", "selective", "conv1d", "delta")
 
@@ -123,13 +124,13 @@ def compare(model: PreTrainedModel, trees: int, checked: int, commits: int = 0) 
 def test_nodes_are_step_by_step_decoding(name: str, scale: float, judge: Any) -> None:
     if scale and name not in KINDS:
         pytest.skip("fast decay is tested on one family of each kind")
-    assert compare(judge(name, scale), trees=3, checked=2) < 1e-9
+    assert compare(judge(name, scale), trees=3, checked=2) < BOUND.get(name, 1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_nodes_of_many_trees_and_after_many_commits(name: str, judge: Any) -> None:
-    assert compare(judge(name, 0.0), trees=50, checked=30) < 1e-9
+    assert compare(judge(name, 0.0), trees=50, checked=30) < BOUND.get(name, 1e-9)
 
 
 def drafters(target: Target) -> dict[str, Any]:
