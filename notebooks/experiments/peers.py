@@ -75,8 +75,8 @@ def main() -> None:
         name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for name in ("bf16", "Q8_0", "Q4_1")
     }
-    about = next(json.loads(str(server.stdout and server.stdout.readline())) for server in servers.values())
-    crashed: set[str] = set()
+    began = {name: str(server.stdout and server.stdout.readline()) for name, server in servers.items()}
+    about, crashed = json.loads(began["bf16"]), {name for name, line in began.items() if not line}
     dtypes = "bfloat16", "int8"
     ours = {d: selfspec.load("prompt_lookup", target="smollm2", dtype=d, engine="compiled") for d in dtypes}
     options = Options(args.tokens, Sampling(0.0), 0, frozenset())

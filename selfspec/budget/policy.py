@@ -16,8 +16,8 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    than plain steps (trees that can not be cut: brought, since their nodes work for later passes too); else the rest of
    the call is plain. Earlier calls count as 24 passes in that, for texts differ: with prompt lookup at T=0.7 some
    decode plainly at best, others three times as fast (as 96 where trees can not be cut: lookahead has to collect
-   first). Where earlier calls were slower than plain decoding by a tenth, a call is plain from its first pass, but for
-   every eighth, which tries.
+   first). Where earlier calls were slower than plain decoding by 3%, a call is plain from its first pass, but for every
+   eighth, which tries.
 5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
 """
 
@@ -38,7 +38,7 @@ _TRIAL = 8  # a drafter that does not pay after so many passes is given up; ever
 _HOPE = 1.25  # speedup that drafting is believed to bring at first
 _HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
 _EARLIER = {True: 24, False: 96}  # passes that earlier calls count as when a call is judged; as above
-_LOSS = 0.9  # speedup below which a call is not even begun with drafts
+_LOSS = 0.97  # speedup below which a call is not even begun with drafts
 _KEEP, _STEADY = (
     0.99,
     0.998,

@@ -1,4 +1,4 @@
-"""Train a small Llama and its tokenizer from scratch: how the embedded target was made.
+"""Train a small model and its tokenizer from scratch: how the embedded target was made.
 
 Two stages: text, then, where `instruct` is given, that text mixed with verifiable instructions in a chat template.
 """
@@ -10,16 +10,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.core.support import layer_stack
 from selfspec.data import chat
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import conversations, instructions
@@ -28,6 +31,7 @@ from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
 from selfspec.training.loop import fit
 from selfspec.training.loop_config import LoopConfig
+from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic
 from selfspec.utils.tracking import RunLog
 
@@ -37,9 +41,11 @@ _HELD_OUT = 200  # instructions that validate the second stage
 
 @dataclass
 class ModelConfig:
-    """The sizes of a Llama with tied embeddings. vocab_size, hidden_size, intermediate_size, num_hidden_layers,
-    num_attention_heads, num_key_value_heads, max_position_embeddings: as in transformers' LlamaConfig."""
+    """The sizes of a model with tied embeddings. model_type: of transformers, such as llama or qwen3_5_text;
+    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+    max_position_embeddings, and those of `more`: as in its config."""
 
+    model_type: str = "llama"
     vocab_size: int = 4096
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -47,6 +53,19 @@ class ModelConfig:
     num_attention_heads: int = 6
     num_key_value_heads: int = 6
     max_position_embeddings: int = 1024
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, **settings: Any) -> PreTrainedModel:
+        """The model, with random weights. Raises ValueError for a type that transformers does not know, or settings
+        that its config refuses."""
+        sizes = {name: value for name, value in asdict(self).items() if name not in ("model_type", "more")}
+        settings |= {"tie_word_embeddings": True, "initializer_range": self.hidden_size**-0.5 / 2}
+        try:
+            config = AutoConfig.for_model(self.model_type, **sizes, **settings, **self.more)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise ValueError(f"pretrain.model makes no model of type {self.model_type!r}: {one_line(error)}") from error
+        return model
 
 
 @dataclass
@@ -99,7 +118,7 @@ def _check(config: PretrainConfig) -> None:
     """Raises ValueError for sizes that make no model."""
     sizes = {"length": config.length, **{f"model.{name}": value for name, value in asdict(config.model).items()}}
     for name, value in sizes.items():
-        if value < 1:
+        if isinstance(value, int) and value < 1:
             raise ValueError(f"pretrain.{name}={value} must be at least 1")
     for heads in ("num_attention_heads", "num_key_value_heads"):
         if config.model.hidden_size % (2 * getattr(config.model, heads)):
@@ -183,15 +202,7 @@ def pretrain(
             f"pretrain.model.vocab_size (now {config.model.vocab_size})"
         )
     torch.manual_seed(loop.seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **asdict(config.model),
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            initializer_range=config.model.hidden_size**-0.5 / 2,
-        )
-    )
+    model = config.model.build(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
     stream = tokenize(train, tokenizer)
     windows = Windows(
         stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
@@ -204,7 +215,7 @@ def pretrain(
 def instruct(
     train: list[Document],
     validation: list[Document],
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Tokenizer,
     config: InstructConfig,
     loop: LoopConfig,
@@ -251,7 +262,7 @@ def instruct(
 
 def _stage(
     accelerator: Accelerator,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Tokenizer,
     windows: Windows,
     held_out: dict[str, Stream],
@@ -264,7 +275,7 @@ def _stage(
     """Train on windows with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
     the names in `held_out`."""
     model.to(accelerator.device)
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    matrices = [p for p in layer_stack(model).parameters() if p.ndim == 2]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
     optimizers: list[torch.optim.Optimizer] = [
