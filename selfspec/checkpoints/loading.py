@@ -18,9 +18,9 @@ from selfspec.checkpoints.find import drafter_folder, is_path, member_names, nam
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.weights_hash import weights_hash
-from selfspec.core.probe import probe
+from selfspec.core.chains import served
 from selfspec.core.quantized import has_kernel, quantize
-from selfspec.core.support import refuse
+from selfspec.core.support import refuse_any
 from selfspec.core.target import Target, check_engine
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
@@ -46,7 +46,7 @@ def load_target(
     `selfspec.core.quantized`). `loading` goes to transformers' from_pretrained: device_map,
     quantization_config, attn_implementation and the like.
 
-    A probe runs a small tree against plain passes. Raises ValueError for models that trees can not be verified on;
+    A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -98,7 +98,7 @@ def load_target(
         path = str(model.config.name_or_path)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
-    refuse(model)
+    refuse_any(model)
     saved_hash = saved_dtype = None
     if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
         saved_dtype = model.get_output_embeddings().weight.dtype
@@ -115,9 +115,8 @@ def load_target(
             print("int8: no kernel for this processor, which lacks AVX-512 VNNI; torch multiplies", file=sys.stderr)
     if engine == "compiled" and isinstance(source, (str, Path)) and not int8:
         _align(model)
-    target = Target(model)
+    target = served(model)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
-    probe(target)
     target.use_engine(engine)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None

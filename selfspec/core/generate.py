@@ -131,6 +131,7 @@ def speculative_steps(
     """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way. Bad arguments
     are refused before the first step."""
     check(target, prompts, options)
+    target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
     return _steps(target, prompts, options, drafter, nodes, stats, records)
@@ -163,6 +164,7 @@ def _steps(
                 )
             )
             assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
+            tree = target.shaped(tree)
             t2 = clock(target.device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through

@@ -70,6 +70,12 @@ class Part(NamedTuple):
     cache_name: str
     takes_positions: bool
 
+    def masks(self, of_windows: list[Tensor]) -> Tensor | dict[str, Tensor | None]:
+        """As the module takes masks, one for each of the windows; convolutions beside attention need none."""
+        if len(of_windows) == 1:
+            return of_windows[0]
+        return {"linear_attention": None, **dict(zip(self.windows, of_windows, strict=True))}
+
     def told(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
         """Arguments of the module."""
         return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
@@ -114,7 +120,7 @@ def tree_pass(
     depth, masks = tree_masks(seen, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
     entries = start + torch.arange(ran, ran + given.shape[1], device=tokens.device)
     cache = pass_cache(kv, entries, hidden, None if parents is None else seen[:, ran:])
-    mask = dict(zip(part.windows, masks, strict=True)) if len(masks) > 1 else masks[0]
+    mask = part.masks(masks)
     out = part.module(
         input_ids=given,
         attention_mask=mask if kv.size else None,  # no layer attends

@@ -34,20 +34,18 @@ def probe(target: Target) -> None:
         path = torch.cat([prompt[0], tree.tokens[0][tree.mask[0, node]]])[None]
         plain = target.text(path).logits
         assert plain is not None
-        deviations.append(_deviation(drafted[0, node], plain[0, -1]))
+        deviations.append(deviation(drafted[0, node], plain[0, -1]))
     middle = sorted(deviations)[len(deviations) // 2]  # the median: a router of experts may flip at one node
-    # Over whole texts, layers with a state compute in float32 at most.
-    rounding = torch.float32 if target.recurrent and target.dtype == torch.float64 else target.dtype
-    name, tolerance = type(target.model).__name__, _TOLERANCE.get(rounding, 0.15)
-    if not middle < tolerance:
+    name, limit = type(target.model).__name__, tolerance(target.dtype, target.recurrent)
+    if not middle < limit:
         raise ValueError(
             f"{name} can not be served: a pass over a tree gave other logits than plain passes over its branches "
             f"(relative deviation {middle:.2g}), so it does not follow the tree's mask and positions"
         )
-    _probe_rows(target, prompt, tolerance)
+    _probe_rows(target, prompt, limit)
 
 
-def _probe_rows(target: Target, prompt: Tensor, tolerance: float) -> None:
+def _probe_rows(target: Target, prompt: Tensor, limit: float) -> None:
     """A row's logits must not depend on how far another row of the pass has come, as length-dependent rotary embeddings
     would make them."""
     if target.max_positions is None:
@@ -59,15 +57,20 @@ def _probe_rows(target: Target, prompt: Tensor, tolerance: float) -> None:
     beside = target.text(prompt.expand(2, -1), positions=torch.stack([near, far])).logits
     assert alone is not None
     assert beside is not None
-    deviation = sorted(_deviation(b, a) for a, b in zip(alone[0], beside[0], strict=True))[count // 2]
-    if not deviation < tolerance:
+    apart = sorted(deviation(b, a) for a, b in zip(alone[0], beside[0], strict=True))[count // 2]
+    if not apart < limit:
         raise ValueError(
             f"{type(target.model).__name__} can not be served: a row's logits depend on the largest position of the "
-            f"pass (relative deviation {deviation:.2g}), so trees and batches would change the output"
+            f"pass (relative deviation {apart:.2g}), so trees and batches would change the output"
         )
 
 
-def _deviation(found: Tensor, wanted: Tensor) -> float:
+def tolerance(dtype: torch.dtype, recurrent: bool) -> float:
+    """What rounding may make of logits; layers with a state compute in float32 at most."""
+    return _TOLERANCE.get(torch.float32 if recurrent and dtype == torch.float64 else dtype, 0.15)
+
+
+def deviation(found: Tensor, wanted: Tensor) -> float:
     """Of logits [V], relative to their spread."""
     wanted = wanted.double()
     return float((found.double() - wanted).norm() / (wanted - wanted.mean()).norm().clamp(min=1e-30))

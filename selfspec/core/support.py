@@ -10,20 +10,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from selfspec.core.recurrent.mixers import OURS, keeps_state, mixers
+from selfspec.core.recurrent.mixers import keeps_state, mixers
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def refuse(model: PreTrainedModel) -> None:
-    """Raises ValueError, with the reason, for a model that can not be served."""
-    config = model.config.get_text_config()
+def refuse_any(model: PreTrainedModel) -> None:
+    """Raises ValueError, with the reason, for a model that can not be served in any way."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
     head = model.get_output_embeddings() if model.can_generate() else None
     if getattr(head, "out_features", None) is None:
         raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    if not inspect.signature(model.forward).parameters.keys() & set(CACHE_NAMES):
+        raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified")
+
+
+def refuse(model: PreTrainedModel) -> None:
+    """Raises ValueError, with the reason, for a model that no tree can be verified on."""
+    refuse_any(model)
+    config = model.config.get_text_config()
+    name = type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     stack = layer_stack(model)
     others = kinds - {"full_attention", "sliding_attention"}
@@ -31,14 +39,10 @@ def refuse(model: PreTrainedModel) -> None:
         unknown = sorted({type(part).__name__ for part in stack.modules() if keeps_state(part)})
         if unknown or not any(True for _ in mixers(stack)):
             raise ValueError(
-                f"{name} has layers that keep a state ({', '.join(unknown or others) or 'recurrent'}) and do not call "
-                f"transformers' functions for convolutions and recurrences ({', '.join(sorted(OURS))}), over which "
-                "trees can run"
+                f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or others) or 'recurrent'})"
             )
     takes = inspect.signature(model.get_decoder().forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
-    if not takes.keys() & set(CACHE_NAMES):
-        raise ValueError(f"{name} keeps no cache of keys and values, which trees are verified over")
     if inside or ("position_ids" not in takes and not any(True for _ in mixers(stack))):
         raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
     if config._attn_implementation not in ("sdpa", "eager"):

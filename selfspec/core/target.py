@@ -36,6 +36,8 @@ class Target:
     no state, so that several calls and threads can use them at once and the model itself can be used beside them.
     """
 
+    refused = staticmethod(refuse)
+
     def __init__(
         self, model: PreTrainedModel, frozen: bool = True, returns: int | None = None, engine: Engine | None = None
     ) -> None:
@@ -44,7 +46,7 @@ class Target:
 
         Raises ValueError, with the reason, for a model that trees can not be verified on.
         """
-        refuse(model)
+        self.refused(model)
         config = model.config.get_text_config()
         self.model = model.eval()
         if frozen:
@@ -69,13 +71,16 @@ class Target:
         kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in self.layer_types}
         kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
         self.windows = {name: windows[name] for name in sorted(kinds)}
-        self.layers = layer_stack(model)
+        self.layers = self._stack()
         self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
         self._built_from = self._structure()
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
+
+    def _stack(self) -> nn.ModuleList:
+        return layer_stack(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +130,7 @@ class Target:
                 "selfspec.load(..., target=model)"
             )
         if (structure := self._structure()) != self._built_from:
-            refuse(self.model)
+            self.refused(self.model)
             self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
 
@@ -166,6 +171,13 @@ class Target:
     def use_engine(self, name: str) -> None:
         """Run passes by the engine of this name from now on; see `engine_for` for the errors."""
         self.engine = engine_for(name, self.device)
+
+    def check_drafter(self, drafter: object) -> None:
+        """Raises ValueError for a drafter that can not draft for this target."""
+
+    def shaped(self, tree: DraftTree) -> DraftTree:
+        """What of a draft tree a pass runs: all of it."""
+        return tree
 
     def cache(self, rows: int, capacity: int, limit: int = 0) -> KVCache:
         """An empty cache for `capacity` entries a row; its first pass raises MemoryError where `limit` entries would

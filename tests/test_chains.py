@@ -1,0 +1,91 @@
+"""Targets that no tree can run over: chains from the model's own cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import RandomTrees, made, randomize
+from sweep import tiny
+
+import selfspec
+from selfspec.core.chains import ChainTarget, served
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree
+from selfspec.drafters.eagle3 import Eagle3
+from selfspec.drafters.early_exit import EarlyExit
+from selfspec.drafters.hybrid import Hybrid
+from selfspec.drafters.lookahead import Lookahead
+from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.prompt_lookup import PromptLookup
+
+PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "deepseek_v32", "inkling_text"])
+def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target = served(tiny(kind))
+    assert isinstance(target, ChainTarget)
+    assert "served by chains alone" in capsys.readouterr().err
+    heads = made(Medusa, target, heads=3, rank=4)
+    randomize(heads)
+    lookup = made(PromptLookup, target)
+    drafters: list[Any] = [heads.eval(), lookup, Hybrid(target, {"medusa": heads, "prompt_lookup": lookup})]
+    if len(target.layers):
+        drafters.append(made(Eagle3, target, depth=3, unroll=2, min_prob=0.0).eval())
+    for temperature in (0.0, 1.0):
+        options = Options(40, Sampling(temperature), seed=3)
+        plain = autoregressive(target, PROMPTS, options)
+        for drafter in drafters:
+            assert speculative(target, PROMPTS, options, drafter, 8).token_ids == plain.token_ids
+        oracle = RandomTrees([p + t for p, t in zip(PROMPTS, plain.token_ids, strict=True)])
+        fast = speculative(target, PROMPTS, options, oracle, 8)
+        assert fast.token_ids == plain.token_ids
+        assert fast.stats.passes < plain.stats.passes
+        assert fast.stats.exact == "up to rounding"
+        if temperature == 0 and kind == "bloom":
+            for prompt, tokens in zip(PROMPTS, plain.token_ids, strict=True):
+                ids = torch.tensor([prompt])
+                settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+                found = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                assert found[0, len(prompt) :].tolist() == tokens
+
+
+def test_the_likeliest_chain_of_a_tree_runs() -> None:
+    target = served(tiny("bloom"))
+    tree = DraftTree(
+        torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]),
+        torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, -1, -1, -1]]),
+        torch.tensor([[1.0, 0.3, 0.6, 0.5, 0.2], [1.0, 0.3, 0, 0, 0]]),
+    )
+    chain = target.shaped(tree)
+    assert chain.tokens[0].tolist() == [1, 3, 4]
+    assert chain.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
+    assert chain.tokens[1, :2].tolist() == [1, 2]
+
+
+def test_what_chains_can_not_do_is_refused() -> None:
+    target = served(tiny("bloom"))
+    with pytest.raises(ValueError, match="inside its attention"):
+        made(EarlyExit, target, exit=1, rank=2).session(target, 1)
+    with pytest.raises(ValueError, match="needs its whole tree"):
+        speculative(target, PROMPTS, Options(4, Sampling(0.0)), made(Lookahead, target), 8)
+    with pytest.raises(ValueError, match="take engine=eager"):
+        target.use_engine("compiled")
+    with pytest.raises(ValueError, match="nor are chains served"):
+        served(tiny("prophetnet"))
+
+
+def test_loaded_by_name(tmp_path: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny("bloom").float()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    spec = selfspec.load("prompt_lookup", target=str(tmp_path))
+    assert "served by chains alone, not trees: BloomForCausalLM sets positions" in capsys.readouterr().err
+    assert type(spec.target) is ChainTarget
+    assert not isinstance(served(tiny("llama")), ChainTarget)
+    assert isinstance(spec.target, Target)
