@@ -1,4 +1,4 @@
-"""The model families that the tests serve losslessly: one row each, tiny and random. notebooks/results/families.md
+"""The model families that the tests serve losslessly: one row each, tiny and random. docs/families.md
 lists them from here.
 
 `python tests/families.py` prints that list.

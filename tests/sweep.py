@@ -1,6 +1,7 @@
 """Every causal LM of transformers, tiny and random: served as trees, as chains, or refused, and why.
 
-    python tests/sweep.py          # four minutes; writes the table of docs/families.md
+    python tests/sweep.py          # one minute; writes the lists of docs/families.md
+    python tests/sweep.py bloom    # prints the lines of these types
 
 A family whose small config transformers itself can not run is left out, with the reason.
 """
@@ -8,6 +9,7 @@ A family whose small config transformers itself can not run is left out, with th
 from __future__ import annotations
 
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -24,6 +26,7 @@ from selfspec.utils.errors import one_line
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 VOCAB, LAYERS, LARGEST = 61, 2, 10**7
+STATE = "with layers that keep a state"
 MIXED = ["linear_attention", "full_attention"]
 # What makes a model small, by the names that configs give it.
 SMALL: dict[str, Any] = {
@@ -169,7 +172,7 @@ def judged(kind: str) -> tuple[str, str]:
         return "crash", f"{type(error).__name__}: {one_line(error)}"
     if isinstance(target, ChainTarget):
         return "chains", target.why
-    return "trees", "with layers that keep a state" if target.recurrent else ""
+    return "trees", STATE if target.recurrent else ""
 
 
 def sweep(kinds: list[str]) -> Iterator[tuple[str, str, str]]:
@@ -179,6 +182,47 @@ def sweep(kinds: list[str]) -> Iterator[tuple[str, str, str]]:
             yield (kind, *judged(kind))
 
 
+def page(found: list[tuple[str, str, str]]) -> str:
+    """The lists of docs/families.md."""
+
+    def named(how: str, why: str | None = None) -> list[str]:
+        return [kind for kind, way, reason in found if way == how and why in (None, reason)]
+
+    def rows(how: str) -> list[str]:
+        return [f"| `{kind}` | {reason.replace('|', '/')} |" for kind, way, reason in found if way == how]
+
+    stateful = named("trees", STATE)
+    plain = [kind for kind in named("trees") if kind not in stateful]
+    lists = [
+        f"**Trees over attention**, {len(plain)} types: {', '.join(plain)}.",
+        f"**Trees over layers that keep a state**, {len(stateful)} types: {', '.join(stateful)}.",
+        f"**Chains**, {len(named('chains'))} types:",
+        "\n".join(["| type | why no tree |", "|---|---|", *rows("chains")]),
+        f"**Refused**, {len(named('refused'))} types:",
+        "\n".join(["| type | why |", "|---|---|", *rows("refused")]),
+    ]
+    if crashed := rows("crash"):
+        lists.append("\n".join(["**Crashed:**", "", "| type | how |", "|---|---|", *crashed]))
+    outside = named("not run")
+    lists.append(
+        f"**Not tried**, {len(outside)} types that the small config of `tests/sweep.py` does not fit, or that are "
+        f"parts of models for pictures and sound: {', '.join(outside)}."
+    )
+    return "\n\n".join(lists)
+
+
 if __name__ == "__main__":
-    for line in sweep(sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+    asked = sys.argv[1:]
+    found = []
+    for line in sweep(asked or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
         print(*line, sep=" | ", flush=True)
+        found.append(line)
+    if not asked:
+        before, rest = PAGE.read_text().split("<!-- sweep -->")
+        wrapped = [
+            part if part.startswith("|") else textwrap.fill(part, 120, break_on_hyphens=False)
+            for part in page(found).split("\n\n")
+        ]
+        lists = "\n\n".join(wrapped)
+        after = rest.split("<!-- end of sweep -->")[1]
+        PAGE.write_text(f"{before}<!-- sweep -->\n\n{lists}\n\n<!-- end of sweep -->{after}")

@@ -104,6 +104,6 @@ def test_attention_without_tree_masks_is_refused(attention: str) -> None:
 
 
 def test_results_list_the_families_of_the_table() -> None:
-    results = (Path(__file__).parents[1] / "notebooks" / "results" / "families.md").read_text()
+    results = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
     between = results.split("<!-- families -->")[1].split("<!-- end -->")[0]
     assert " ".join(between.split()) == " ".join(listing().split())
