@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +40,8 @@ def load_target(
     divide: Callable[[PreTrainedModel], None] | None = None,
     **loading: Any,
 ) -> tuple[Target, Tokenizer | None]:
-    """A target and its tokenizer (None where it has none) by embedded name, folder or hub id, or a model already
-    loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
+    """A target and its tokenizer (None where it has none) by embedded name, folder, hub id or GGUF file, or a model
+    already loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
     in place). engine: eager, or compiled (see `selfspec.engine`). divide: puts the model on its device, instead of
     `device`, in parts (see `selfspec.training.shard`). dtype: int8 quantizes linear maps (see
     `selfspec.core.quantized`). `loading` goes to transformers' from_pretrained: device_map,
@@ -65,17 +66,17 @@ def load_target(
             raise ValueError(f"device={device!r} can not be used here: {error}") from error
     model: Any
     if isinstance(source, (str, Path)):
-        path = resolve(str(source))
-        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
+        path, packed = _unpacked(resolve(str(source)))
+        if not packed and not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
             )
-        config = AutoConfig.from_pretrained(path, revision=revision)
+        config = AutoConfig.from_pretrained(path, revision=revision, **packed)
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", revision=revision, config=config, **loading
+                path, dtype="auto", revision=revision, config=config, **packed, **loading
             )
         except TypeError as error:  # of the model's constructor, which names itself and not the argument's giver
             if not loading or "unexpected keyword" not in str(error):
@@ -84,6 +85,7 @@ def load_target(
         except SafetensorError as error:
             raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
     else:
+        packed = {}
         if loading:
             raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
         adapter = getattr(source, "active_peft_config", None)
@@ -119,10 +121,22 @@ def load_target(
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.use_engine(engine)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision) if path else None
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, **packed) if path else None
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
+
+
+def _unpacked(path: str) -> tuple[str, dict[str, str]]:
+    """The folder of a GGUF file and what transformers is told of it, which dequantizes it; else the path as it is.
+    Raises FileNotFoundError where there is no such file, and ValueError without the package that reads it."""
+    if not path.endswith(".gguf"):
+        return path, {}
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"target {path!r} is not a file")
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"target {path!r} is read by the package gguf, which is missing: pip install gguf")
+    return str(Path(path).parent), {"gguf_file": Path(path).name}
 
 
 def _align(model: PreTrainedModel) -> None:
