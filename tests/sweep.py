@@ -96,15 +96,6 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _set(config: Any, values: dict[str, Any]) -> None:
-    """What the config has of these, in place."""
-    for name, value in values.items():
-        if isinstance(getattr(config, name, None), (int, float, list, tuple, str, type(None))) and hasattr(
-            config, name
-        ):
-            setattr(config, name, value)
-
-
 def tiny(kind: str) -> Any:
     """A tiny model of a type, in float64, or an exception."""
     known = AutoConfig.for_model(kind).to_dict()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RandomTrees, made, randomize
+from families import build
 from sweep import tiny
 
 import selfspec
@@ -22,11 +23,12 @@ from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 
 
-@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "deepseek_v32", "inkling_text"])
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "deepseek_v32", "inkling_text", "llama4_text"])
 def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     target = served(tiny(kind))
     assert isinstance(target, ChainTarget)
@@ -34,9 +36,13 @@ def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -
     heads = made(Medusa, target, heads=3, rank=4)
     randomize(heads)
     lookup = made(PromptLookup, target)
+    tokens, documents = torch.randint(1, 60, (2, 20)), torch.tensor([[0] * 20, [0] * 9 + [1] * 11])
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens).bool(), "documents": documents}
+    loss, _ = DraftLoss(heads.train(), target)(batch)
+    loss.backward()
+    assert all(p.grad is not None for p in heads.trained().values())
     drafters: list[Any] = [heads.eval(), lookup, Hybrid(target, {"medusa": heads, "prompt_lookup": lookup})]
-    if len(target.layers):
-        drafters.append(made(Eagle3, target, depth=3, unroll=2, min_prob=0.0).eval())
+    drafters.append(made(Eagle3, target, depth=3, unroll=2, min_prob=0.0).eval())
     for temperature in (0.0, 1.0):
         options = Options(40, Sampling(temperature), seed=3)
         plain = autoregressive(target, PROMPTS, options)
@@ -76,6 +82,8 @@ def test_what_chains_can_not_do_is_refused() -> None:
         speculative(target, PROMPTS, Options(4, Sampling(0.0)), made(Lookahead, target), 8)
     with pytest.raises(ValueError, match="take engine=eager"):
         target.use_engine("compiled")
+    with pytest.raises(ValueError, match="has no single stack of layers"):
+        made(Eagle3, served(tiny("bert")), depth=3)
     with pytest.raises(ValueError, match="nor are chains served"):
         served(tiny("prophetnet"))
 
@@ -89,3 +97,16 @@ def test_loaded_by_name(tmp_path: Any, tokenizer: Any, capsys: pytest.CaptureFix
     assert type(spec.target) is ChainTarget
     assert not isinstance(served(tiny("llama")), ChainTarget)
     assert isinstance(spec.target, Target)
+
+
+def test_hybrids_with_attention_alone_are_trees() -> None:
+    assert not isinstance(served(build("Granite 4 (hybrid)", layer_types=["attention", "attention"])), ChainTarget)
+
+
+def test_rows_that_end_and_many_rejected_tokens() -> None:
+    target = served(tiny("bloom"))
+    ends = frozenset(range(0, 61, 9))
+    alone = [autoregressive(target, [p], Options(60, Sampling(1.0), seed=[2], eos=ends)) for p in PROMPTS]
+    wrong = RandomTrees([[3] * 90 for _ in PROMPTS])
+    rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), wrong, 8)
+    assert rows.token_ids == [one.token_ids[0] for one in alone]

@@ -128,9 +128,9 @@ REFUSED = {
         lambda: RecurrentGemmaForCausalLM(
             RecurrentGemmaConfig(**{**SMALL, "num_hidden_layers": 3}, num_attention_heads=4, intermediate_size=48)
         ),
-        "keep a state",
+        "no tree can run over",
     ),
-    "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "keep a state"),
+    "rwkv": (lambda: RwkvForCausalLM(RwkvConfig(**SMALL, context_length=64)), "keeps no cache"),
     "bloom": (lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)), "inside its"),
     "mpt": (lambda: MptForCausalLM(MptConfig(vocab_size=61, d_model=32, n_layers=2, n_heads=4)), "inside its"),
     "gpt_neo": (

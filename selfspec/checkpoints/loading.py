@@ -41,9 +41,9 @@ def load_target(
     **loading: Any,
 ) -> tuple[Target, Tokenizer | None]:
     """A target and its tokenizer (None where it has none) by embedded name, folder, hub id or GGUF file, or a model
-    already loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast and moved
-    in place). engine: eager, or compiled (see `selfspec.engine`). divide: puts the model on its device, instead of
-    `device`, in parts (see `selfspec.training.shard`). dtype: int8 quantizes linear maps (see
+    already loaded (PEFT adapters on it are then part of the target; it is frozen, set to eval and, where asked, cast
+    and moved in place). engine: eager, or compiled (see `selfspec.engine`). divide: puts the model on its device,
+    instead of `device`, in parts (see `selfspec.training.shard`). dtype: int8 quantizes linear maps (see
     `selfspec.core.quantized`). `loading` goes to transformers' from_pretrained: device_map,
     quantization_config, attn_implementation and the like.
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import RENAMED
@@ -275,7 +275,7 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
                 figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
         if run.pretrain.instruct.steps:
             start = resolve(run.pretrain.init or str(first / "target"))
-            model = LlamaForCausalLM.from_pretrained(start, dtype="float32")
+            model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
             with RunLog(folder, run, plain, "train.jsonl", f"{run.name}-instruct") as log:
                 stage, note = run.pretrain.instruct, Path(start) / "training.json"
                 before = json.loads(note.read_text()) if note.is_file() else {}

@@ -134,15 +134,16 @@ class Buffers(list[tuple[Buffer, Buffer] | None]):
 
 class KV(NamedTuple):
     """A KV cache as tensors, for one pass or several in a row. lengths: int64 [B], the kept entries of each row;
-    states: of layers that keep one, once more for each time that nodes were kept; empty where no layer does."""
+    states: of layers that keep one, as the cache holds them, and once more behind each `committed`; empty where no
+    layer keeps one."""
 
     buffers: Buffers
     lengths: Tensor
     states: list[dict[int, LayerState]]
 
-    def kept(self, counts: Tensor) -> KV:
-        """With the first `counts`, int64 [B], nodes of the last pass, which ran a chain, kept: for passes behind them
-        in the same function."""
+    def committed(self, counts: Tensor) -> KV:
+        """With the first `counts`, int64 [B], nodes of the last pass, which ran a chain, committed: for passes behind
+        them in the same function."""
         if self.states:
             nodes = max(n for state in self.states[-1].values() for n in (x.shape[2] for x in state.inputs.values()))
             path = torch.arange(nodes, device=counts.device).expand(len(counts), -1)
@@ -221,6 +222,10 @@ def compact(stores: list[Tensor], heads: list[int], capacity: int, lengths: Tens
         flat.index_copy_(0, place, flat.index_select(0, source))
 
 
+def _kept(state: LayerState) -> LayerState:
+    return state._replace(inputs={}, written=[])
+
+
 class KVCache:
     """Keys and values of B rows with one length each, in static buffers of `capacity` entries, a power of two times
     256 (1,024 for compiled passes).
@@ -252,6 +257,7 @@ class KVCache:
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
+        self._due: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # paths and their lengths, by what is open
         first = torch.zeros(self.rows, dtype=torch.long)
         self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
         self._closed = False
@@ -284,15 +290,24 @@ class KVCache:
 
     def _opened(self, start: int, stop: int, ran: int) -> list[dict[int, LayerState]]:
         """What layers of this range keep, for one pass or several over the same tree."""
+        self._settle()
         for stages in self._open.values():
             self.states |= stages[-1]
         states = {layer: state for layer, state in self.states.items() if start <= layer < stop}
-        if not ran:  # what a pass left that was not committed is lost
-            states = {layer: state._replace(inputs={}, written=[]) for layer, state in states.items()}
         if not states:
             return []
+        # What a pass left that was not committed is lost, but for the nodes on which this one builds.
+        states = {layer: state.first(ran) if ran else _kept(state) for layer, state in states.items()}
         self._open[start, stop] = [states]
         return self._open[start, stop]
+
+    def _settle(self) -> None:
+        """Take over the states behind what was committed before the function ran that was to run its nodes."""
+        for at, replay in self._due.items():
+            stages = self._open.pop(at)
+            done = stages[1] if len(stages) > 1 else replayed(stages[0], *replay)  # [1]: by `KV.committed`
+            self.states |= {layer: _kept(state) for layer, state in done.items()}
+        self._due = {}
 
     def leave(self, start: int, stop: int, left: dict[int, LayerState]) -> None:
         """Take in what the nodes of a pass over these layers left, for `commit`."""
@@ -341,6 +356,9 @@ class KVCache:
         for (heads, width, dtype, device, *_), group in groups.items():
             size = len(group) * self.store_rows * heads * entries * width * dtype.itemsize
             sizes[device] = sizes.get(device, 0) + size
+        for state in self.states.values():
+            for device, size in state.sizes().items():
+                sizes[device] = sizes.get(device, 0) + size
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
             flat = len(group), self.store_rows * heads * self.capacity, width
@@ -387,17 +405,20 @@ class KVCache:
 
     def _advance(self, paths: list[list[int]]) -> None:
         """Replay the accepted paths in layers that keep a state."""
+        self._settle()
         depth = self.engine.size(max(map(len, paths)))
         padded = torch.tensor([path + [0] * (depth - len(path)) for path in paths] + [[0] * depth] * self.idle)
         counts = torch.tensor([*map(len, paths), *[0] * self.idle])
-        for stages in self._open.values():
-            done, *later = stages
-            if later:  # replayed by `KV.kept` already
+        for at, stages in list(self._open.items()):
+            if len(stages) == 1 and not any(state.ran for state in stages[0].values()):
+                self._due[at] = padded, counts  # drafters commit what the next function is to run
+                continue
+            if len(stages) > 1:  # replayed by `KV.committed` already; what later passes left belongs to the next commit
                 stages.pop(0)
+                self.states |= {layer: _kept(state) for layer, state in stages[0].items()}
             else:
-                stages[0] = replayed(done, padded, counts)
-            self.states |= stages[0]
-        self._open = {at: stages for at, stages in self._open.items() if any(s.inputs for s in stages[0].values())}
+                self.states |= replayed(stages[0], padded, counts)
+                del self._open[at]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B'], in this order. Entries that were not committed are lost."""
@@ -409,6 +430,7 @@ class KVCache:
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
         index = torch.tensor(left + left[:1] * (size - len(left)))
+        self._settle()
         self.states = {layer: state.rows(index) for layer, state in self.states.items()}
         self._open = {}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}

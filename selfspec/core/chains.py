@@ -1,17 +1,18 @@
-"""Targets that no tree can run over: chains, verified by the model's own cache, a copy of which is gone back to.
+"""Targets that no tree can run over, served by chains.
 
-Attention that computes positions or choices of entries by itself, and states of kinds that have no form over trees,
-go on rightly from a cache over several tokens. Each row has its own; a pass runs a copy. Where all its nodes are
-accepted, the copy stays. Else the accepted tokens wait, and the next pass runs them again before its own.
+Some models compute positions or select entries inside their attention, or keep a state of a kind that has no form over
+trees, so no tree mask reaches them. They can still go on from a cache by several tokens. Each row has a cache of the
+model's own; a pass runs on a copy. If all drafted tokens are accepted, the copy takes its place. Else the accepted
+tokens are run again at the beginning of the next pass.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -19,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import KVCache
+from selfspec.core.cache import KVCache, TextCache
 from selfspec.core.passes import Pass
 from selfspec.core.probe import deviation, probe, tolerance
-from selfspec.core.support import cache_name, refuse_any
+from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_any, view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
 from selfspec.core.verify import WalkNoise, walk
 from selfspec.utils.errors import one_line
 
-WAITING = 32  # accepted tokens that are run again with every pass at most
+WAITING = 32  # accepted tokens that a pass runs again at most; more are run into the state at once
 
 
 class ChainCache:
@@ -52,9 +53,9 @@ class ChainCache:
             if len(path) == len(tokens):
                 self.states[row], self.waiting[row] = state, []
                 continue
-            waiting, end = self.waiting[row] + tokens[: len(path)], self.lengths[row] + len(path)
+            waiting = self.waiting[row] + tokens[: len(path)]
             if len(waiting) > WAITING:
-                _, self.states[row] = self.target.run(waiting, self.states[row], end)
+                _, self.states[row] = self.target.run(waiting, self.states[row])
                 waiting = []
             self.waiting[row] = waiting
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
@@ -71,6 +72,17 @@ class ChainCache:
         self.states = []
 
 
+class _Unread(nn.ModuleList):
+    """Stands for layers that are no single stack."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ValueError(f"{self.name} has no single stack of layers, which this drafter reads")
+
+
 class ChainTarget(Target):
     """A stock model that verifies chains. Drafters that run parts of the target refuse it."""
 
@@ -80,20 +92,30 @@ class ChainTarget(Target):
         """why: no tree can run over it. Raises ValueError for a model that no chain can be verified on either."""
         super().__init__(model)
         self.why = why
+        self._reading: dict[tuple[int, ...], nn.Module] = {}  # views, by the layers that their hooks read
+        self._aside = threading.local()
 
     def _stack(self) -> nn.ModuleList:
         with suppress(ValueError):
             return super()._stack()
-        return nn.ModuleList()  # no drafter can read its layers
+        return _Unread(type(self.model).__name__)
 
     @property
     def exact(self) -> str:
         return "up to rounding"
 
+    @property
+    def exactness(self) -> str:
+        name = f"{self.dtype_name}, chains"
+        return f"{name}: the tokens of plain decoding up to rounding of near-ties"
+
     def use_engine(self, name: str) -> None:
         """Raises ValueError for any but the eager one."""
         if name != "eager":
-            raise ValueError(f"engine={name}: {self.why}; it is served by chains, which run eagerly: take engine=eager")
+            raise ValueError(
+                f"engine={name}: {self.why}; it is served by chains, which run eagerly: take engine=eager (selfspec "
+                "limits compares both engines and does not serve it)"
+            )
 
     def check_drafter(self, drafter: object) -> None:
         """Raises ValueError for one whose trees must run as they are."""
@@ -127,16 +149,32 @@ class ChainTarget(Target):
         """Raises ValueError."""
         raise ValueError(f"{self.why}; it is served by chains, without drafters that run parts of the target")
 
-    def run(self, tokens: list[int], state: Any, end: int) -> tuple[Any, Any]:
-        """The model's output on tokens that end at position `end` - 1, and its cache behind them; `state` stays."""
-        ids = torch.tensor([tokens], device=self.device)
-        name, told = cache_name(self.model), dict[str, Any]()
-        if "position_ids" in inspect.signature(self.model.forward).parameters:
-            told["position_ids"] = torch.arange(end - len(tokens), end, device=self.device)[None]
-        if state is not None:
-            told[name] = copy.deepcopy(state)
-        out = self.model(input_ids=ids, use_cache=True, **told)
-        return out, out[name]
+    def run(self, tokens: list[int], state: Any, reads: tuple[int, ...] = ()) -> tuple[dict[int, Tensor], Any]:
+        """Logits (as -2), the outputs of the decoder (as -1) and of the layers read, all [n, ...], on n tokens behind a
+        cache, and the cache behind them; `state` stays."""
+        name = cache_name(self.model)
+        told = {} if state is None else {name: copy.deepcopy(state)}
+        outputs, out = self._passed(reads, torch.tensor([tokens], device=self.device), use_cache=True, **told)
+        if name not in out:
+            raise ValueError(f"{type(self.model).__name__} returns no {name} to go on from")
+        return {i: part[0] for i, part in {**outputs, -2: out.logits}.items()}, out[name]
+
+    def _passed(self, reads: tuple[int, ...], ids: Tensor, **settings: Any) -> tuple[dict[int, Tensor], Any]:
+        """A pass through a view of the model that puts the outputs of these layers, and the decoder's, aside."""
+        if reads not in self._reading:
+            model = view(self.model)
+            layers = layer_stack(model) if reads else nn.ModuleList()
+            for i in reads:
+                layers[i].register_forward_hook(partial(self._keep, i))
+            decoder_of(model).register_forward_hook(partial(self._keep, -1))
+            self._reading[reads] = model
+        self._aside.outputs = {}
+        out = self._reading[reads](input_ids=ids, **settings)
+        return self._aside.outputs, out
+
+    def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook; several threads may run passes at once."""
+        self._aside.outputs[index] = output if isinstance(output, Tensor) else output[0]
 
     def forward(
         self,
@@ -154,52 +192,58 @@ class ChainTarget(Target):
         if layers not in (None, (0, self.n_layers)) or ran or hidden is not None:
             self.part()
         states = cast(ChainCache, cache)
-        rows: list[tuple[Tensor, Tensor, dict[int, Tensor]]] = []
+        rows: list[dict[int, Tensor]] = []
         tokens, parents = tree.tokens, tree.parents
         before = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
         sizes = (parents == before).long().cumprod(1).sum(1).tolist()
         states.ran = []
-        with self._reading(reads) as outputs:
-            for row, size in enumerate(sizes):
-                chain, waiting = tokens[row, :size].tolist(), states.waiting[row]
-                out, state = self.run(waiting + chain, states.states[row], states.lengths[row] + size)
-                states.ran.append((chain, state))
-                kept = {i: part[0, len(waiting) :] for i, part in outputs.items()}
-                rows.append((out.logits[0, len(waiting) :], kept.pop(-1), kept))
+        for row, size in enumerate(sizes):
+            chain, waiting = tokens[row, :size].tolist(), states.waiting[row]
+            outputs, state = self.run(waiting + chain, states.states[row], reads)
+            states.ran.append((chain, state))
+            rows.append({i: part[len(waiting) :] for i, part in outputs.items()})
         width = tokens.shape[1]
 
-        def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part))) for part in parts])
+        def stacked(index: int) -> Tensor:
+            return torch.stack([nn.functional.pad(row[index], (0, 0, 0, width - len(row[index]))) for row in rows])
 
-        scores = stacked([row[0] for row in rows])
+        scores = stacked(-2)
         walked = None if noise is None else walk(scores, tokens, parents, ancestors(parents), noise)
-        features = {i: stacked([row[2][i] for row in rows]) for i in reads}
-        return Pass(scores if logits else None, stacked([row[1] for row in rows]), features, walked)
+        return Pass(scores if logits else None, stacked(-1), {i: stacked(i) for i in reads}, walked)
 
-    def text(self, tokens: Tensor, logits: bool = True, *args: Any, **kwargs: Any) -> Pass:
-        """One pass over whole texts, int64 [B, S]; as `Target.text`, without parts, masks and documents."""
-        reads = kwargs.pop("reads", ())
-        if args or any(value is not None for value in kwargs.values()):
+    def text(
+        self,
+        tokens: Tensor,
+        logits: bool = True,
+        layers: tuple[int, int] | None = None,
+        hidden: Tensor | None = None,
+        reads: tuple[int, ...] = (),
+        cache: TextCache | None = None,
+        masks: Tensor | dict[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Pass:
+        """One pass over whole texts, int64 [B, S]; as `Target.text`, without parts and masks. What goes into `cache` is
+        not kept."""
+        if any(value is not None for value in (layers, hidden, masks, positions)):
             self.part()
-        with self._reading(reads) as outputs:
-            out = self.model(input_ids=tokens, use_cache=False)
+        if documents is None:
+            outputs, out = self._passed(reads, tokens, use_cache=False)
             return Pass(out.logits if logits else None, outputs[-1], {i: outputs[i] for i in reads})
+        rows: list[list[Pass]] = []
+        for row, of in zip(tokens, documents, strict=True):  # each document alone
+            lengths = of.unique_consecutive(return_counts=True)[1].tolist()
+            rows.append([self.text(part[None], logits, reads=reads) for part in row.split(lengths)])
 
-    @contextmanager
-    def _reading(self, reads: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Inside, passes put the outputs of these layers, and the decoder's as -1, into a dict."""
-        outputs: dict[int, Tensor] = {}
+        def joined(part: Callable[[Pass], Tensor | None]) -> Tensor:
+            return torch.cat([torch.cat([cast(Tensor, part(each)) for each in row], 1) for row in rows])
 
-        def keep(index: int, module: Any, given: Any, out: Any) -> None:
-            outputs[index] = out if isinstance(out, Tensor) else out[0]
+        features = {i: joined(partial(_feature, i)) for i in reads}
+        return Pass(joined(lambda p: p.logits) if logits else None, joined(lambda p: p.hidden), features)
 
-        hooked = {-1: self.decoder, **{i: self.layers[i] for i in reads}}
-        hooks = [module.register_forward_hook(partial(keep, i)) for i, module in hooked.items()]
-        try:
-            yield outputs
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+def _feature(index: int, of: Pass) -> Tensor:
+    return of.features[index]
 
 
 def served(model: PreTrainedModel) -> Target:
@@ -209,8 +253,8 @@ def served(model: PreTrainedModel) -> Target:
         target = Target(model)
         probe(target)
         return target
-    except ValueError as error:
-        why = str(error)
+    except Exception as error:  # of a model of unfamiliar form
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
     try:
         chains = ChainTarget(model, why)
         _probe_chains(chains)
@@ -230,8 +274,9 @@ def _probe_chains(target: ChainTarget) -> None:
     assert whole is not None
     state, at = None, 0
     for width in (6, 4, 1, 3):
-        out, state = target.run(text[at : at + width], state, at + width)
-        parts = [deviation(a, b) for a, b in zip(out.logits[0], whole[0, at : at + width], strict=True)]
+        target.run([2] * width, state)  # gone back from
+        outputs, state = target.run(text[at : at + width], state)
+        parts = [deviation(a, b) for a, b in zip(outputs[-2], whole[0, at : at + width], strict=True)]
         at += width
         if not sorted(parts)[width // 2] < tolerance(target.dtype, True):
             raise ValueError(f"{type(target.model).__name__} does not go on from its cache as over the whole text")

@@ -71,12 +71,12 @@ class Part(NamedTuple):
     takes_positions: bool
 
     def masks(self, of_windows: list[Tensor]) -> Tensor | dict[str, Tensor | None]:
-        """As the module takes masks, one for each of the windows; convolutions beside attention need none."""
+        """As the module takes masks, one for each of the windows; layers with a state take none."""
         if len(of_windows) == 1:
             return of_windows[0]
         return {"linear_attention": None, **dict(zip(self.windows, of_windows, strict=True))}
 
-    def told(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
+    def arguments(self, positions: Tensor | None, cache: PassCache) -> dict[str, Any]:
         """Arguments of the module."""
         return {self.cache_name: cache, **({"position_ids": positions} if self.takes_positions else {})}
 
@@ -111,27 +111,27 @@ def tree_pass(
         below = torch.ones(nodes, nodes, dtype=torch.bool, device=tokens.device).tril().expand(rows, -1, -1)
     else:
         below = ancestors(parents)[:, : ran + nodes, : ran + nodes]
-    given, seen = tokens, below
-    if kv.states and nodes == 1:  # stock modules that keep a state have another form for one token: a spare node
-        given, seen = nn.functional.pad(tokens, (0, 1)), nn.functional.pad(below, (0, 1, 0, 1))
+    padded, seen = tokens, below
+    if kv.states and nodes == 1:  # stock modules take a path for one token that bypasses our functions: a spare node
+        padded, seen = nn.functional.pad(tokens, (0, 1)), nn.functional.pad(below, (0, 1, 0, 1))
         seen[:, -1, -1] = True
         hidden = None if hidden is None else nn.functional.pad(hidden, (0, 0, 0, 1))
     start = kv.lengths[:, None]
     depth, masks = tree_masks(seen, kv.lengths, ran, kv.size, list(part.windows.values()), part.dtype)
-    entries = start + torch.arange(ran, ran + given.shape[1], device=tokens.device)
+    entries = start + torch.arange(ran, ran + padded.shape[1], device=tokens.device)
     cache = pass_cache(kv, entries, hidden, None if parents is None else seen[:, ran:])
     mask = part.masks(masks)
     out = part.module(
-        input_ids=given,
+        input_ids=padded,
         attention_mask=mask if kv.size else None,  # no layer attends
         use_cache=True,
-        **part.told((start + depth).clamp(max=part.last), cache),
+        **part.arguments((start + depth).clamp(max=part.last), cache),
     )
     if kv.states:
         cache.leave(kv.states[-1], ran + nodes)
     outputs = {layer: states[:, :nodes] for layer, states in cache.outputs.items()} if kv.states else cache.outputs
     logits: Tensor | None = getattr(out, "logits", None)
-    logits = logits if logits is None or given is tokens else logits[:, :nodes]
+    logits = logits if logits is None or padded is tokens else logits[:, :nodes]
     if noise is None or logits is None or parents is None:
         return logits, outputs, None
     return logits, outputs, walk(logits, tokens, parents, below, noise)

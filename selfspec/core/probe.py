@@ -39,7 +39,7 @@ def probe(target: Target) -> None:
     name, limit = type(target.model).__name__, tolerance(target.dtype, target.recurrent)
     if not middle < limit:
         raise ValueError(
-            f"{name} can not be served: a pass over a tree gave other logits than plain passes over its branches "
+            f"no tree can run over {name}: a pass over one gave other logits than plain passes over its branches "
             f"(relative deviation {middle:.2g}), so it does not follow the tree's mask and positions"
         )
     _probe_rows(target, prompt, limit)

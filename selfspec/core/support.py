@@ -35,13 +35,13 @@ def refuse(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ())
     stack = layer_stack(model)
     others = kinds - {"full_attention", "sliding_attention"}
-    if others or getattr(model, "_is_stateful", False):
+    if others:
         unknown = sorted({type(part).__name__ for part in stack.modules() if keeps_state(part)})
-        if unknown or not any(True for _ in mixers(stack)):
+        if unknown or not (others <= _STATELESS or any(True for _ in mixers(stack))):
             raise ValueError(
-                f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or others) or 'recurrent'})"
+                f"{name} has layers of kinds that no tree can run over ({', '.join(unknown or sorted(others))})"
             )
-    takes = inspect.signature(model.get_decoder().forward).parameters
+    takes = inspect.signature(decoder_of(model).forward).parameters
     inside = getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ())
     if inside or ("position_ids" not in takes and not any(True for _ in mixers(stack))):
         raise ValueError(f"{name} sets positions or windows inside its attention, out of a mask's reach")
@@ -50,6 +50,15 @@ def refuse(model: PreTrainedModel) -> None:
             f"{name} runs attention by {config._attn_implementation!r}, which takes no tree mask; load it with "
             'attn_implementation="sdpa"'
         )
+
+
+_STATELESS = {"attention", "mlp", "moe"}  # kinds of layers that need no form of their own
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its lm_head."""
+    decoder: nn.Module = model.get_decoder()
+    return model.base_model if decoder is model else decoder
 
 
 def view(module: M) -> M:
@@ -77,7 +86,7 @@ def unhooked(module: M) -> M:
 def layer_stack(model: PreTrainedModel) -> nn.ModuleList:
     """The model's decoder layers. Raises ValueError where its decoder has no single stack of them."""
     count = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.get_decoder().children() if isinstance(m, nn.ModuleList) and len(m) == count]
+    stacks = [m for m in decoder_of(model).children() if isinstance(m, nn.ModuleList) and len(m) == count]
     if len(stacks) != 1:
         raise ValueError(
             f"{type(model).__name__}: expected one stack of {count} layers in its decoder, found {len(stacks)}"
@@ -119,5 +128,5 @@ def returned_values(model: PreTrainedModel) -> int:
     )
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device=model.get_output_embeddings().weight.device)
-        model.get_decoder()(input_ids=token, use_cache=False)
+        decoder_of(model)(input_ids=token, use_cache=False)
     return seen[0]

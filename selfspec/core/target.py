@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,16 @@ from selfspec.core.masks import restarting, within
 from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees
-from selfspec.core.support import cache_name, layer_stack, longest_context, refuse, returned_values, unhooked, view
+from selfspec.core.support import (
+    cache_name,
+    decoder_of,
+    layer_stack,
+    longest_context,
+    refuse,
+    returned_values,
+    unhooked,
+    view,
+)
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, engine_for
@@ -53,7 +63,7 @@ class Target:
             model.requires_grad_(False)
         self.name = str(model.config.name_or_path or type(model).__name__)
         self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder: nn.Module = decoder_of(model)
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.saved_dtype = self.dtype
         self.int8 = any(isinstance(part, Int8Linear) for part in model.modules())  # whether some multiply in 8 bits
@@ -75,6 +85,7 @@ class Target:
         self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
+        self._taken: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
         self._built_from = self._structure()
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
@@ -192,7 +203,7 @@ class Target:
         if self._like is None:
             cache = TextCache(self.n_layers, kept=True)
             ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-            decoder = unhooked(self.model).get_decoder()
+            decoder = decoder_of(unhooked(self.model))
             over_trees(decoder)
             decoder(input_ids=ids, use_cache=True, **{cache_name(decoder): cache})
             pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
@@ -216,13 +227,18 @@ class Target:
             last = {stop - 1} if start < stop < self.n_layers else set()
             for i in {i for i in reads if start <= i < stop} | last:
                 layers[i].register_forward_hook(partial(read_output, i), with_kwargs=True)
-            decoder = model.get_decoder()
+            decoder = decoder_of(model)
             decoder.register_forward_hook(partial(read_output, -1), with_kwargs=True)
             parts[name] = model, decoder
         module = parts[name][0 if logits else 1]
-        position = (self.max_positions or 2**62) - 1
-        takes = "position_ids" in inspect.signature(module.forward).parameters
-        return Part(module, self.windows, position, self.dtype, cache_name(module), takes)
+        return Part(module, self.windows, (self.max_positions or 2**62) - 1, self.dtype, *self._arguments(module))
+
+    def _arguments(self, module: nn.Module) -> tuple[str, bool]:
+        """By which name a module takes the cache, and whether it takes positions."""
+        if module not in self._taken:
+            takes = "position_ids" in inspect.signature(module.forward).parameters
+            self._taken[module] = cache_name(module), takes
+        return self._taken[module]
 
     def forward(
         self,
@@ -319,7 +335,7 @@ class Target:
         whole = logits and stop == self.n_layers
         cache.entering, cache.outputs = hidden, {}
         part = self.part(start, stop, reads, whole)
-        out = part.module(input_ids=tokens, attention_mask=masks, use_cache=True, **part.told(positions, cache))
+        out = part.module(input_ids=tokens, attention_mask=masks, use_cache=True, **part.arguments(positions, cache))
         outputs = cache.outputs if hidden is None else {start - 1: hidden, **cache.outputs}
         cache.entering, cache.outputs = None, {}
         self._check_outputs(outputs, start, stop)

@@ -133,7 +133,7 @@ def tree_of(
             both = _block(drafter, block, states, chain(roots.expand(-1, 2)), 0)
             if block is not None:
                 part, kv = block
-                block = part, kv.kept(behind + 1)
+                block = part, kv.committed(behind + 1)
             return both.gather(1, behind[:, None, None].expand(-1, 1, both.shape[-1])), ids
         stem, ran = growth.stem(), growth.expanded.shape[1]
         new = _below(drafter, below, stem, ran)

@@ -34,10 +34,12 @@ OURS: dict[str, Callable[..., Any]] = {
 
 
 @cache
-def _over_trees(kind: Any) -> FunctionType | None:
+def _over_trees(cls: Any) -> FunctionType | None:
     """The forward of a class of modules with our functions; None where it calls none of those that we replace."""
-    forward = inspect.unwrap(kind.forward)
-    if not isinstance(forward, FunctionType) or not OURS.keys() & set(forward.__code__.co_names):
+    forward = inspect.unwrap(cls.forward)
+    if not isinstance(forward, FunctionType):
+        return None
+    if not OURS.keys() & set(forward.__code__.co_names) & forward.__globals__.keys():
         return None
     names = forward.__globals__ | OURS
     names.pop("__name__")  # by which torch.compile would look names up in transformers' module
@@ -52,27 +54,27 @@ _STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "g
 def keeps_state(module: nn.Module) -> bool:
     """Whether a module asks its cache for a state that trees can not run over."""
     names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    return _over_trees(_kind(module)) is None and not _STATES.isdisjoint(names)
+    return _over_trees(_class(module)) is None and not _STATES.isdisjoint(names)
 
 
-def _kind(module: nn.Module) -> Any:
+def _class(module: nn.Module) -> Any:
     return type(module)
 
 
 def mixers(module: nn.Module) -> Iterator[nn.Module]:
     """The parts of a module that keep a state which trees can run over."""
-    return (part for part in module.modules() if _over_trees(_kind(part)) is not None)
+    return (part for part in module.modules() if _over_trees(_class(part)) is not None)
 
 
 def over_trees(module: nn.Module) -> None:
-    """Let the mixers of a view run over trees where the cache of a call says so; else over whole texts, as they are."""
+    """Rebind the forward of each mixer of a view: to ours where the call's cache asks for trees, else the stock one."""
     for part in mixers(module):
-        part.forward = MethodType(_forward(_kind(part)), part)
+        part.forward = MethodType(_forward(_class(part)), part)
 
 
 @cache
-def _forward(kind: Any) -> Callable[..., Any]:
-    ours, stock = _over_trees(kind), kind.forward
+def _forward(cls: Any) -> Callable[..., Any]:
+    ours, stock = _over_trees(cls), cls.forward
     assert ours is not None
     scans = "mamba_selective_scan" in ours.__code__.co_names
 
@@ -90,7 +92,7 @@ def _forward(kind: Any) -> Callable[..., Any]:
 
 class LayerState(NamedTuple):
     """What one layer keeps, as tensors. convolutions: the last inputs of each, by index; states: of each recurrence;
-    inputs, written: what the nodes of a pass left of either, behind which later nodes of the same tree stand."""
+    inputs, written: what the nodes of a pass fed into either, on which later passes over the same tree build."""
 
     convolutions: dict[int, Tensor]
     states: list[Tensor]
@@ -117,10 +119,21 @@ class LayerState(NamedTuple):
         )
 
     @property
-    def bytes(self) -> int:
-        """Of what is kept."""
-        parts = [*self.convolutions.values(), *self.states]
-        return sum(part.numel() * part.element_size() for part in parts)
+    def ran(self) -> bool:
+        """Whether a pass left something."""
+        return bool(self.inputs or self.written)
+
+    def first(self, nodes: int) -> LayerState:
+        """With what the first so many nodes left alone."""
+        inputs = {i: part[:, :, :nodes] for i, part in self.inputs.items()}
+        return self._replace(inputs=inputs, written=[part.first(nodes) for part in self.written])
+
+    def sizes(self) -> dict[torch.device, int]:
+        """Bytes of what is kept, by device."""
+        sizes: dict[torch.device, int] = {}
+        for part in (*self.convolutions.values(), *self.states):
+            sizes[part.device] = sizes.get(part.device, 0) + part.numel() * part.element_size()
+        return sizes
 
 
 def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> dict[int, LayerState]:
@@ -128,8 +141,8 @@ def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> di
     moved: dict[torch.device, tuple[Tensor, Tensor]] = {}
     made = {}
     for i, state in layers.items():
-        if state.inputs:
-            device = next(iter(state.inputs.values())).device
+        if state.ran:
+            device = state.written[0].keys.device if state.written else next(iter(state.inputs.values())).device
             if device not in moved:
                 moved[device] = paths.to(device), counts.to(device)
             state = state.advanced(*moved[device])
@@ -154,7 +167,8 @@ class TreeStates:
 
     def leave(self, layers: dict[int, LayerState], nodes: int) -> None:
         """Put what the first so many nodes left into what the layers keep, for `LayerState.advanced`."""
-        for i, of in self.convolutions.items():
+        for i in self.convolutions.keys() | self.recurrences.keys():
+            of = self.convolutions.get(i, {})
             inputs = {j: one.inputs[:, :, :nodes] for j, one in of.items() if one.inputs is not None}
             made = [one.written.first(nodes) for one in self.recurrences.get(i, []) if one.written is not None]
             layers[i] = layers[i]._replace(inputs=inputs, written=made)
@@ -162,7 +176,8 @@ class TreeStates:
     def beginning(self) -> dict[int, LayerState]:
         """What the layers of this pass, which began without a state, keep at the beginning: zeros."""
         made = {}
-        for layer, of in self.convolutions.items():
+        for layer in self.convolutions.keys() | self.recurrences.keys():
+            of = self.convolutions.get(layer, {})
             written = [one.written for one in self.recurrences.get(layer, []) if one.written is not None]
             kept = {i: torch.zeros_like(one.state) for i, one in of.items() if one.state is not None}
             made[layer] = LayerState(kept, [beginning(part) for part in written], {}, [])

@@ -53,7 +53,17 @@ def read(
     """What nodes read, [B, H, n, V], of queries and keys [B, H, n, K], values [B, H, n, V] and log decays [B, H, n] or
     [B, H, n, K]. beta: [B, H, n] for the delta rule, which writes beta (v - what the key read before); None: values
     are written as they are."""
-    below, earlier, nodes = recurrence.below, recurrence.written, keys.shape[2]
+    with torch.autocast(keys.device.type, enabled=False):  # sums of decays do not bear bfloat16
+        return _read(recurrence, queries, keys, values, decays, beta)
+
+
+def _read(
+    recurrence: Recurrence, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, beta: Tensor | None
+) -> Tensor:
+    earlier, nodes = recurrence.written, keys.shape[2]
+    below = None if recurrence.below is None else recurrence.below.to(keys.device)
+    if below is not None and decays.ndim == 4 and nodes > PIECE:  # a decay for each channel: in pieces, for memory
+        return _read_in_pieces(recurrence, queries, keys, values, decays, beta, below)
     if below is not None or earlier is not None or nodes <= PIECE:
         below = chain_below(keys, earlier) if below is None else below
         out, new = _piece(recurrence.state, earlier, queries, keys, values, decays, beta, below)
@@ -72,6 +82,27 @@ def read(
         new = new._replace(sums=new.sums if base is None else new.sums + base)
         base = new.sums[:, :, -1:]
         recurrence.written = new.behind(recurrence.written)
+    return torch.cat(outs, 2)
+
+
+def _read_in_pieces(
+    recurrence: Recurrence,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    decays: Tensor,
+    beta: Tensor | None,
+    below: Tensor,
+) -> Tensor:
+    outs, kept = [], below.shape[2] - below.shape[1]
+    for start in range(0, keys.shape[2], PIECE):
+        at = slice(start, start + PIECE)
+        rate = None if beta is None else beta[:, :, at]
+        part = queries[:, :, at], keys[:, :, at], values[:, :, at], decays[:, :, at], rate
+        seen = below[:, at, : kept + start + part[1].shape[2]]
+        out, new = _piece(recurrence.state, recurrence.written, *part, seen)
+        recurrence.written = new.behind(recurrence.written)
+        outs.append(out)
     return torch.cat(outs, 2)
 
 
@@ -142,6 +173,11 @@ def advanced(state: Tensor | None, written: Written, paths: Tensor, counts: Tens
     """The state [B, H, K, V] behind the first `counts`, int64 [B], nodes of each row's path, int64 [B, D]: no weight is
     read. A row that keeps no node keeps its state."""
 
+    with torch.autocast(paths.device.type, enabled=False):
+        return _advanced(state, written, paths, counts)
+
+
+def _advanced(state: Tensor | None, written: Written, paths: Tensor, counts: Tensor) -> Tensor:
     def along(part: Tensor) -> Tensor:
         at = paths[:, None, :] if part.ndim == 3 else paths[:, None, :, None]
         return part.gather(2, at.expand(-1, part.shape[1], -1, *part.shape[3:]))

@@ -61,7 +61,7 @@ class FeatureLayer(nn.Module, ABC):
         at = pending.last[:, None, None].expand(-1, 1, self.width)
         hidden, output = outputs[-1].gather(1, at), outputs[self.block.layer].gather(1, at)
         logits_at_root = self.block.text(output, pending.tokens[:, :1], block=False).logits if logits else None
-        kv = pending.kv.kept(pending.last + 1)
+        kv = pending.kv.committed(pending.last + 1)
         return RootState(logits_at_root, hidden, self.carried(output, hidden), pending.drafting, kv)
 
     def step(

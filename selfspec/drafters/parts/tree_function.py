@@ -41,7 +41,10 @@ def drafted_by(
     ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
     padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
     shape = context.nodes, widths, min_prob, reserve
-    result = engine.run(_grown, grower, drafter, engine.padded(context.roots), *shape, ranking, *padded)
+    # A captured graph would not repeat what passes leave in layers with a state.
+    whole = not (context.target.recurrent and context.roots.device.type == "cuda")
+    inputs = grower, drafter, engine.padded(context.roots), *shape, ranking, *padded
+    result = engine.run(_grown, *inputs, compiled=whole)
     return tuple(part[: len(context.roots)] for part in result)
 
 
