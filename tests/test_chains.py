@@ -107,6 +107,7 @@ def test_rows_that_end_and_many_rejected_tokens() -> None:
     target = served(tiny("bloom"))
     ends = frozenset(range(0, 61, 9))
     alone = [autoregressive(target, [p], Options(60, Sampling(1.0), seed=[2], eos=ends)) for p in PROMPTS]
-    wrong = RandomTrees([[3] * 90 for _ in PROMPTS])
-    rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), wrong, 8)
+    heads = made(Medusa, target, heads=3, rank=4)
+    randomize(heads)
+    rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), heads.eval(), 8)
     assert rows.token_ids == [one.token_ids[0] for one in alone]

@@ -58,7 +58,9 @@ _STATELESS = {"attention", "mlp", "moe"}  # kinds of layers that need no form of
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The model without its lm_head."""
     decoder: nn.Module = model.get_decoder()
-    return model.base_model if decoder is model else decoder
+    if decoder is model:  # a family that does not say
+        decoder = next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+    return decoder
 
 
 def view(module: M) -> M:
