@@ -33,7 +33,6 @@ def torchao(bits: int) -> TorchAoConfig:
 
 FORMATS: dict[str, tuple[str, Any]] = {
     "quanto int8": ("optimum.quanto", lambda: QuantoConfig(weights="int8")),
-    "quanto int4": ("optimum.quanto", lambda: QuantoConfig(weights="int4")),
     "torchao int8": ("torchao", lambda: torchao(8)),
     "bitsandbytes int8": ("bitsandbytes", lambda: BitsAndBytesConfig(load_in_8bit=True)),
     "bitsandbytes nf4": (

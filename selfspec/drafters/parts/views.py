@@ -208,7 +208,8 @@ class Tail(Block):
                     continue
                 base = child.get_base_layer()
                 # What holds no plain weights, as quantized maps and fused experts, stays as PEFT runs it.
-                if isinstance(base, (nn.Linear, Conv1D)) and base.weight.is_floating_point():
+                whole = isinstance(base, Int8Linear) or type(base.weight) in (Tensor, nn.Parameter)
+                if isinstance(base, (nn.Linear, Conv1D)) and whole and base.weight.is_floating_point():
                     plain = unquantized(base) if isinstance(base, Int8Linear) else view(base)
                     delta: Tensor = child.get_delta_weight(self.adapter)  # type: ignore[operator]
                     merged = plain.weight + delta.to(plain.weight.dtype)
