@@ -206,7 +206,7 @@ def test_prompts_longer_than_a_piece_are_one_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["Qwen3.5", "Falcon-H1", "LFM2"])
+@pytest.mark.parametrize("name", ["LFM2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3.5", "Falcon-H1"))])
 def test_compiled_text_is_eager_text(name: str, backend: str) -> None:
     target = Target(build(name, dtype=torch.float32))
     options, prompts = Options(12, Sampling(1.0), seed=5), PROMPTS[:2]
