@@ -67,7 +67,10 @@ def main() -> None:
         target, given = str(gguf) if "GGUF" in name else "smollm2", {"dtype": "bfloat16", **settings()}
         if "quantization_config" in given:
             del given["dtype"]
-        specs[name] = selfspec.load("prompt_lookup", target=target, **given)
+        try:
+            specs[name] = selfspec.load("prompt_lookup", target=target, **given)
+        except ValueError as error:
+            print(f"{name} is refused: {error}")
     turns = [json.loads(line)["turns"][0][:1000] for line in Path(args.questions).read_text().splitlines()]
     turns = turns[:: len(turns) // args.prompts][: args.prompts]
     options = Options(48, Sampling(0.0), 0, frozenset())
