@@ -143,7 +143,8 @@ def test_drafters_do_not_know_each_other() -> None:
 
 def test_nothing_is_copied_in_decoding() -> None:
     assert not [name for name, source in FILES.items() if "copy.copy(" in source]
-    assert [name for name, source in FILES.items() if "copy.deepcopy(" in source] == ["core/support.py"]  # views
+    copying = {name for name, source in FILES.items() if "copy.deepcopy(" in source}
+    assert copying == {"core/support.py", "core/chains.py"}  # views; a model's own cache, which chains go back to
 
 
 def test_entry_points_are_scripts_with_safe_names() -> None:

@@ -41,9 +41,9 @@ _HELD_OUT = 200  # instructions that validate the second stage
 
 @dataclass
 class ModelConfig:
-    """The sizes of a model with tied embeddings. model_type: of transformers, such as llama or qwen3_5_text;
-    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
-    max_position_embeddings, and those of `more`: as in its config."""
+    """A model with tied embeddings. model_type: of transformers, such as llama or qwen3_5_text; vocab_size,
+    hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+    max_position_embeddings: as in its config; more: other settings of its config."""
 
     model_type: str = "llama"
     vocab_size: int = 4096
