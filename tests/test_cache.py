@@ -40,7 +40,7 @@ def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> Non
             (torch.rand(alive, HEADS, nodes, 3, generator=g), torch.rand(alive, HEADS, nodes, 5, generator=g))
             for _ in range(LAYERS)
         ]
-        layers = pass_cache(kv, kv.lengths[:, None] + torch.arange(nodes), None)
+        layers = pass_cache(kv, kv.lengths[:, None] + torch.arange(nodes), None, None)
         seen = [layers.update(k, v, layer) for layer, (k, v) in enumerate(new)]
         for row in range(alive):
             for layer, (keys, values) in enumerate(seen):

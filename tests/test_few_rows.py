@@ -192,7 +192,7 @@ def test_what_is_left_to_the_library_is_not_called_exact_by_construction(tmp_pat
         assert "aten.mm" in next(iter(target.engine.varying.values()))
     target = Target(target.model)
     assert autoregressive(target, [[5, 9, 2]], Options(2)).stats.exact == "up to rounding"
-    assert target.engine.varying["tree_pass"] == "linear, scaled_dot_product_attention"
+    assert target.engine.varying["tree_pass_alone"] == "linear, scaled_dot_product_attention"
 
 
 def test_shared_keys_are_read_once() -> None:

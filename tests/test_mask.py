@@ -47,7 +47,8 @@ def test_tree_rows_are_the_targets_own(name: str) -> None:
     plain, with_mask_slots_ = found
     assert plain.logits is not None
     assert with_mask_slots_.logits is not None
-    torch.testing.assert_close(with_mask_slots_.logits[:, :7], plain.logits, rtol=1e-12, atol=1e-12)
+    limit = 1e-6 if name == "Bailing-hybrid" else 1e-12  # whose gate computes in float32
+    torch.testing.assert_close(with_mask_slots_.logits[:, :7], plain.logits, rtol=limit, atol=limit)
     assert not torch.allclose(with_mask_slots_.logits[:, 7:8], plain.logits[:, :1])
 
 

@@ -161,7 +161,7 @@ class Target:
         """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
         the bits that it has in any other, or "up to rounding" of near-ties. In float32 rounding is far below what
         separates tokens."""
-        exact = self.engine.row_invariant("tree_pass") and not self.recurrent
+        exact = self.engine.row_invariant("tree_pass_alone") and not self.recurrent
         return "by construction" if exact else "up to rounding"
 
     @property
