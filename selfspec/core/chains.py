@@ -109,6 +109,10 @@ class ChainTarget(Target):
         name = f"{self.dtype_name}, chains"
         return f"{name}: the tokens of plain decoding up to rounding of near-ties"
 
+    def forget(self) -> None:
+        super().forget()
+        self._reading = {}
+
     def use_engine(self, name: str) -> None:
         """Raises ValueError for any but the eager one."""
         if name != "eager":
@@ -153,8 +157,8 @@ class ChainTarget(Target):
         """Logits (as -2), the outputs of the decoder (as -1) and of the layers read, all [n, ...], on n tokens behind a
         cache, and the cache behind them; `state` stays."""
         name = cache_name(self.model)
-        told = {} if state is None else {name: copy.deepcopy(state)}
-        outputs, out = self._passed(reads, torch.tensor([tokens], device=self.device), use_cache=True, **told)
+        behind = {} if state is None else {name: copy.deepcopy(state)}
+        outputs, out = self._passed(reads, torch.tensor([tokens], device=self.device), use_cache=True, **behind)
         if name not in out:
             raise ValueError(f"{type(self.model).__name__} returns no {name} to go on from")
         return {i: part[0] for i, part in {**outputs, -2: out.logits}.items()}, out[name]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -63,17 +64,20 @@ def _read(
     earlier, nodes = recurrence.written, keys.shape[2]
     below = None if recurrence.below is None else recurrence.below.to(keys.device)
     if below is not None and decays.ndim == 4 and nodes > PIECE:  # a decay for each channel: in pieces, for memory
-        return _read_in_pieces(recurrence, queries, keys, values, decays, beta, below)
+        outs, kept = list[Tensor](), below.shape[2] - below.shape[1]
+        for start, part in _pieces(queries, keys, values, decays, beta):
+            seen = below[:, start : start + PIECE, : kept + start + part[1].shape[2]]
+            out, new = _piece(recurrence.state, recurrence.written, *part, seen)
+            recurrence.written = new.behind(recurrence.written)
+            outs.append(out)
+        return torch.cat(outs, 2)
     if below is not None or earlier is not None or nodes <= PIECE:
         below = chain_below(keys, earlier) if below is None else below
         out, new = _piece(recurrence.state, earlier, queries, keys, values, decays, beta, below)
         recurrence.written = new.behind(earlier)
         return out
-    outs, state, base = [], recurrence.state, None
-    for start in range(0, nodes, PIECE):
-        at = slice(start, start + PIECE)
-        rate = None if beta is None else beta[:, :, at]
-        part = queries[:, :, at], keys[:, :, at], values[:, :, at], decays[:, :, at], rate
+    outs, state, base = list[Tensor](), recurrence.state, None
+    for _, part in _pieces(queries, keys, values, decays, beta):
         out, new = _piece(state, None, *part, chain_below(part[1], None))
         outs.append(out)
         width = new.keys.shape[2]
@@ -85,25 +89,15 @@ def _read(
     return torch.cat(outs, 2)
 
 
-def _read_in_pieces(
-    recurrence: Recurrence,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    decays: Tensor,
-    beta: Tensor | None,
-    below: Tensor,
-) -> Tensor:
-    outs, kept = [], below.shape[2] - below.shape[1]
-    for start in range(0, keys.shape[2], PIECE):
-        at = slice(start, start + PIECE)
-        rate = None if beta is None else beta[:, :, at]
-        part = queries[:, :, at], keys[:, :, at], values[:, :, at], decays[:, :, at], rate
-        seen = below[:, at, : kept + start + part[1].shape[2]]
-        out, new = _piece(recurrence.state, recurrence.written, *part, seen)
-        recurrence.written = new.behind(recurrence.written)
-        outs.append(out)
-    return torch.cat(outs, 2)
+_Nodes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _pieces(*nodes: Tensor | None) -> Iterator[tuple[int, _Nodes]]:
+    """Queries, keys, values, decays and beta of PIECE nodes at a time, and the first of these nodes."""
+    assert nodes[0] is not None
+    for start in range(0, nodes[0].shape[2], PIECE):
+        piece = (None if part is None else part[:, :, start : start + PIECE] for part in nodes)
+        yield start, cast(_Nodes, tuple(piece))
 
 
 def chain_below(keys: Tensor, earlier: Written | None) -> Tensor:
