@@ -12,7 +12,7 @@ import torch
 from conftest import made, randomize
 
 from selfspec.api import Spec
-from selfspec.budget import cost
+from selfspec.budget import cost, policy
 from selfspec.budget.cost import LARGEST, SIZES, cost_file, pass_costs
 from selfspec.budget.policy import _TRIAL, Auto, AutoSession, Experience, Forecast
 from selfspec.core.contract import Accepted, Context
@@ -200,7 +200,9 @@ def test_mask_rows_are_as_many_as_pay(llama: Target) -> None:
         assert session.inner.asked == [best]
 
 
-def test_decodes_plainly_where_no_tree_pays(llama: Target) -> None:
+def test_decodes_plainly_where_no_tree_pays(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(policy, "clock", lambda _: 1e-3 * next(ticks))  # a draft takes as long as a plain step
     spy = _Spy([0.01] * 20)
     sized, forecast, past = auto(spy, DEAR, limit=60)
     past.draft, past.passes = 1e-3, 1.0
