@@ -17,6 +17,7 @@ from selfspec.core.options import Options
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import Engine
+from selfspec.engine.kernels import native
 from selfspec.engine.kernels.graph_pass import FewRows
 from selfspec.engine.kernels.native import served
 from selfspec.engine.kernels.skinny_gemm import MOST, few_queries, few_rows
@@ -213,3 +214,26 @@ def test_shared_keys_are_read_once() -> None:
     assert not module.graph.find_nodes(op="call_function", target=_aten.clone.default)
     exact = attention(query.double(), keys.double(), values.double(), mask.double())
     torch.testing.assert_close(module(query, keys, values, mask).double(), exact, rtol=2**-7, atol=1e-3)
+
+
+def test_kernels_are_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can not be read is compiled anew."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    compile_anew, compiled = CppPythonBindingsCodeCache.load_pybinding, []
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(
+        CppPythonBindingsCodeCache, "load_pybinding", lambda *of: (compiled.append(of), compile_anew(*of))[1]
+    )
+    left, keys = torch.randn(1, 1, 1, 32).bfloat16(), torch.randn(1, 1, 16, 32).bfloat16()
+    mask = torch.zeros(1, 1, 1, 16).bfloat16()
+    found = []
+    for _ in range(2):
+        native.binding.cache_clear()
+        found.append(few_queries(left, keys, keys, mask, 1.0))
+    native.binding.cache_clear()
+    assert len(compiled) == 1
+    assert torch.equal(*found)
+    (tmp_path / "damaged.so").write_bytes(next(tmp_path.glob("kernels/*.so")).read_bytes()[:1000])
+    with pytest.raises(ImportError):
+        native._loaded(tmp_path / "damaged.so")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import RandomTrees, tiny_model
@@ -24,7 +26,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from selfspec.checkpoints.loading import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
+from selfspec.core import chains
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.probe import probe
@@ -217,3 +221,24 @@ def test_the_probe_finds_rows_that_change_each_other(monkeypatch: pytest.MonkeyP
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     monkeypatch.undo()
     probe(Target(tiny_model(max_position_embeddings=32, rope_parameters=dynamic)))
+
+
+def test_a_model_of_known_form_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, until its config changes; and a model from the caller's hands always."""
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    probed: list[Target] = []
+    monkeypatch.setattr(chains, "probe", probed.append)
+    for name, changes in (("one", {}), ("other", {"rms_norm_eps": 1e-3})):
+        tiny_model(**changes).save_pretrained(tmp_path / name)
+    for name, count in (("one", 1), ("one", 1), ("other", 2), ("one", 2)):
+        load_target(tmp_path / name)
+        assert len(probed) == count
+    load_target(tmp_path / "one", dtype="float32")
+    assert len(probed) == 3
+    for count in (4, 5):
+        load_target(tiny_model())
+        assert len(probed) == count
+    monkeypatch.setattr(type(tiny_model()), "__module__", "mine")  # code that can change without a new version
+    for count in (6, 7):
+        load_target(tmp_path / "one")
+        assert len(probed) == count

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import platform
 import random
 import statistics
 import sys
@@ -23,23 +22,13 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
+from selfspec.utils.machine import device_name
 from selfspec.utils.progress import progress
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
 _measuring = threading.Lock()  # threads would take the measured time from each other
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
-
-
-def device_name(device: torch.device) -> str:
-    """What a cost depends on beside target and dtype: the device, and on a CPU how many threads compute."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model or platform.processor()}, {capability}, {torch.get_num_threads()} threads"
 
 
 def cost_file(target: Target, rows: int) -> Path:

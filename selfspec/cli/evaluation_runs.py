@@ -14,7 +14,6 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.api import Spec, load
-from selfspec.budget.cost import device_name
 from selfspec.checkpoints.drafter_folder import shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target
@@ -43,6 +42,7 @@ from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, write_section, write_text
+from selfspec.utils.machine import device_name
 from selfspec.utils.tracking import RunLog
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from selfspec.core.cache import KVCache, TextCache
 from selfspec.core.passes import Pass
-from selfspec.core.probe import deviation, probe, tolerance
+from selfspec.core.probe import deviation, passed_before, probe, tolerance
 from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_any, view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
@@ -250,12 +250,21 @@ def _feature(index: int, of: Pass) -> Tensor:
     return of.features[index]
 
 
-def served(model: PreTrainedModel) -> Target:
+def served(model: PreTrainedModel, stock: bool = False) -> Target:
     """The model as a target of trees, or with a line that says why not, of chains. Raises ValueError, with the reasons,
-    for one that can be neither."""
+    for one that can be neither.
+
+    stock: whether it is as its class makes it from its config. That the probe passed is then kept for later processes,
+    since it depends on nothing else but what runs."""
+    passed = passed_before(model) if stock else None
     try:
         target = Target(model)
-        probe(target)
+        if passed is None or not passed.is_file():
+            probe(target)
+        if passed is not None:
+            with suppress(OSError):  # of a folder that can not be written to: probed again by the next process
+                passed.parent.mkdir(parents=True, exist_ok=True)
+                passed.touch()
         return target
     except Exception as error:  # of a model of unfamiliar form
         why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.utils.files import cache_folder, code_hash
+from selfspec.utils.machine import device_name, processor
 
 # Largest deviation of a tree pass from a plain one, over the spread of the logits: rounding stays far below, a node
 # that sees what it should not lies far above.
 _TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+def passed_before(model: PreTrainedModel) -> Path | None:
+    """A file that is there where the probe passed for such a model; None for classes that are not transformers' own,
+    which can change without a new version."""
+    if any(not type(part).__module__.startswith(("torch.", "transformers.", "selfspec.")) for part in model.modules()):
+        return None
+    kinds = sorted({(str(p.dtype), str(p.device)) for p in model.parameters()})
+    machine = processor(), [device_name(device) for device in {p.device for p in model.parameters()}]
+    versions = torch.__version__, transformers.__version__, code_hash("core", "engine")
+    form = model.config.to_json_string(use_diff=False), model.config._attn_implementation, kinds, machine, versions
+    return cache_folder() / "probed" / hashlib.sha256(repr(form).encode()).hexdigest()[:24]
 
 
 @torch.inference_mode()

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import torch
+
+from selfspec.utils.files import atomic, cache_folder
+from selfspec.utils.machine import processor
 
 SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
     "packed.cpp": [*["const uint16_t*"] * 3, "uint16_t*", *["int64_t"] * 4],
@@ -42,9 +52,31 @@ def has_tiles() -> bool:
     """Whether this processor has AMX, the compiler knows it and this process may use it."""
     if not (served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
         return False
+    if _kept(_source("tiles.cpp", True)).is_file():
+        return True
     from torch._inductor.cpu_vec_isa import VecAMX  # slow to import
 
     return bool(VecAMX())
+
+
+@cache
+def ask_once() -> None:
+    """Spare torch its question what vectors the compiler makes, which every process asks anew and which takes more than
+    a second, where an earlier process was told: all that the processor has."""
+    from torch._inductor import config, cpu_vec_isa  # slow to import
+
+    told = _kept("vectors").with_suffix(".vectors")
+    if config.cpp.vec_isa_ok is not None or not served():
+        return
+    if not told.is_file():
+        flags = cpu_vec_isa.x86_isa_checker()
+        known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
+        if cpu_vec_isa.valid_vec_isa_list() != known:
+            return
+        with suppress(OSError):  # of a folder that can not be written to: asked again by the next process
+            told.parent.mkdir(parents=True, exist_ok=True)
+            told.touch()
+    config.cpp.vec_isa_ok = True
 
 
 def in_place(outputs: Sequence[int]) -> Callable[..., None]:
@@ -54,10 +86,44 @@ def in_place(outputs: Sequence[int]) -> Callable[..., None]:
 
 @cache
 def binding(name: str) -> Callable[..., None]:
-    """One of SIGNATURES, compiled."""
+    """One of SIGNATURES: what an earlier process compiled, or compiled now and kept for the next one. torch keeps it
+    too, but asks the compiler what the processor can do before it looks, which takes more than a second."""
+    source = _source(name, has_tiles())
+    path = _kept(source)
+    with suppress(ImportError, OSError):
+        return _loaded(path)
+    ask_once()
     from torch._inductor.codecache import CppPythonBindingsCodeCache  # slow to import
 
-    parts = [path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name)]
-    source = "\n".join(["#define SELFSPEC_TILES"] * has_tiles() + parts)
     kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
+    with suppress(OSError):  # of a folder that can not be written to
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(path) as scratch:
+            shutil.copyfile(kernel.__self__.__file__, scratch)  # type: ignore[attr-defined]  # its module
+    return kernel
+
+
+def _source(name: str, tiles: bool) -> str:
+    parts = [path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name)]
+    return "\n".join(["#define SELFSPEC_TILES"] * tiles + parts)
+
+
+def _kept(source: str) -> Path:
+    """Where this source lies compiled for this processor, Python and torch."""
+    made_for = [source, torch.__version__, sys.version, processor()]
+    return cache_folder() / "kernels" / f"{hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]}.so"
+
+
+def _loaded(path: Path) -> Callable[..., None]:
+    """The function of a module that torch built. Raises ImportError or OSError where there is none that can be read."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    # The module reads where torch's function for the data of a tensor lies, as it does when torch itself loads it.
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
+        torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    )
+    loader = ExtensionFileLoader(f"{path.stem}.kernel", str(path))
+    module = module_from_spec(spec_from_loader(loader.name, loader))  # type: ignore[arg-type]
+    loader.exec_module(module)
+    kernel: Callable[..., None] = module.kernel
     return kernel
