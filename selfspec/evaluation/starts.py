@@ -42,8 +42,9 @@ def start_costs(drafter: str, target: str, dtype: str, device: str | None) -> di
     Raises ChildProcessError with what a process said that failed.
     """
     costs = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as top:
         for name, engine in STARTS.items():
+            folder = f"{top}/{engine}"  # what eager passes keep would help the first compiled ones
             arguments = json.dumps([drafter, target, dtype, device, engine])
             done = subprocess.run(
                 [sys.executable, "-c", _PROGRAM, arguments],
