@@ -84,6 +84,12 @@ def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> 
     assert cost_file(llama, 1) != cost_file(llama, 4)
 
 
+def test_sizes_that_can_not_pay_are_not_measured(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_DEAR", 0)  # of a tree of one node, say
+    measured = cost.measure_costs(llama, 2, 0.0)
+    assert measured[1:] == [pytest.approx(measured[1] * n) for n in SIZES]
+
+
 def test_noise_in_costs_is_smoothed() -> None:
     measured = [0.9, *(float(n) for n in SIZES)]
     measured[3], measured[4] = 6.0, 4.0  # four nodes seemed dearer than eight

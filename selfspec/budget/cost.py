@@ -9,6 +9,7 @@ import random
 import statistics
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from selfspec.utils.progress import progress
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
 _measuring = threading.Lock()  # threads would take the measured time from each other
+_DEAR = 5  # plain steps: no tree pays whose pass takes longer; larger ones are not measured, and cost more by the node
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 
@@ -110,14 +112,14 @@ def _interpolated(seconds: list[float]) -> list[float]:
 
 
 class _Trees:
-    """Drafter and session in one object: trees of arbitrary tokens, all sizes in turn, timed from the end of one
+    """Drafter and session in one object: trees of arbitrary tokens, all `sizes` in turn, timed from the end of one
     `propose` to the start of the next."""
 
     reads: tuple[int, ...] = ()
 
-    def __init__(self, vocab: int, turn: int) -> None:
-        self.random, self.vocab = random.Random(turn), vocab
-        self.seconds: dict[int, list[float]] = {n: [] for n in SIZES}
+    def __init__(self, vocab: int, sizes: Sequence[int], turn: int = 0) -> None:
+        self.random, self.vocab, self.sizes = random.Random(turn), vocab, sizes
+        self.seconds: dict[int, list[float]] = {n: [] for n in sizes}
         self.turn, self.start = turn, 0.0
 
     def session(self, target: Target, rows: int) -> Session:
@@ -125,9 +127,9 @@ class _Trees:
 
     def propose(self, context: Context) -> DraftTree:
         if self.start:
-            self.seconds[SIZES[self.turn % len(SIZES)]].append(clock(context.roots.device) - self.start)
+            self.seconds[self.sizes[self.turn % len(self.sizes)]].append(clock(context.roots.device) - self.start)
             self.turn += 1
-        n, rows = SIZES[self.turn % len(SIZES)], len(context.lengths)
+        n, rows = self.sizes[self.turn % len(self.sizes)], len(context.lengths)
         parents = [-1, *(self.random.randrange(max(0, i - 6), i) for i in range(1, n))]
         tokens = torch.tensor([[self.random.randrange(self.vocab) for _ in range(n)] for _ in range(rows)])
         tokens = tokens.to(context.roots.device)
@@ -155,20 +157,28 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         stats = autoregressive(target, prompts, Options(min(len(SIZES), room // 2), sampling)).stats
         return (stats.seconds_target + stats.seconds_other) / stats.calls
 
-    ratios: dict[int, list[float]] = {n: [] for n in SIZES}
+    def passes(sizes: Sequence[int], count: int, turn: int = 0) -> dict[int, list[float]]:
+        trees = _Trees(target.vocab_size, sizes, turn)
+        speculative(target, prompts, Options(min(count, room // 2), sampling), trees, LARGEST)
+        return trees.seconds
+
     step()  # compiles, where passes are compiled
-    plain = [step()]
+    plain, sizes = [step()], list[int]()
+    for n in SIZES:
+        sizes.append(n)
+        if min(passes([n], 4)[n][1:], default=0.0) > _DEAR * plain[0]:  # the first one compiles
+            break
+    ratios: dict[int, list[float]] = {n: [] for n in sizes}
     bar = progress(range(_ROUNDS), desc="measure the cost of a pass", leave=False)
     for _ in bar:
-        timed: dict[int, list[float]] = {n: [] for n in SIZES}
+        timed: dict[int, list[float]] = {n: [] for n in sizes}
         while not all(timed.values()):
-            trees = _Trees(target.vocab_size, turn=sum(map(len, timed.values())))
-            speculative(target, prompts, Options(min(2 * len(SIZES), room // 2), sampling), trees, LARGEST)
-            for n, seconds in trees.seconds.items():
+            for n, seconds in passes(sizes, 2 * len(SIZES), turn=sum(map(len, timed.values()))).items():
                 timed[n] += seconds
         plain.append(step())
         for n, seconds in timed.items():
             ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
-        bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=f"{ratios[SIZES[-1]][-1]:.2f}x at {SIZES[-1]} nodes")
+        bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=f"{ratios[sizes[-1]][-1]:.2f}x at {sizes[-1]} nodes")
     base = statistics.median(plain)
-    return [base, *(base * statistics.median(ratios[n]) for n in SIZES)]
+    costs = {n: base * statistics.median(of) for n, of in ratios.items()}
+    return [base, *(costs.get(n, costs[sizes[-1]] * n / sizes[-1]) for n in SIZES)]
