@@ -48,14 +48,18 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
-# SmolLM2 beside llama.cpp, which is built first, ten minutes; QUESTIONS names Spec-Bench's question.jsonl.
+# SmolLM2 beside llama.cpp and OpenVINO GenAI, ten minutes to build and ten to run; QUESTIONS names Spec-Bench's
+# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install -q "torch==$(TORCH)"
+	$(PEERS)/bin/python -m pip install -q openvino-genai==2026.4.1.0 optimum-intel==2.2.0
+	-$(PEERS)/bin/python -m pip uninstall -q -y torchvision # built for another torch, and not needed
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF" $(PEERS)/bin/python -m pip install -q llama-cpp-python==0.3.36
 	touch $@
 
 peers: $(VENV)/.ready $(PEERS)/.ready
-	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS) --python $(PEERS)/bin/python
+	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS)
 
 # Everything that needs a GPU, in ten minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
+from selfspec.evaluation import peers
 from selfspec.evaluation.limits import bandwidth, expected_length, peak, weights_of
 from selfspec.evaluation.starts import start_costs
 
@@ -128,3 +131,31 @@ def test_starts(tiny_folder: str, heads_folder: Path) -> None:
 def test_bad_settings_are_named(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OmegaConf.to_object(compose_config("limits", override))
+
+
+ENGINE = """
+import json, sys
+print("loading ...")
+print(json.dumps({"version": "mine 1"}), flush=True)
+for line in sys.stdin:
+    if json.loads(line)["tokens"] == [1]:
+        sys.exit(1)
+    print(json.dumps({"seconds": 0.5}), flush=True)
+"""
+
+
+def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peers, "PYTHON", Path(sys.executable))
+    peer, broken = peers.Peer(ENGINE), peers.Peer("raise SystemExit(3)")
+    assert (peer.version, broken.version) == ("mine 1", "")
+    assert peer.rate([5], 9) == 16.0
+    rates = {"mine": [peer.rate([5], 9), peer.rate([5], 9)], "ends": [], "broken": []}
+    assert all(math.isnan(each.rate([1], 9)) and each.failed for each in (peer, broken))
+    assert [row[1] for row in peers.rate_rows(rates)] == ["16.0", "crashed", "crashed"]
+    for each in (peer, broken):
+        each.close()
+    with pytest.raises(ValueError, match="'tiny-target'"):
+        peers.check_peers("tiny-target")
+    monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
+    with pytest.raises(ValueError, match="is missing; make"):
+        peers.check_peers("smollm2")

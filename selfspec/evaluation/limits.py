@@ -41,7 +41,8 @@ class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
     acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
     or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
-    new processes are timed too, with the first drafter, which compiles everything anew."""
+    new processes are timed too, with the first drafter, which compiles everything anew; peers: whether other engines
+    are (see `selfspec.evaluation.peers`), of which target=smollm2 has files."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15
@@ -49,6 +50,7 @@ class LimitsConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     config: str | None = None
     starts: bool = True
+    peers: bool = False
 
     def __post_init__(self) -> None:
         if 1 not in self.sizes or not all(1 <= size <= MAX_NODES for size in self.sizes):

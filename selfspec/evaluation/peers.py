@@ -1,0 +1,161 @@
+"""Other engines on the same model: llama.cpp and OpenVINO GenAI, each in a process of its own.
+
+They live in an environment of their own (`make .venv-peers/.ready`), since they need other versions of the packages
+that are used here. A process waits while others decode. What an engine can not run stays a blank, with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from selfspec.checkpoints.smollm2 import packaged
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.utils.files import Figures
+from selfspec.utils.progress import progress
+
+PYTHON = Path(".venv-peers/bin/python")
+_LLAMA = """
+import ctypes, json, os, sys, time
+import llama_cpp
+source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+ftype, path = {"bf16": 32, "Q8_0": 7}.get(name), source if name == "Q4_1" else f"{folder}/{name}.gguf"
+if ftype is not None and not os.path.exists(path):
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize, params.nthread = ftype, True, threads
+    if llama_cpp.llama_model_quantize(source.encode(), path.encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp can not write {path}")
+model = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+system = llama_cpp.llama_print_system_info().decode().strip()
+print(json.dumps({"version": f"llama-cpp-python {llama_cpp.__version__}: {system}"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    model.reset()
+    made, start = model.generate(asked["tokens"], temp=0.0, repeat_penalty=1.0), None
+    for count, _ in enumerate(made):
+        start = start or time.perf_counter()  # behind the prompt
+        if count == asked["count"] - 1:
+            break
+    print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+"""
+_OPENVINO = """
+import json, os, subprocess, sys
+import numpy, openvino, openvino_genai
+source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+path = f"{folder}/openvino_{name}"
+if not os.path.exists(f"{path}/openvino_model.xml"):
+    command = os.path.join(os.path.dirname(sys.executable), "optimum-cli"), "export", "openvino", "--model", source
+    size = ["--group-size", "64"] if name == "int4" else []
+    more = "--task", "text-generation-with-past", "--weight-format", name, *size, path
+    subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+pipe = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
+print(json.dumps({"version": f"OpenVINO GenAI {openvino_genai.__version__}"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    ids = numpy.array([asked["tokens"]])
+    given = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos, config.do_sample = asked["count"], True, False
+    metrics = pipe.generate(given, config).perf_metrics
+    print(json.dumps({"seconds": (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1000}), flush=True)
+"""
+
+
+class Peer:
+    """One model in one engine. version: what the engine says of itself; failed: whether its process ended."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [str(PYTHON), "-c", program, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.failed = False
+        self.version = str(self._line().get("version", ""))
+
+    def _line(self) -> Figures:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if line.startswith("{"):
+                told: Figures = json.loads(line)
+                return told
+        self.failed = True
+        return {}
+
+    def rate(self, tokens: list[int], count: int) -> float:
+        """Greedy tokens per second behind a prompt, the first of `count` not among them; NaN where it crashed."""
+        if self.failed:
+            return math.nan
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"tokens": tokens, "count": count}) + "\n")
+        self.process.stdin.flush()
+        seconds = self._line().get("seconds")
+        return math.nan if seconds is None else (count - 1) / float(seconds)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def check_peers(target: str) -> None:
+    """Raises ValueError where the other engines are not installed, or have no files of this target."""
+    if target != "smollm2":
+        raise ValueError(f"the other engines run smollm2, whose package holds a GGUF file, not {target!r}")
+    if not PYTHON.is_file():
+        raise ValueError(f"{PYTHON} is missing; make .venv-peers/.ready builds the other engines, ten minutes")
+
+
+def start_peers(target_folder: str, folder: Path) -> dict[str, Peer]:
+    """SmolLM2 in each engine and format, by name. target_folder: its weights as safetensors; folder: where files in
+    other formats are made, once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    threads, peers = str(torch.get_num_threads()), {}
+    for name in ("bf16", "Q8_0", "Q4_1"):
+        peers[f"llama.cpp {name}"] = Peer(_LLAMA, str(packaged()), str(folder), threads, name)
+    for name in ("fp16", "int8", "int4"):
+        peers[f"OpenVINO {name}"] = Peer(_OPENVINO, target_folder, str(folder), threads, name)
+    return peers
+
+
+def peer_speeds(target: Target, target_folder: str, folder: Path, rounds: int) -> Figures:
+    """Plain decoding here and in other engines: greedy tokens per second behind a prompt of 128 tokens, all in turn.
+    By name: "rates" of each round, and the "version" of the engine; without rates where it crashed."""
+    peers: dict[str, Any] = start_peers(target_folder, folder)
+    prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
+    figures: Figures = {name: {"version": peer.version, "rates": []} for name, peer in peers.items()}
+    ours = figures[f"selfspec {target.dtype_name}"] = {"version": f"torch {torch.__version__}", "rates": []}
+    try:
+        for turn in progress(range(rounds + 1), desc="other engines", leave=False):
+            rates = {name: peer.rate(prompt, 64) for name, peer in peers.items()}
+            stats = autoregressive(target, [prompt], Options(64, Sampling(0.0))).stats
+            if turn:  # the first one warms up
+                ours["rates"].append(64 / (stats.seconds - stats.seconds_prefill))
+                for name, rate in rates.items():
+                    figures[name]["rates"] += [] if math.isnan(rate) else [rate]
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return figures
+
+
+def rate_rows(rates: dict[str, list[float]]) -> list[list[str]]:
+    """Cells of a table: the name, the median and the quartiles."""
+    rows = []
+    for name, values in rates.items():
+        if len(values) < 2:
+            rows.append([name, "crashed", ""])
+            continue
+        low, middle, high = statistics.quantiles(values, n=4)
+        rows.append([name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}"])
+    return rows
