@@ -222,6 +222,12 @@ def test_acceptance_is_counted_where_walks_came() -> None:
     assert whole["table"] == [[1.0] + [0.0] * 7]  # the first child of the root, always; deeper there are no children
     assert whole["tau"] == 2
     assert acceptance_tables([trace_of(["a", "b", "c"])]) == []  # too few passes to tell
+    for line in trace.passes:
+        line["masks"] = 6  # beside three nodes
+    assert acceptance_tables([trace])[0]["masks"] == 2
+    for line in trace.passes:
+        line |= {"tokens": [9], "parents": [-1], "path": [0], "emitted": [10], "masks": 0}
+    assert acceptance_tables([trace]) == []  # nothing was drafted, so there is nothing to tell
 
 
 def test_colours_can_be_told_apart_and_read() -> None:
@@ -264,7 +270,7 @@ def test_the_script_is_whole() -> None:
 
 
 def test_the_pages_numbers_are_ours(tab: Any) -> None:
-    """200 random settings: tables, curves (noisy ones too), drafts, nodes, batches."""
+    """200 random settings: tables, curves (noisy ones too), drafts, nodes, batches, mask rows."""
     made, asked, wanted = Random(0), [], []
     for _ in range(200):
         if made.random() < 0.5:
@@ -286,10 +292,9 @@ def test_the_pages_numbers_are_ours(tab: Any) -> None:
             made.randrange(1, MOST + 1),
             made.choice([1, 1, 3, 64]),
         )
-        asked.append([table, first, rest, {"sizes": sizes, "seconds": seconds, **machine}, draft, nodes, rows])
-        wanted.append(
-            asdict(predict(expected_lengths(acceptance, MOST), Curve(sizes, seconds, **machine), draft, nodes, rows))
-        )
+        masks, curve = made.choice([0.0, made.random()]), Curve(sizes, seconds, **machine)
+        asked.append([table, first, rest, asdict(curve), draft, nodes, rows, masks])
+        wanted.append(asdict(predict(expected_lengths(acceptance, MOST), curve, draft, nodes, rows, masks)))
     found = tab.evaluate(
         "asked => asked.map(([table, first, rest, ...more]) => predict(table ?? assumed(first, rest), ...more))", asked
     )
@@ -392,18 +397,24 @@ def test_every_control_of_the_prediction_moves_it(tab: Any) -> None:
     tab.select_option("#table", label="medusa, T=1, all texts")
     assert "Measured for this drafter on this machine, with 8 nodes" in tab.text_content("#draft-note")
     assert tab.input_value("#draft-number") == "0.25"
-    for select in ("#table", "#curve"):
-        before = seen()
-        tab.select_option(select, "typed")
-        assert seen() != before
+    firsts = "[...document.querySelectorAll('#depths input')].map((e) => Number(e.value))"
+    measured = tab.evaluate(firsts)
+    tab.select_option("#table", "typed")  # goes on from what was measured
+    before = seen()
+    tab.select_option("#curve", "typed")
+    assert seen() != before
+    assert tab.evaluate(firsts) == measured
+    assert "extrapolated" not in tab.text_content("#answer")
+    move("#rows", 60)  # with 8 nodes each more than the 64 rows that were typed in
+    assert "480 rows is wider than any that was measured (64)" in tab.text_content("#answer")
     moves = {
+        "#depths input": 0.11,
         "#nodes": 3,
         "#rows": 7,
         "#rest": 0.9,
         "#draft": 1.1,
         "#draft-number": 0.05,
         "#costs input": 4,
-        "#depths input": 0.11,
     }
     for selector, value in moves.items():
         before = seen()
@@ -454,11 +465,26 @@ def test_every_control_of_the_comparison_moves_it(tab: Any) -> None:
     assert [row[3] for row in read[1:]] == [row[0] for row in rows()]
     assert [f"{float(row[6]):.2f}" for row in read[1:]] == [row[3] for row in rows()]
     tab.select_option("#measure", "time")
-    assert "Nothing was measured" in tab.text_content("#compare-chart")  # a group has no times of its own
+    assert "costs are of all texts together" in tab.text_content("#compare-chart")
+    assert tab.is_disabled("#csv")
+    assert not tab.is_visible("#rows-table")
     tab.select_option("#group", "all texts")
     assert tab.locator("#compare-chart rect").count() >= 18
     assert tab.text_content("#command") == "python eval/compare.py name=c"
     assert "a <processor>" in tab.text_content("#machine")
+
+
+def test_a_stall_of_the_machine_is_told(tab: Any) -> None:
+    """Plain decoding beside itself is 1.0, or what stands beside it means nothing."""
+    assert "Doubtful" not in tab.text_content("#compare-told")
+    for ratio, doubtful in ((1.04, False), (2.59, True), (0.8, True)):
+        plain = {"arm": "plain", "T": 0, "nodes": "-", "prompts": 2, "tau": 1, "groups": {}}
+        plain["speedup"] = {"ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.01}
+        tab.evaluate("row => { DATA.comparisons[0].rows.unshift(row); showCompare(); }", plain)
+        assert (
+            f"Doubtful: plain decoding beside itself came out at {ratio:.2f}x" in tab.text_content("#compare-told")
+        ) == doubtful
+        tab.evaluate("DATA.comparisons[0].rows.shift()")
 
 
 def test_the_keyboard_reaches_everything(tab: Any) -> None:

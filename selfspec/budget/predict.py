@@ -76,22 +76,26 @@ class Prediction:
     affordable: float
 
 
-def predict(grown: Sequence[float], curve: Curve, draft: float, nodes: int, rows: int = 1) -> Prediction:
+def predict(
+    grown: Sequence[float], curve: Curve, draft: float, nodes: int, rows: int = 1, masks: float = 0.0
+) -> Prediction:
     """grown: the acceptance length that trees of 1, 2, ... nodes promise (the last one's also stands for larger ones);
     draft: the cost of a draft, in plain steps of the same batch; nodes: of each row's tree, root included; rows: the
-    batch, whose passes cost what a pass over all their nodes costs."""
+    batch, whose passes cost what a pass over all their nodes costs; masks: mask rows that ride along with each node and
+    cost what a node costs."""
     step = curve.cost(rows)
     taus = [grown[min(n, len(grown)) - 1] for n in range(1, MOST + 1)]
-    ratios = [speedup(tau, step, curve.cost(rows * n), draft * step) for n, tau in enumerate(taus, 1)]
+    each = rows * (1 + masks)
+    ratios = [speedup(tau, step, curve.cost(each * n), draft * step) for n, tau in enumerate(taus, 1)]
     ratios[0] = 1.0  # a root alone: nothing is drafted
-    tau, cost = taus[nodes - 1], curve.cost(rows * nodes)
+    tau, cost = taus[nodes - 1], curve.cost(each * nodes)
     machine = curve.size, curve.products, curve.bandwidth, curve.peak
     most = max(ratios)
     return Prediction(
         tau=tau,
         speedup=ratios[nodes - 1],
         free=speedup(tau, step, cost, 0.0),
-        limit=speedup(tau, step, fastest(rows * nodes, *machine), 0.0),
+        limit=speedup(tau, step, fastest(each * nodes, *machine), 0.0),
         best=ratios.index(most) + 1,
         most=most,
         pays=max(n for n, ratio in enumerate(ratios, 1) if ratio > 1 or n == 1),

@@ -201,14 +201,13 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
     """Acceptance by depth and rank of each target, drafter, temperature and group of text, and of all groups together,
     counted in the nodes that walks came to: how often the child of that rank (in the tree's order) was the pick. A walk
     that comes to a node without children counts only at the root: further down the budget may have ended there.
-    Drafters with mask slots in the pass are left out: what they cost is not in their trees."""
+    masks: mask rows in a pass for each node, where there are any. A drafter that drafted nothing has no table."""
     kinds: dict[tuple[str, str, float, str], list[Trace]] = {}
     for trace in traces:
         header = trace.header
         for group in dict.fromkeys(("all", str(header.get("group", "all")))):
             kind = _last(header["target"]), _last(header["drafter"]), header["temperature"], group
-            if not any(line["masks"] for line in trace.passes):
-                kinds.setdefault(kind, []).append(trace)
+            kinds.setdefault(kind, []).append(trace)
     tables = []
     for (target, drafter, temperature, group), traces_of in kinds.items():
         visits = [0] * _DEPTHS
@@ -227,9 +226,12 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
         table = [
             [count / seen for count in counts] for counts, seen in zip(right, visits, strict=True) if seen >= _FEWEST
         ]
-        if table:
+        lines = [line for trace in traces_of for line in trace.passes]
+        counted = sum(len(line["tokens"]) for line in lines)
+        if table and counted > len(lines):
             labels = {"target": target, "drafter": drafter, "T": temperature, "group": group, "table": table}
-            nodes = max(len(line["tokens"]) for trace in traces_of for line in trace.passes)
+            labels |= {"masks": masks / counted} if (masks := sum(line["masks"] for line in lines)) else {}
+            nodes = max(len(line["tokens"]) for line in lines)
             tables.append(labels | {"passes": passes, "tau": tokens / passes, "nodes": nodes})
     return tables
 

@@ -62,6 +62,6 @@ function missing(id, what, why) {
 }
 
 /** The width that a chart has. @param {HTMLElement} place */
-const widthOf = (place) => Math.max(300, Math.min(1100, place.clientWidth || 600));
+const widthOf = (place) => Math.max(300, Math.min(1700, place.clientWidth || 600));
 
 const COLORS = ["var(--s0)", "var(--s1)", "var(--s2)", "var(--s3)"];

@@ -8,6 +8,7 @@ const MEASURES = {
   time: { label: "where the time of a pass goes", unit: " ms", of: (row) => row.whole && row.milliseconds_per_pass && { value: Object.values(row.milliseconds_per_pass).reduce((a, b) => a + b, 0), parts: row.milliseconds_per_pass } },
 };
 const ALL = "all texts";
+const DRIFT = 0.05; // that plain decoding may lie beside itself
 const PARTS = { draft: "draft", target: "model", other: "rest" };
 
 /** @type {{shown: any[], hidden: Set<string>, column: string, down: boolean}} */
@@ -61,7 +62,7 @@ function compareChart() {
     } },
     color: split ? { legend: true, domain: Object.values(PARTS), range: COLORS.slice(0, 3) } : {},
     marks: split ? bars : dots,
-  }) : make("p", {}, "Nothing was measured for this choice."));
+  }) : make("p", {}, ["time", "limit"].includes(at("measure").value) && at("group").value !== ALL ? "Nothing was measured for this choice: costs are of all texts together." : "Nothing was measured for this choice."));
 }
 
 /** @param {any} row */
@@ -135,12 +136,25 @@ function downloadCsv() {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
+/** A warning where plain decoding beside itself is not 1.0: something else took the machine's time. */
+function stalled() {
+  const [T, group] = [Number(at("temperature").value), at("group").value];
+  const plain = comparison().rows.find((/** @type {any} */ row) => row.T === T && row.arm === "plain");
+  const found = plain && (group === ALL ? plain : plain.groups[group])?.speedup;
+  if (!found || at("measure").value === "tau" || (found.low - DRIFT <= 1 && found.high + DRIFT >= 1)) return null;
+  return `Doubtful: plain decoding beside itself came out at ${fixed(found.ratio)}x here, so something else took the machine's time. Measure this again.`;
+}
+
 function showCompare() {
   compared.shown = rowsShown();
   compareChart();
   compareTable();
+  const nothing = !compared.shown.length;
+  at("csv").disabled = nothing;
+  at("rows-table").hidden = nothing;
+  at("compare-told").classList.toggle("doubtful", Boolean(stalled()));
   const best = [...compared.shown].sort((a, b) => b.found.value - a.found.value)[0];
-  at("compare-told").textContent = best ? `${compared.shown.length} rows; the largest value: ${best.name}, ${cellOf(best)}` : compared.hidden.size ? "Nothing is left: tick a drafter." : "";
+  at("compare-told").textContent = stalled() ?? (best ? `${compared.shown.length} rows; the largest value: ${best.name}, ${cellOf(best)}` : compared.hidden.size ? "Nothing is left: tick a drafter." : "");
 }
 
 function showRun() {

@@ -210,10 +210,12 @@ function showStep() {
   const kept = line.emitted.length;
   const drafted = Math.min(line.path.length - 1, kept);
   const masks = line.masks ? ` ${line.masks} mask rows ride along and write the next draft.` : "";
-  const whose = header.sources.map((/** @type {string} */ name, /** @type {number} */ i) => `${name} proposed ${line.sources.filter((/** @type {number[]} */ s) => s.includes(i)).length} of ${count - 1} guesses`);
+  const alone = header.sources.map((/** @type {string} */ name, /** @type {number} */ i) => `${line.sources.filter((/** @type {number[]} */ s) => s.length === 1 && s[0] === i).length} by ${name}`);
+  const shared = line.sources.filter((/** @type {number[]} */ s) => s.length > 1).length;
+  const whose = `${count - 1} guesses: ${alone.join(", ")}${shared ? `, ${shared} by more than one` : ""}`;
   const told = [
     `Pass ${explain.pass + 1}. ${before || "No"} ${before === 1 ? "token is" : "tokens are"} written so far. The last token of ${before ? "the text" : "the prompt"} is the root of the tree.`,
-    count > 1 ? `${whose.join(", ")}. The number at a node is the drafter's own estimate that the text goes there.` : "Nothing was drafted in this pass.",
+    count > 1 ? `${whose}. The number at a node is the drafter's own estimate that the text goes there.` : "Nothing was drafted in this pass.",
     `One pass over ${count} nodes. A filled cell: the node of this row sees the node of this column. Siblings do not see each other.${masks}`,
     `The model picks a token at each node of the walk${header.temperature > 0 ? ": the largest log-probability plus noise" : ": the most likely one, since T=0"}.`,
     drafted ? `The walk goes down as long as a child holds the pick: ${drafted} of ${count - 1} guesses are right.` : "No child of the root holds the pick: the walk ends at once.",
@@ -350,9 +352,10 @@ function startExplain() {
       step(event.key === "ArrowRight" ? 1 : -1);
     }
   });
-  // First what shows most: several drafters in one tree, with noise, and the longest such text.
+  // First what shows most: several drafters in one tree, on a text that makes sense (T=0), fast, and beside plain decoding.
+  const pace = (/** @type {any} */ trace) => trace.passes.reduce((/** @type {number} */ n, /** @type {any} */ line) => n + line.emitted.length, 0) / trace.passes.length;
   const worth = (/** @type {any} */ trace) =>
-    2 * Number(trace.header.sources.length > 1) + Number(trace.header.temperature > 0) + Number(trace.plain !== null) + trace.passes.length / 1e6;
+    200 * Number(trace.plain !== null) + 100 * Number(trace.header.sources.length > 1) + 50 * Number(trace.header.temperature === 0) + Math.min(49, pace(trace));
   const most = Math.max(...DATA.traces.map(worth));
   at("trace").value = String(DATA.traces.findIndex((/** @type {any} */ trace) => worth(trace) === most));
   chooseTrace(Number(at("trace").value));

@@ -66,20 +66,22 @@ function passCost(curve, nodes) {
   return Math.max(low + ((high - low) * (nodes - n)) / (m - n), least);
 }
 
-/** @param {number[][]} acceptance @param {Curve} curve @param {number} draft @param {number} nodes @param {number} rows */
-function predict(acceptance, curve, draft, nodes, rows = 1) {
+/** @param {number[][]} acceptance @param {Curve} curve @param {number} draft @param {number} nodes @param {number} rows
+ * @param {number} masks mask rows beside each node */
+function predict(acceptance, curve, draft, nodes, rows = 1, masks = 0) {
   const grown = [];
   let total = 0;
   for (const p of staticTree(acceptance, MOST)) grown.push((total += p));
   const step = passCost(curve, rows);
+  const each = rows * (1 + masks);
   const taus = [];
   const ratios = [];
   for (let n = 1; n <= MOST; n++) {
     taus.push(grown[Math.min(n, grown.length) - 1]);
-    ratios.push(n === 1 ? 1 : speedup(taus[n - 1], step, passCost(curve, rows * n), draft * step));
+    ratios.push(n === 1 ? 1 : speedup(taus[n - 1], step, passCost(curve, each * n), draft * step));
   }
   const tau = taus[nodes - 1];
-  const cost = passCost(curve, rows * nodes);
+  const cost = passCost(curve, each * nodes);
   const most = Math.max(...ratios);
   let pays = 1;
   ratios.forEach((ratio, i) => {
@@ -89,7 +91,7 @@ function predict(acceptance, curve, draft, nodes, rows = 1) {
     tau,
     speedup: ratios[nodes - 1],
     free: speedup(tau, step, cost, 0),
-    limit: speedup(tau, step, fastest(rows * nodes, curve), 0),
+    limit: speedup(tau, step, fastest(each * nodes, curve), 0),
     best: ratios.indexOf(most) + 1,
     most,
     pays,

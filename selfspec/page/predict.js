@@ -6,6 +6,17 @@ const KNOTS = [2, 4, 8, 16, 32, 64];
 
 const wish = { first: [...FIRST], costs: [1.05, 1.1, 1.2, 1.4, 1.9, 3.1] };
 
+/** The measured acceptance that is chosen, or none. */
+const measuredTable = () => (at("table").value === TYPED ? null : DATA.acceptance[Number(at("table").value)]);
+
+/** Typing in begins with what was measured of the drafter that was chosen before. @param {any} table */
+function typeIn(table) {
+  wish.first = table.table.slice(0, 8).map((/** @type {number[]} */ level) => level[0] ?? 0);
+  const [first, second] = table.table[0];
+  const rest = (second ?? 0) / (first * (1 - first));
+  if (Number.isFinite(rest)) at("rest").value = String(Math.min(1, rest));
+}
+
 /** The table of acceptance that is chosen. */
 function acceptance() {
   const chosen = at("table").value;
@@ -30,9 +41,10 @@ function showDepths() {
     return make("label", { class: "block" }, `Depth ${i + 1} `, slider, " ", out);
   }));
   at("rest-label").hidden = !typed;
-  const table = typed ? null : DATA.acceptance[Number(at("table").value)];
+  const table = measuredTable();
+  const masks = table?.masks ? ` ${fixed(table.masks, 1)} mask rows ride along with each node and are priced as nodes.` : "";
   at("table-note").textContent = table
-    ? `${table.target}: from ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass). Choose "typed in" to move the sliders.`
+    ? `${table.target}: from ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass).${masks} Choose "typed in" to move the sliders from here.`
     : "How often the first guess at each depth is right, if all above it were.";
   if (DATA.missing.traces) at("table-note").append(" Measured acceptance: ", make("code", {}, DATA.missing.traces));
 }
@@ -94,11 +106,14 @@ function showPrediction() {
     at("predict-chart").replaceChildren();
     return;
   }
-  const found = predict(acceptance(), curve(), draft, nodes, rows);
+  const masks = measuredTable()?.masks ?? 0;
+  const found = predict(acceptance(), curve(), draft, nodes, rows, masks);
+  const [width, sizes] = [Math.round(rows * nodes * (1 + masks)), curve().sizes];
+  const beyond = width > sizes[sizes.length - 1] ? ` A pass of ${width} rows is wider than any that was measured (${sizes[sizes.length - 1]}): its cost is extrapolated.` : "";
   const size = `${nodes} ${nodes === 1 ? "node" : "nodes"}`;
   const worth = found.speedup > 1.005 ? `${size}: it pays, ${fixed(found.speedup)}x as fast as plain decoding` : found.speedup < 0.995 ? `${size}: it does not pay, ${fixed(found.speedup)}x` : `${size}: no change, 1.00x`;
   const best = found.best > 1 ? `The best size is ${found.best} nodes, ${fixed(found.most)}x.` : "No size pays; plain decoding is best.";
-  at("answer").textContent = `${worth}, with ${fixed(found.tau)} tokens a pass. ${best}`;
+  at("answer").textContent = `${worth}, with ${fixed(found.tau)} tokens a pass. ${best}${beyond}`;
   const entries = [
     ["τ, tokens a pass", fixed(found.tau)],
     ["speedup", `${fixed(found.speedup)}x`],
@@ -106,7 +121,7 @@ function showPrediction() {
     ["pays up to", found.pays === MOST ? `${MOST} nodes or more` : found.pays > 1 ? `${found.pays} nodes` : "never"],
     ["a draft must cost less than", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
     ["if drafting were free", `${fixed(found.free)}x`],
-    at("curve").value === TYPED ? ["limit, if a pass costs one step", `${fixed(found.tau)}x`] : ["limit of this machine", `${fixed(found.limit)}x`],
+    at("curve").value === TYPED ? ["limit, if a pass costs one step", `${fixed(found.tau)}x`] : ["limit: drafts for nothing, passes that only read weights or multiply", `${fixed(found.limit)}x`],
   ];
   at("figures").replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
   const points = found.ratios.map((ratio, i) => ({ nodes: i + 1, speedup: ratio, tau: found.taus[i] }));
@@ -149,7 +164,13 @@ function startPredict() {
   const measured = tables.find((/** @type {[string, string]} */ [value]) => { at("table").value = value; return measuredDraft(); });
   if (tables.length) at("table").value = measured ? measured[0] : "0";
   const redraw = () => { showDepths(); showCosts(); takeDraft(); showPrediction(); };
-  for (const id of ["table", "curve"]) at(id).addEventListener("change", redraw);
+  let before = measuredTable();
+  at("table").addEventListener("change", () => {
+    if (at("table").value === TYPED && before) typeIn(before);
+    before = measuredTable();
+    redraw();
+  });
+  at("curve").addEventListener("change", redraw);
   at("draft").addEventListener("input", () => { setDraft(Number(at("draft").value)); showPrediction(); });
   at("draft-number").addEventListener("input", () => { at("draft").value = at("draft-number").value; showPrediction(); });
   for (const id of ["nodes", "rows", "rest"]) at(id).addEventListener("input", showPrediction);
