@@ -135,16 +135,18 @@ def test_drafters_do_not_know_each_other() -> None:
     kinds = {p.stem for p in (PACKAGE / "drafters").glob("*.py")} - {"__init__", "base", "registry"}
     for name, source in FILES.items():
         known = {n.rsplit("/", 1)[-1].removesuffix(".py") for n in inner(source, FILES) if n.count("/") == 1}
-        known &= kinds if name != "checkpoints/loading.py" else kinds - {"hybrid"}  # which puts hybrids together
+        # Which puts hybrids together, and knows what is shipped with a target.
+        known &= kinds if name != "checkpoints/loading.py" else kinds - {"hybrid", "mtp"}
         if name.startswith(("checkpoints/formats/", "integrations/export.py")):  # each form is of one kind
-            known -= {"eagle3", "medusa", "mask"}
+            known -= {"eagle3", "medusa", "mask", "mtp"}
         assert not known, f"{name} imports {known}"
 
 
 def test_nothing_is_copied_in_decoding() -> None:
     assert not [name for name, source in FILES.items() if "copy.copy(" in source]
     copying = {name for name, source in FILES.items() if "copy.deepcopy(" in source}
-    assert copying == {"core/support.py", "core/chains.py"}  # views; a model's own cache, which chains go back to
+    # Views; a model's own cache, which chains go back to; norms that begin as the target's.
+    assert copying == {"core/support.py", "core/chains.py", "drafters/mtp.py"}
 
 
 def test_entry_points_are_scripts_with_safe_names() -> None:

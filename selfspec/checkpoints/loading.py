@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
+from selfspec.checkpoints.formats import mtp
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.weights_hash import weights_hash
@@ -25,6 +26,7 @@ from selfspec.core.support import refuse_any
 from selfspec.core.target import Target, check_engine
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
+from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
 from selfspec.utils.files import Figures
 
@@ -170,6 +172,8 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
         return None
     if kind is Hybrid:
         raise ValueError(f"drafter {name!r} is nothing by itself; join the names of its members by +: a+b")
+    if kind is Mtp:  # shipped with the target
+        return kind
     if issubclass(kind, Trained):
         raise ValueError(
             f"drafter {name!r} is a kind that has to be trained first: train/heads.py drafter={name} name=mine, then "
@@ -180,7 +184,7 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
 
 def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None, trust: bool) -> Drafter:
     if (kind := untrained(name, trust)) is not None:
-        return build(kind, target, config_class(kind)()).eval()
+        return mtp.read(target) if kind is Mtp else build(kind, target, config_class(kind)()).eval()
     folder = folder or drafter_folder(name)
     if (folder / "drafter.json").is_file():
         return load_drafter(folder, target, tokenizer, trust)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.core.cache import TextCache
 from selfspec.core.passes import Pass
 from selfspec.core.quantized import Int8Linear, unquantized
-from selfspec.core.support import layer_stack, view
+from selfspec.core.support import decoder_of, layer_stack, view
 from selfspec.core.target import Target
 
 
@@ -140,18 +140,29 @@ class Tail(Block):
     """The target's last decoder layer, final norm and lm_head as a view that can be fed with any hidden states.
 
     rank: of the LoRA that PEFT puts into the layer's linear maps (and into lm_head with `head`) under the name
-    `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. For decoding the layer's LoRA is
-    merged into weights of its own once, which takes the memory of one layer.
+    `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. norm: what stands in for the
+    final norm, and is trained too. For decoding the layer's LoRA is merged into weights of its own once, which takes
+    the memory of one layer.
     """
 
     def __init__(
-        self, target: Target, rank: int, dtype: torch.dtype, adapter: str, head: bool = False, full: bool = False
+        self,
+        target: Target,
+        rank: int,
+        dtype: torch.dtype,
+        adapter: str,
+        head: bool = False,
+        full: bool = False,
+        norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.adapter, self.dtype, self.full = target.n_layers - 1, adapter, target.dtype, full
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
+        self.own_norm = norm is not None
+        if norm is not None:
+            decoder_of(model).norm = norm
         inner = Target(model, frozen=False, returns=target.returns, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
@@ -199,7 +210,8 @@ class Tail(Block):
         trained = self._views[True]
         target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
-        for module in list(block.modules()):
+        norm = [target.decoder.get_submodule("norm")] if self.own_norm else []
+        for module in [*block.modules(), *norm]:
             for name, parameter in module.named_parameters(recurse=False):
                 if type(parameter) is nn.Parameter and parameter.is_floating_point():
                     setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))

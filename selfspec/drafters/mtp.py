@@ -1,0 +1,117 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the module that many models ship, iterated into trees.
+
+Entry t reads the target's state at position t and the embedding of token t + 1, each behind a norm of its own, through
+one product; a decoder layer of the target's kind follows, and a final norm; lm_head and embeddings are the target's.
+`selfspec.checkpoints.formats.mtp` reads shipped modules. Training starts from the target's last layer. See
+`parts.unrolled` for how it is trained and drafts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.core.recurrent.mixers import mixers
+from selfspec.core.support import view
+from selfspec.core.target import Target
+from selfspec.drafters.base import one_of, pack, training_dtype
+from selfspec.drafters.parts.feature_layer import FeatureLayer
+from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
+from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.parts.vocabulary import check_head
+
+
+@dataclass
+class MtpConfig(UnrolledConfig):
+    """As `UnrolledConfig`, but that the last layer alone is read. In what families differ: hidden_first: the product
+    reads the state before the embedding; fed: the target's state behind its final norm (post) or before it (pre);
+    recycled: what stands for a drafted position, the module's output behind its final norm or before it; final_norm:
+    whether there is one."""
+
+    hidden_first: bool = False
+    fed: str = "post"
+    recycled: str = "post"
+    final_norm: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            raise ValueError(f"drafter.layers={self.layers}: a module reads the last layer; leave layers out")
+        for name in ("hidden_first", "final_norm"):
+            one_of(name, getattr(self, name), (True, False))
+        for name in ("fed", "recycled"):
+            one_of(name, getattr(self, name), ("post", "pre"))
+
+
+class Mtp(Unrolled):
+    """One module. Parameters: those of a decoder layer, 2*H*H, and three norms."""
+
+    config: MtpConfig
+    layer: MtpLayer
+
+    def __init__(self, target: Target, config: MtpConfig) -> None:
+        super().__init__(target, config)
+        self.reads = (target.n_layers - 1,)
+        self.layer = MtpLayer(target, config, training_dtype(target.dtype))
+        check_head(self.layer.block, self.head, config.draft_vocab)
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.layer.tail.parts[1]  # type: ignore[return-value]
+
+
+class MtpLayer(FeatureLayer):
+    """The module's parts: norms, product, and the decoder layer in `tail`."""
+
+    packed_proj: Tensor | None
+
+    def __init__(self, target: Target, config: MtpConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        last = target.n_layers - 1
+        self.layers, self.config = (last,), config
+        theirs = getattr(target.decoder, "norm", None)
+        if not isinstance(theirs, nn.Module):
+            raise ValueError(f"{type(target.model).__name__} has no final norm named `norm`, which mtp begins from")
+        if any(True for _ in mixers(nn.ModuleList([target.layers[last]]))):
+            raise ValueError(f"{type(target.model).__name__}: the last layer keeps a state; mtp needs attention there")
+        self._theirs = {"": view(theirs)}  # a dict, so that it is no submodule
+        hidden = target.hidden_size
+        self.enorm, self.hnorm = (copy.deepcopy(theirs).to(dtype).requires_grad_(True) for _ in range(2))
+        self.norm = copy.deepcopy(theirs).to(dtype).requires_grad_(True) if config.final_norm else nn.Identity()
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False, device=target.device, dtype=dtype)
+        with torch.no_grad():  # at first the state goes into the layer as it is
+            parts = torch.eye(hidden), torch.zeros(hidden, hidden)
+            self.proj.weight.copy_(torch.cat(parts if config.hidden_first else parts[::-1], 1))
+        self.tail = Tail(target, 0, dtype, "mtp", full=True, norm=self.norm)
+        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        pack(self, packed_proj=None)
+
+    def train(self, mode: bool = True) -> MtpLayer:
+        """Leaving training mode lays out the weights for decoding, in the target's dtype."""
+        super().train(mode)
+        pack(self, packed_proj=None if mode else self.proj.weight.detach().to(self.tail.dtype))
+        return self
+
+    @property
+    def block(self) -> Tail:
+        return self.tail
+
+    def fused(self, stacked: Tensor) -> Tensor:
+        return _normed(self._theirs[""], stacked) if self.config.fed == "post" else stacked
+
+    def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
+        embedded = F.embedding(tokens.to(self.embedding.device), self.embedding).to(states)
+        parts = [_normed(self.enorm, embedded), _normed(self.hnorm, states)]
+        weight = self.proj.weight.to(states.dtype) if self.packed_proj is None else self.packed_proj
+        return F.linear(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1), weight)
+
+    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
+        return hidden if self.config.recycled == "post" else outputs
+
+
+def _normed(norm: nn.Module, states: Tensor) -> Tensor:
+    return norm(states).to(states.dtype)  # type: ignore[no-any-return]

@@ -1,0 +1,207 @@
+"""Shipped MTP modules: read by their published names, held to transformers' own layer, and lossless as drafters."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomize, tiny_model
+from families import FAMILIES, MLA, build
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpLayer
+
+import selfspec
+from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
+from selfspec.checkpoints.formats import mtp
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.drafters.mtp import Mtp, MtpConfig
+
+TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4]])
+PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
+# Published names, written down apart from the reader's table: of the norms of embedding and state, the product, the
+# final norm, and the decoder layer. {L} is the number of the target's layers.
+DEEPSEEK = [f"model.layers.{{L}}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")]
+QWEN = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."]
+ERNIE = [f"model.mtp_{n}" for n in ("emb_norm.0", "hidden_norm.0", "linear_proj.0")] + ["", "model.mtp_block.0."]
+HUNYUAN = [*DEEPSEEK[:3], "model.layers.{L}.final_layernorm", DEEPSEEK[4]]
+EXPERTS = MLA | {"num_experts": 4, "moe_router_topk": 2, "scoring_func": "sigmoid", "head_dim": 8}
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "GLM-4.5": ("glm4_moe", {k: v for k, v in EXPERTS.items() if "lora" not in k and "head" not in k}),
+    "GLM-4.7-Flash": ("glm4_moe_lite", MLA),
+    "HY-V3": ("hy_v3", EXPERTS),
+    "EXAONE-MoE": ("exaone_moe", EXPERTS),
+}
+SHIPPED = {
+    "DeepSeek-V3 (MLA)": DEEPSEEK,
+    "GLM-4.5": DEEPSEEK,
+    "GLM-4.7-Flash": DEEPSEEK,
+    "HY-V3": HUNYUAN,
+    "EXAONE-MoE": QWEN,
+    "Qwen3-Next": QWEN,
+    "Qwen3.5": QWEN,
+    "Qwen3.5-MoE": QWEN,
+    "ERNIE 4.5": ERNIE,
+}
+
+
+def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
+    """A checkpoint with a random module under its published names, and the module as transformers builds it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for more, row in MORE.items():
+            patch.setitem(FAMILIES, more, row)
+        model = build(name)
+    model.save_pretrained(folder)
+    path, names = folder / "model.safetensors", SHIPPED[name]
+    last = model.get_decoder().layers[-1]
+    norm = next(type(m) for n, m in last.named_modules() if "layernorm" in n)
+    module = MtpLayer(model.config, type(last), norm, model.config.num_hidden_layers - 1, bool(names[3]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for key, part in (*module.named_parameters(), *module.named_buffers()):
+            if part.is_floating_point():
+                part.normal_(std=0.1 if part.ndim > 1 else 0.3)
+                part += float("norm" in key)
+    module.double().eval()
+    state = module.state_dict()
+    roles = ("enorm.", "hnorm.", "eh_proj.", "post_norm.", "mtp_block.")
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in state.items():
+        role = next(i for i, r in enumerate(roles) if key.startswith(r))
+        rest = key.removeprefix(roles[role])
+        place = names[role].format(L=model.config.num_hidden_layers)
+        whole = place + rest if role == 4 else f"{place}.{rest}"
+        if ".experts." in whole and "Qwen3.5" not in name:  # each expert by itself
+            parts = ("gate_proj", "up_proj") if whole.endswith("gate_up_proj") else ("down_proj",)
+            stem = whole.rpartition(".")[0]
+            for e, expert in enumerate(tensor):
+                for part, piece in zip(parts, expert.chunk(len(parts)), strict=True):
+                    tensors[f"{stem}.{e}.{part}.weight"] = piece.clone()
+        else:
+            tensors[whole] = tensor.clone()
+    if names is DEEPSEEK:  # copies of the target's own, which are passed over
+        tensors[names[3].replace("norm", "head").format(L=model.config.num_hidden_layers) + ".weight"] = torch.zeros(2)
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+    return model, module
+
+
+@torch.no_grad()
+def judged(model: Any, module: MtpLayer, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and what is recycled [1, S, ...] of the module's layer over entries [1, S, H]."""
+    n = entries.shape[1]
+    places = torch.arange(n)[None]
+    mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    turns = model.get_decoder().rotary_emb(entries, places)
+    out = module.mtp_block(entries, attention_mask=mask, position_embeddings=turns, position_ids=places)
+    out = out[0] if isinstance(out, tuple) else out
+    out = out if module.post_norm is None else module.post_norm(out)
+    return model.lm_head(out), out
+
+
+@torch.no_grad()
+def entries_of(model: Any, module: MtpLayer, states: Tensor, tokens: Tensor) -> Tensor:
+    embedded = model.get_input_embeddings()(tokens)
+    return module.eh_proj(torch.cat([module.enorm(embedded), module.hnorm(states)], -1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> None:
+    """In float64, behind verified text and iterated."""
+    model, module = shipped(name, tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    target = Target(loaded.eval())
+    drafter = mtp.read(target)
+    with torch.no_grad():
+        state = model.get_decoder()(TEXT).last_hidden_state
+        features = {i: target.text(TEXT, reads=drafter.reads).features[i] for i in drafter.reads}
+        found = drafter.unrolled(TEXT, features, 3)
+    verified = entries_of(model, module, state[:, :-1], TEXT[:, 1:])
+    logits, recycled = judged(model, module, verified)
+    assert torch.allclose(found[0], logits, rtol=0, atol=1e-9)
+    t = 6
+    drafted = verified[:, : t - 1]  # entries up to position t - 2
+    own = recycled[:, t - 2 : t - 1]
+    for step, place in ((1, t - 1), (2, t)):
+        entry = entries_of(model, module, own, TEXT[:, place + 1 : place + 2])
+        drafted = torch.cat([drafted, entry], 1)
+        logits, outs = judged(model, module, drafted)
+        own = outs[:, -1:]
+        assert torch.allclose(found[step][:, place], logits[:, -1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3 (MLA)", "Qwen3.5"])
+def test_shipped_modules_draft_losslessly(name: str, tmp_path: Path) -> None:
+    shipped(name, tmp_path)
+    spec = selfspec.load("mtp", target=tmp_path, dtype="float32")
+    assert isinstance(spec.drafter, Mtp)
+    for temperature in (0.0, 1.0):
+        options = Options(24, Sampling(temperature), 3)
+        for prompts in (PROMPTS[:1], PROMPTS):
+            plain = autoregressive(spec.target, prompts, options)
+            fast = speculative(spec.target, prompts, options, spec.drafter, 8)
+            assert fast.token_ids == plain.token_ids
+            assert fast.stats.calls <= plain.stats.calls
+
+
+def test_a_module_is_trained_saved_and_read_again(tmp_path: Path) -> None:
+    """From the target's last layer; compiled code sees what was trained."""
+    for config in (MtpConfig(), MtpConfig(hidden_first=True, fed="pre", recycled="pre"), MtpConfig(final_norm=False)):
+        target = Target(tiny_model(dtype=torch.float32))
+        torch.manual_seed(0)
+        drafter = Mtp(target, config)
+        assert any(n.startswith("layer.norm") for n in drafter.trained()) == config.final_norm
+        randomize(drafter)
+        drafter.eval()
+        save_drafter(drafter, tmp_path / "drafter", target, "tiny", None, "")
+        again = load_drafter(tmp_path / "drafter", target, None)
+        plain = autoregressive(target, PROMPTS, Options(16))
+        lengths = []
+        for one in (drafter, again):
+            fast = speculative(target, PROMPTS, Options(16), one, 8)
+            assert fast.token_ids == plain.token_ids
+            lengths.append(fast.stats.calls)
+        assert lengths[0] == lengths[1]
+    target.use_engine("compiled")
+    target.engine.backend, target.engine.folder, target.engine.quiet = "aot_eager", None, True
+    assert speculative(target, PROMPTS[:1], Options(6), again, 4).token_ids[0] == plain.token_ids[0][:6]
+
+
+def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    name = "Qwen3.5"
+    model, _ = shipped(name, tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+
+    def refused(tensors: dict[str, Tensor], message: str) -> None:
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            mtp.read(Target(model), tmp_path)
+
+    refused({k: t for k, t in whole.items() if "mtp." not in k}, "holds no MTP weights: no tensor of model.safetensors")
+    refused({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, re.escape("lacks tensors ['fc.weight']"))
+    refused(whole | {"mtp.layers.1.x": torch.zeros(1)}, re.escape("holds ['layers.1.x'] besides"))
+    refused(whole | {"mtp.fc.weight": torch.zeros(3, 3)}, r"fc.weight of its MTP module is \[3, 3\]")
+    other = Target(tiny_model())
+    save_file(whole, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no MTP module is known of 'llama'.*it holds mtp\."):
+        mtp.read(other, tmp_path)
+    with pytest.raises(FileNotFoundError, match="has neither"):
+        mtp.read(Target(model), tmp_path / "none")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(whole, "model.safetensors")})
+    )
+    assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
+
+
+def test_settings_are_checked() -> None:
+    for settings in ({"fed": "both"}, {"final_norm": 1}, {"layers": [0]}):
+        with pytest.raises(ValueError, match=r"drafter\.(fed|final_norm|layers)="):
+            MtpConfig(**settings)  # type: ignore[arg-type]
