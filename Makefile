@@ -48,14 +48,19 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
-# SmolLM2 beside llama.cpp and OpenVINO GenAI, ten minutes to build and ten to run; QUESTIONS names Spec-Bench's
-# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready.
+# SmolLM2 beside llama.cpp and OpenVINO GenAI, twenty minutes to build and ten to run; QUESTIONS names Spec-Bench's
+# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. Built by gcc 12 for a processor with AMX,
+# llama.cpp crashes on Q8_0 and Q4_1 (its pull request 26954), so the clang of PyPI's ziglang builds it.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q "torch==$(TORCH)"
-	$(PEERS)/bin/python -m pip install -q openvino-genai==2026.4.1.0 optimum-intel==2.2.0
+	$(PEERS)/bin/python -m pip install -q openvino-genai==2026.4.1.0 optimum-intel==2.2.0 ziglang==0.17.1
 	-$(PEERS)/bin/python -m pip uninstall -q -y torchvision # built for another torch, and not needed
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DMTMD_BUILD=OFF" $(PEERS)/bin/python -m pip install -q llama-cpp-python==0.3.36
+	for name in cc c++; do printf '#!/bin/sh\nexec %s -m ziglang %s "$$@"\n' "$(abspath $(PEERS))/bin/python" $$name \
+		> $(PEERS)/bin/zig-$$name && chmod +x $(PEERS)/bin/zig-$$name || exit; done
+	CC="$(abspath $(PEERS))/bin/zig-cc" CXX="$(abspath $(PEERS))/bin/zig-c++" \
+		CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DMTMD_BUILD=OFF" \
+		$(PEERS)/bin/python -m pip install -q --no-cache-dir llama-cpp-python==0.3.36
 	touch $@
 
 peers: $(VENV)/.ready $(PEERS)/.ready

@@ -4,8 +4,7 @@
 
 llama.cpp's bfloat16 and Q8_0 files are made from the package's Q4_1 by llama.cpp itself; OpenVINO's are exported from
 the weights in bfloat16. Arms take turns on every question; greedy, without end tokens, so that all of them decode the
-same number of tokens. Built by gcc 12 for a processor with AMX llama.cpp crashes on Q8_0 and Q4_1 (its pull request
-26954): the table says so; CC and CXX of `make peers` name another compiler.
+same number of tokens. What crashes is named in the table.
 """
 
 from __future__ import annotations
