@@ -29,6 +29,8 @@ from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.lookahead import Lookahead
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.mtp import Mtp
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
@@ -123,6 +125,8 @@ TABLE = {
     ),
     "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
+    "mtp": of(Mtp, depth=4, width=3),
+    "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
 
@@ -170,6 +174,24 @@ def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     assert all(torch.equal(p, frozen[name]) for name, p in drafter.named_parameters() if name in frozen)
     assert not any(p.grad is not None for p in target.model.parameters())
     assert weights_hash(target.model) == before
+
+
+def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
+    row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training begins right behind the choice; decoding and later steps go by the same rows of lm_head."""
+    for module in (selfspec.drafters.sequential, selfspec.drafters.mask):
+        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+    torch.manual_seed(0)
+    drafter = row.build(llama)
+    if not isinstance(drafter, Reduced) or drafter.vocabulary is None:
+        return
+    randomize(drafter)
+    drafter.drafts_only(torch.randperm(VOCAB)[: len(drafter.vocabulary)])
+    first, _ = DraftLoss(drafter, llama)(batch())
+    drafter.eval()
+    drafter.train()
+    assert float(DraftLoss(drafter, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -115,6 +115,10 @@ class SequentialHeads(Reduced):
         self.compute_dtype = target.dtype
         self._pack(None)
 
+    def drafts_only(self, ids: Tensor) -> None:
+        super().drafts_only(ids)
+        self.shared.select(ids)
+
     def train(self, mode: bool = True) -> SequentialHeads:
         """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
         super().train(mode)
