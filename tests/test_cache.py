@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfspec.core.cache import KVCache, pass_cache
+from selfspec.core.cache import KVCache
 from selfspec.core.masks import tree_masks
 from selfspec.core.memory import zeros
+from selfspec.core.pass_cache import pass_cache
 from selfspec.core.tree import DraftTree
 from selfspec.engine.engine import Engine
 

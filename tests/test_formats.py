@@ -19,9 +19,9 @@ import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import eagle3
 from selfspec.checkpoints.loading import find_drafter
-from selfspec.core.cache import TextCache
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.support import cache_name
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter

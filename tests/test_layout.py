@@ -123,7 +123,7 @@ def test_each_heavy_library_lives_in_few_files() -> None:
         f"cli/{name}.py" for name in ("config", "errors", "launch", "training_runs", "evaluation_runs", "compare_runs")
     }
     assert importers("datasets") == {"data/records.py"}
-    assert importers("transformers.cache_utils") == {"core/cache.py"}
+    assert importers("transformers.cache_utils") == {"core/pass_cache.py"}
 
 
 def test_instantiate_is_called_in_one_file() -> None:

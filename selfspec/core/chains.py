@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import KVCache, TextCache
+from selfspec.core.cache import KVCache
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Pass
 from selfspec.core.probe import deviation, passed_before, probe, tolerance
 from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_any, view

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.cache import KV, PassCache, pass_cache
 from selfspec.core.masks import tree_masks
+from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.recurrent.mixers import LayerState
 from selfspec.core.tree import ancestors
 from selfspec.core.verify import WalkNoise, walk

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.core.cache import KVCache, TextCache
+from selfspec.core.cache import KVCache
 from selfspec.core.masks import restarting, within
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Entry, Part, Pass, Skipped, read_output, tree_pass, tree_pass_alone
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.recurrent.mixers import LayerState, mixers, over_trees

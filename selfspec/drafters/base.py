@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.cache import TextCache
 from selfspec.core.contract import Session
 from selfspec.core.options import integer
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 
 MODES = ("greedy", "sampled")  # the decoding modes that drafters are calibrated for

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import KV, KVCache
+from selfspec.core.cache import KVCache
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.pass_cache import KV
 from selfspec.core.passes import Part, tree_pass
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from selfspec.core.cache import TextCache
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.drafters.base import Batch, Drafter, Trained, itself

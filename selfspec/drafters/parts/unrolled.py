@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.cache import TextCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.masks import additive, restarting
 from selfspec.core.options import integer
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from selfspec.core.cache import TextCache
+from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Pass
 from selfspec.core.quantized import Int8Linear, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
