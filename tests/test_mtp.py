@@ -24,6 +24,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
+from selfspec.training.checks import warm_start
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4]])
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
@@ -172,6 +173,24 @@ def test_a_module_is_trained_saved_and_read_again(tmp_path: Path) -> None:
     target.use_engine("compiled")
     target.engine.backend, target.engine.folder, target.engine.quiet = "aot_eager", None, True
     assert speculative(target, PROMPTS[:1], Options(6), again, 4).token_ids[0] == plain.token_ids[0][:6]
+
+
+def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path: Path) -> None:
+    """Its router's bias too, which is no parameter; the target's own stays."""
+    model, _ = shipped("DeepSeek-V3 (MLA)", tmp_path / "target")
+    spec = selfspec.load("mtp", target=tmp_path / "target", dtype="float32")
+    begun = Mtp(spec.target, MtpConfig())
+    warm_start(begun, spec.drafter, "mtp")
+    save_drafter(begun.eval(), tmp_path / "drafter", spec.target, "tiny", None, "")
+    again = load_drafter(tmp_path / "drafter", spec.target, None)
+    found = speculative(spec.target, PROMPTS, Options(16), spec.drafter, 8).stats.calls
+    assert found == speculative(spec.target, PROMPTS, Options(16), again, 8).stats.calls
+    name = "layer.tail.parts.0.mlp.gate.e_score_correction_bias"
+    assert torch.equal(again.saved_buffers()[name], spec.drafter.saved_buffers()[name])
+    bias = model.get_decoder().layers[-1].mlp.gate.e_score_correction_bias
+    kept: Any = spec.target.layers[-1].get_submodule("mlp.gate")
+    assert torch.equal(kept.e_score_correction_bias, bias.to(kept.e_score_correction_bias.dtype))
+    assert not torch.equal(kept.e_score_correction_bias, again.saved_buffers()[name])
 
 
 def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:

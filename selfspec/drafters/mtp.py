@@ -63,6 +63,10 @@ class Mtp(Unrolled):
     def head(self) -> nn.Linear:
         return self.layer.tail.parts[1]  # type: ignore[return-value]
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """With those of the decoder layer, such as the bias of a router."""
+        return super().saved_buffers() | {f"layer.{name}": part for name, part in self.layer.own_buffers().items()}
+
 
 class MtpLayer(FeatureLayer):
     """The module's parts: norms, product, and the decoder layer in `tail`."""
@@ -87,8 +91,19 @@ class MtpLayer(FeatureLayer):
             parts = torch.eye(hidden), torch.zeros(hidden, hidden)
             self.proj.weight.copy_(torch.cat(parts if config.hidden_first else parts[::-1], 1))
         self.tail = Tail(target, 0, dtype, "mtp", full=True, norm=self.norm)
+        for path in self.own_buffers():  # they are the target's so far
+            module, name = self.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+            module.register_buffer(name, getattr(module, name).clone())
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         pack(self, packed_proj=None)
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The decoder layer's buffers that belong to its weights."""
+        block, found = self.tail.parts[0], dict[str, Tensor]()
+        for path, module in block.named_modules(prefix="tail.parts.0"):
+            kept = (pair for pair in module.named_buffers(recurse=False) if pair[0] in module.state_dict())
+            found |= {f"{path}.{name}": buffer for name, buffer in kept}
+        return found
 
     def train(self, mode: bool = True) -> MtpLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""

@@ -139,10 +139,6 @@ def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) 
     }
     if family.norm:
         wanted[family.norm] = next(layer.norm.parameters())
-    for module in block.modules():  # its buffers are the target's so far
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name not in module._non_persistent_buffers_set:
-                module.register_buffer(name, buffer.clone())
     wanted |= {family.block + name: part for name, part in block.state_dict(keep_vars=True).items()}
     tensors = _fused(tensors, wanted)
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
