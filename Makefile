@@ -49,8 +49,8 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
 # SmolLM2 beside llama.cpp and OpenVINO GenAI, twenty minutes to build and ten to run; QUESTIONS names Spec-Bench's
-# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. Built by gcc 12 for a processor with AMX,
-# llama.cpp crashes on Q8_0 and Q4_1 (its pull request 26954), so the clang of PyPI's ziglang builds it.
+# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. gcc 12 builds a llama.cpp that
+# crashes on Q8_0 and Q4_1 where there is AMX (its pull request 26954), so clang from PyPI's ziglang builds it.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q "torch==$(TORCH)"

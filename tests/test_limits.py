@@ -149,8 +149,12 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     peer, broken = peers.Peer(ENGINE), peers.Peer("raise SystemExit(3)")
     assert (peer.version, broken.version) == ("mine 1", "")
     assert peer.rate([5], 9) == 16.0
-    rates = {"mine": [peer.rate([5], 9), peer.rate([5], 9)], "ends": [], "broken": []}
-    assert all(math.isnan(each.rate([1], 9)) and each.failed for each in (peer, broken))
+    rates = {"mine": [peer.rate([5], 9), peer.rate([5], 9)], "ends": [1.0, 1.0, math.nan], "broken": []}
+    for _ in range(2):  # while it answers, and when it has ended
+        assert all(math.isnan(each.rate([1], 9)) and each.failed for each in (peer, broken))
+    peer.process.wait()
+    peer.failed = False  # it ends unseen
+    assert math.isnan(peer.rate([5], 9))
     assert [row[1] for row in peers.rate_rows(rates)] == ["16.0", "crashed", "crashed"]
     for each in (peer, broken):
         each.close()

@@ -32,25 +32,17 @@ PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
 # final norm, and the decoder layer. {L} is the number of the target's layers.
 DEEPSEEK = [f"model.layers.{{L}}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")]
 QWEN = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."]
-ERNIE = [f"model.mtp_{n}" for n in ("emb_norm.0", "hidden_norm.0", "linear_proj.0")] + ["", "model.mtp_block.0."]
-HUNYUAN = [*DEEPSEEK[:3], "model.layers.{L}.final_layernorm", DEEPSEEK[4]]
-EXPERTS = MLA | {"num_experts": 4, "moe_router_topk": 2, "scoring_func": "sigmoid", "head_dim": 8}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "GLM-4.5": ("glm4_moe", {k: v for k, v in EXPERTS.items() if "lora" not in k and "head" not in k}),
+    "GLM-4.5": ("glm4_moe", {k: v for k, v in MLA.items() if "lora" not in k and "head" not in k} | {"head_dim": 8}),
     "GLM-4.7-Flash": ("glm4_moe_lite", MLA),
-    "HY-V3": ("hy_v3", EXPERTS),
-    "EXAONE-MoE": ("exaone_moe", EXPERTS),
 }
 SHIPPED = {
     "DeepSeek-V3 (MLA)": DEEPSEEK,
     "GLM-4.5": DEEPSEEK,
     "GLM-4.7-Flash": DEEPSEEK,
-    "HY-V3": HUNYUAN,
-    "EXAONE-MoE": QWEN,
     "Qwen3-Next": QWEN,
     "Qwen3.5": QWEN,
     "Qwen3.5-MoE": QWEN,
-    "ERNIE 4.5": ERNIE,
 }
 
 
@@ -62,9 +54,9 @@ def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
         model = build(name)
     model.save_pretrained(folder)
     path, names = folder / "model.safetensors", SHIPPED[name]
-    last = model.get_decoder().layers[-1]
+    count, last = model.config.num_hidden_layers, model.get_decoder().layers[-1]
     norm = next(type(m) for n, m in last.named_modules() if "layernorm" in n)
-    module = MtpLayer(model.config, type(last), norm, model.config.num_hidden_layers - 1, bool(names[3]))
+    module = MtpLayer(model.config, type(last), norm, count - 1)
     torch.manual_seed(1)
     with torch.no_grad():
         for key, part in (*module.named_parameters(), *module.named_buffers()):
@@ -72,22 +64,16 @@ def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
                 part.normal_(std=0.1 if part.ndim > 1 else 0.3)
                 part += float("norm" in key)
     module.double().eval()
-    state = module.state_dict()
-    roles = ("enorm.", "hnorm.", "eh_proj.", "post_norm.", "mtp_block.")
-    tensors: dict[str, Tensor] = {}
-    for key, tensor in state.items():
-        role = next(i for i, r in enumerate(roles) if key.startswith(r))
-        rest = key.removeprefix(roles[role])
-        place = names[role].format(L=model.config.num_hidden_layers)
-        whole = place + rest if role == 4 else f"{place}.{rest}"
-        if ".experts." in whole and "Qwen3.5" not in name:  # each expert by itself
-            parts = ("gate_proj", "up_proj") if whole.endswith("gate_up_proj") else ("down_proj",)
-            stem = whole.rpartition(".")[0]
-            for e, expert in enumerate(tensor):
-                for part, piece in zip(parts, expert.chunk(len(parts)), strict=True):
-                    tensors[f"{stem}.{e}.{part}.weight"] = piece.clone()
-        else:
-            tensors[whole] = tensor.clone()
+    own = last.state_dict(keep_vars=False)
+    own = {key: tensor.clone() for key, tensor in own.items()}
+    last.load_state_dict(module.mtp_block.state_dict())
+    model.save_pretrained(folder / "as_last")  # which gives the layer's tensors their published names
+    last.load_state_dict(own)
+    prefix, at = f"model.layers.{count - 1}.", names[4].format(L=count)
+    saved = load_file(folder / "as_last" / "model.safetensors")
+    tensors = {at + key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
+    for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm"), names, strict=False):
+        tensors[place.format(L=count) + ".weight"] = module.get_submodule(part).state_dict()["weight"].clone()
     if names is DEEPSEEK:  # copies of the target's own, which are passed over
         tensors[names[3].replace("norm", "head").format(L=model.config.num_hidden_layers) + ".weight"] = torch.zeros(2)
     save_file(load_file(path) | tensors, path, {"format": "pt"})
@@ -205,8 +191,10 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             mtp.read(Target(model), tmp_path)
 
     refused({k: t for k, t in whole.items() if "mtp." not in k}, "holds no MTP weights: no tensor of model.safetensors")
-    refused({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, re.escape("lacks tensors ['fc.weight']"))
-    refused(whole | {"mtp.layers.1.x": torch.zeros(1)}, re.escape("holds ['layers.1.x'] besides"))
+    refused({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, re.escape("lacks tensors: 1 (fc.weight)"))
+    refused(whole | {"mtp.layers.1.x": torch.zeros(1)}, re.escape("holds others: 1 (layers.1.x)"))
+    refused(whole | {"mtp.fc.weight_scale_inv": torch.zeros(1)}, "is quantized")
+    refused(whole | {"mtp.fc.weight": torch.full_like(whole["mtp.fc.weight"], torch.nan)}, "not finite")
     refused(whole | {"mtp.fc.weight": torch.zeros(3, 3)}, r"fc.weight of its MTP module is \[3, 3\]")
     other = Target(tiny_model())
     save_file(whole, path, {"format": "pt"})
@@ -218,6 +206,9 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         json.dumps({"weight_map": dict.fromkeys(whole, "model.safetensors")})
     )
     assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
+    path.rename(tmp_path / "gone.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors is missing, which .*index.json names"):
+        mtp.read(Target(model), tmp_path)
 
 
 def test_settings_are_checked() -> None:

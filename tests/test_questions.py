@@ -476,13 +476,20 @@ def test_answers_are_compared_with_a_reference_number(tmp_path: Path, keys: tupl
         ("How far?", "2 * 600 = <<2*600=1200>>1200\n#### 1,200"),
         ("Why?", "Since it rains."),
         ("When?", "#### noon"),
+        ("Much?", "#### 1e400"),
+        ("Part?", "#### $.5"),
     ]
     lines = [json.dumps({k: [v] if many else v for k, v in zip(keys, row, strict=True)}) for row in rows]
     (tmp_path / "set.jsonl").write_text("\n".join(lines))
-    far, why, when = _read(tmp_path / "set.jsonl")
+    far, why, when, much, part = _read(tmp_path / "set.jsonl")
     (check,) = far.checks
     assert check("600 and 600 again, so it is 1200.")
     assert check("So 1,200.0 km")
     assert not check("1200, of which 600")
     assert not check("far")
-    assert (why.checks, when.checks) == ((), ())
+    assert check("From 10 to 600-1200")  # no minus
+    assert (why.checks, when.checks, much.checks) == ((), (), ())
+    assert part.checks[0]("It is .5")
+    lines = [json.dumps({"turns": ["a", "b"], "reference": ["#### noon", "#### 5"]})]
+    (tmp_path / "set.jsonl").write_text("\n".join(lines))
+    assert _read(tmp_path / "set.jsonl")[0].checks == ()

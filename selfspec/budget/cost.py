@@ -29,7 +29,9 @@ from selfspec.utils.progress import progress
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
 _measuring = threading.Lock()  # threads would take the measured time from each other
-_DEAR = 5  # plain steps: no tree pays whose pass takes longer; larger ones are not measured, and cost more by the node
+_DEAR = (
+    12  # plain steps, more than any acceptance length measured; larger trees are priced in proportion to their nodes
+)
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 

@@ -81,8 +81,8 @@ def predict(
 ) -> Prediction:
     """grown: the acceptance length that trees of 1, 2, ... nodes promise (the last one's also stands for larger ones);
     draft: the cost of a draft, in plain steps of the same batch; nodes: of each row's tree, root included; rows: the
-    batch, whose passes cost what a pass over all their nodes costs; masks: mask rows that ride along with each node and
-    cost what a node costs."""
+    batch, whose passes cost what a pass over all their nodes costs; masks: mask rows per node of the tree, which cost
+    what nodes cost."""
     step = curve.cost(rows)
     taus = [grown[min(n, len(grown)) - 1] for n in range(1, MOST + 1)]
     each = rows * (1 + masks)

@@ -119,7 +119,7 @@ def load_target(
             print("int8: no kernel for this processor, which lacks AVX-512 VNNI; torch multiplies", file=sys.stderr)
     if engine == "compiled" and isinstance(source, (str, Path)) and not int8:
         _align(model)
-    target = served(model, stock=isinstance(source, (str, Path)))
+    target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.use_engine(engine)
     try:

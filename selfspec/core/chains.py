@@ -255,8 +255,8 @@ def served(model: PreTrainedModel, stock: bool = False) -> Target:
     """The model as a target of trees, or with a line that says why not, of chains. Raises ValueError, with the reasons,
     for one that can be neither.
 
-    stock: whether it is as its class makes it from its config. That the probe passed is then kept for later processes,
-    since it depends on nothing else but what runs."""
+    stock: whether it came from a checkpoint, unchanged. The probe's success is then kept on disk, and later processes
+    skip it."""
     passed = passed_before(model) if stock else None
     try:
         target = Target(model)

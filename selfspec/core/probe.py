@@ -21,15 +21,24 @@ _TOLERANCE = {torch.bfloat16: 0.15, torch.float16: 0.03, torch.float32: 1e-3, to
 
 
 def passed_before(model: PreTrainedModel) -> Path | None:
-    """A file that is there where the probe passed for such a model; None for classes that are not transformers' own,
-    which can change without a new version."""
+    """A file that is there where the probe passed for such a checkpoint: of the same config, dtypes and device, under
+    the same code, and not written since. None where nothing tells that: classes that are not transformers' own, and
+    models without a folder."""
     if any(not type(part).__module__.startswith(("torch.", "transformers.", "selfspec.")) for part in model.modules()):
         return None
-    kinds = sorted({(str(p.dtype), str(p.device)) for p in model.parameters()})
-    machine = processor(), [device_name(device) for device in {p.device for p in model.parameters()}]
+    tensors = *model.parameters(), *model.buffers()
+    placements = sorted({(str(tensor.dtype), str(tensor.device)) for tensor in tensors})
+    machine = processor(), [device_name(device) for device in {tensor.device for tensor in tensors}]
     versions = torch.__version__, transformers.__version__, code_hash("core", "engine")
-    form = model.config.to_json_string(use_diff=False), model.config._attn_implementation, kinds, machine, versions
-    return cache_folder() / "probed" / hashlib.sha256(repr(form).encode()).hexdigest()[:24]
+    implementations = model.config._attn_implementation, getattr(model.config, "_experts_implementation", None)
+    try:
+        files = [path.stat() for path in sorted(Path(str(model.config.name_or_path)).glob("*.safetensors"))]
+        written = [(file.st_size, file.st_mtime_ns) for file in files]
+        form = model.config.to_json_string(use_diff=False), implementations, placements, written, machine, versions
+        folder = cache_folder()
+    except (OSError, TypeError, ValueError, RuntimeError):  # of a config that is no JSON; without a home folder
+        return None
+    return folder / "probed" / hashlib.sha256(repr(form).encode()).hexdigest()[:24] if written else None
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@ files as others publish them (Spec-Bench, SPEED-Bench, MT-bench, HumanEval, GSM8
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from selfspec.data.tasks import TASKS, pool
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
 _SEED = 1  # the held-out instructions are drawn with
 _REFERENCE = re.compile(r"####\s*(\S+)\s*$")
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 
@@ -212,22 +213,25 @@ def _checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], 
     references = record.get("reference", [record.get("answer")])
     if not isinstance(references, list) or len(references) != turns:
         return ()
-    found = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]
-    numbers = [_number(match.group(1)) for match in found if match]
-    return tuple(partial(_ends_in, number) for number in numbers if number is not None) if len(numbers) == turns else ()
+    matches = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]
+    numbers = [None if match is None else _number(match.group(1)) for match in matches]
+    known = [number for number in numbers if number is not None]
+    return tuple(partial(_ends_in, number) for number in known) if len(known) == turns else ()
 
 
 def _ends_in(number: float, answer: str) -> bool:
-    """Whether the last number of an answer is this one: how GSM8K's answers are compared."""
+    """Whether the last number of an answer is this one (lm-evaluation-harness compares GSM8K's answers in a similar
+    way, its flexible-extract)."""
     said = _NUMBER.findall(answer)
     return bool(said) and _number(said[-1]) == number
 
 
 def _number(text: str) -> float | None:
     try:
-        return float(text.replace(",", ""))
+        value = float(text.strip("$%").replace(",", ""))
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
 def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:

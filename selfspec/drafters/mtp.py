@@ -27,10 +27,10 @@ from selfspec.drafters.parts.vocabulary import check_head
 
 @dataclass
 class MtpConfig(UnrolledConfig):
-    """As `UnrolledConfig`, but that the last layer alone is read. In what families differ: hidden_first: the product
-    reads the state before the embedding; fed: the target's state behind its final norm (post) or before it (pre);
-    recycled: what stands for a drafted position, the module's output behind its final norm or before it; final_norm:
-    whether there is one."""
+    """As `UnrolledConfig`, but `layers` must be left out: the last layer alone is read. Modules differ in four things.
+    hidden_first: the product reads the state first, then the embedding. fed: whether the target's state is taken behind
+    its final norm (post) or before it (pre). recycled: the same choice for the module's own output, which stands for a
+    drafted position. final_norm: whether the module has a final norm."""
 
     hidden_first: bool = False
     fed: str = "post"
@@ -65,7 +65,7 @@ class Mtp(Unrolled):
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """With those of the decoder layer, such as the bias of a router."""
-        return super().saved_buffers() | {f"layer.{name}": part for name, part in self.layer.own_buffers().items()}
+        return super().saved_buffers() | {f"layer.{name}": part for name, part in self.layer.layer_buffers().items()}
 
 
 class MtpLayer(FeatureLayer):
@@ -91,19 +91,19 @@ class MtpLayer(FeatureLayer):
             parts = torch.eye(hidden), torch.zeros(hidden, hidden)
             self.proj.weight.copy_(torch.cat(parts if config.hidden_first else parts[::-1], 1))
         self.tail = Tail(target, 0, dtype, "mtp", full=True, norm=self.norm)
-        for path in self.own_buffers():  # they are the target's so far
+        for path in self.layer_buffers():  # they are the target's so far
             module, name = self.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
             module.register_buffer(name, getattr(module, name).clone())
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         pack(self, packed_proj=None)
 
-    def own_buffers(self) -> dict[str, Tensor]:
+    def layer_buffers(self) -> dict[str, Tensor]:
         """The decoder layer's buffers that belong to its weights."""
-        block, found = self.tail.parts[0], dict[str, Tensor]()
-        for path, module in block.named_modules(prefix="tail.parts.0"):
-            kept = (pair for pair in module.named_buffers(recurse=False) if pair[0] in module.state_dict())
-            found |= {f"{path}.{name}": buffer for name, buffer in kept}
-        return found
+        buffers: dict[str, Tensor] = {}
+        for path, module in self.tail.parts[0].named_modules(prefix="tail.parts.0"):
+            saved = module.state_dict()
+            buffers |= {f"{path}.{name}": b for name, b in module.named_buffers(recurse=False) if name in saved}
+        return buffers
 
     def train(self, mode: bool = True) -> MtpLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""

@@ -62,13 +62,13 @@ def _machine() -> str:
 
     import selfspec.engine.kernels.skinny_gemm  # noqa: F401 - code read from disk finds its kernels there
     from selfspec.engine.kernels.int8 import has_kernel
-    from selfspec.engine.kernels.native import ask_once, has_tiles
+    from selfspec.engine.kernels.native import has_tiles, trust_known_vectors
 
     sources = code_hash("core", "engine", "drafters")
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     machine = [torch.backends.cpu.get_cpu_capability(), has_tiles(), has_kernel(), *devices]
-    ask_once()  # it changes a setting
+    trust_known_vectors()  # it changes a setting
     settings = inductor.get_config_copy()
     return f"{sources} {versions} {torch.__version__} {sys.version} {machine} {sorted(settings.items(), key=str)}"
 

@@ -20,9 +20,9 @@ def price(name: str, spec: Spec) -> Figures:
     figures: Figures = {"parameters": 0, "disk": 0, "memory": held_bytes(spec.drafter, spec.target.model)}
     members = members_of(name, spec.drafter)
     for part in member_names(name):
+        figures["parameters"] += sum(p.numel() for p in members[part].trained().values())
         if untrained(part) is None:
             home = drafter_folder(part)
-            figures["parameters"] += sum(p.numel() for p in members[part].trained().values())
             figures["disk"] += _disk(home)
             figures["training"] = _training(home)
     return figures

@@ -41,8 +41,8 @@ class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
     acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
     or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
-    new processes are timed too, with the first drafter, which compiles everything anew; peers: whether other engines
-    are (see `selfspec.evaluation.peers`), of which target=smollm2 has files."""
+    new processes are timed too, with the first drafter, which compiles everything anew; peers: whether llama.cpp and
+    OpenVINO GenAI are timed too; only for target=smollm2."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15

@@ -90,7 +90,8 @@ def _peers_table(figures: Figures) -> str:
     rows = rate_rows({name: peer["rates"] for name, peer in figures["peers"].items()})
     versions = dict.fromkeys(peer["version"] for peer in figures["peers"].values() if peer["version"])
     table = markdown(["plain decoding", "tokens/s, median", "quartiles"], rows)
-    return f"{table}\n\nOther engines in turn with this one, batch 1, greedy. {'. '.join(versions)}"
+    head = "Plain decoding, batch 1, greedy, 64 tokens behind a prompt of 128; the engines take turns."
+    return f"{table}\n\n{head} {'. '.join(versions)}"
 
 
 def _starts_table(starts: dict[str, Figures]) -> str:

@@ -8,7 +8,7 @@ const MEASURES = {
   time: { label: "where the time of a pass goes", unit: " ms", of: (row) => row.whole && row.milliseconds_per_pass && { value: Object.values(row.milliseconds_per_pass).reduce((a, b) => a + b, 0), parts: row.milliseconds_per_pass } },
 };
 const ALL = "all texts";
-const DRIFT = 0.05; // that plain decoding may lie beside itself
+const DRIFT = 0.05; // how far the ratio of two runs of plain decoding may lie from 1
 const PARTS = { draft: "draft", target: "model", other: "rest" };
 
 /** @type {{shown: any[], hidden: Set<string>, column: string, down: boolean}} */
@@ -136,13 +136,13 @@ function downloadCsv() {
   setTimeout(() => URL.revokeObjectURL(url), 1000);
 }
 
-/** A warning where plain decoding beside itself is not 1.0: something else took the machine's time. */
+/** A warning where two runs of plain decoding took different times. */
 function stalled() {
   const [T, group] = [Number(at("temperature").value), at("group").value];
   const plain = comparison().rows.find((/** @type {any} */ row) => row.T === T && row.arm === "plain");
   const found = plain && (group === ALL ? plain : plain.groups[group])?.speedup;
   if (!found || at("measure").value === "tau" || (found.low - DRIFT <= 1 && found.high + DRIFT >= 1)) return null;
-  return `Doubtful: plain decoding beside itself came out at ${fixed(found.ratio)}x here, so something else took the machine's time. Measure this again.`;
+  return `Doubtful: two runs of plain decoding of the same texts differ by a factor of ${fixed(found.ratio)}, so the machine was busy with something else. Measure this again.`;
 }
 
 function showCompare() {
@@ -152,9 +152,10 @@ function showCompare() {
   const nothing = !compared.shown.length;
   at("csv").disabled = nothing;
   at("rows-table").hidden = nothing;
-  at("compare-told").classList.toggle("doubtful", Boolean(stalled()));
+  const warning = stalled();
+  at("compare-told").classList.toggle("doubtful", warning !== null);
   const best = [...compared.shown].sort((a, b) => b.found.value - a.found.value)[0];
-  at("compare-told").textContent = stalled() ?? (best ? `${compared.shown.length} rows; the largest value: ${best.name}, ${cellOf(best)}` : compared.hidden.size ? "Nothing is left: tick a drafter." : "");
+  at("compare-told").textContent = warning ?? (best ? `${compared.shown.length} rows; the largest value: ${best.name}, ${cellOf(best)}` : compared.hidden.size ? "Nothing is left: tick a drafter." : "");
 }
 
 function showRun() {

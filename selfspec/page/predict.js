@@ -4,7 +4,7 @@ const TYPED = "typed";
 const FIRST = [0.7, 0.6, 0.5, 0.45, 0.4, 0.35];
 const KNOTS = [2, 4, 8, 16, 32, 64];
 
-const wish = { first: [...FIRST], costs: [1.05, 1.1, 1.2, 1.4, 1.9, 3.1] };
+const wish = { first: [...FIRST], costs: [1.05, 1.1, 1.2, 1.4, 1.9, 3.1], masks: 0 };
 
 /** The measured acceptance that is chosen, or none. */
 const measuredTable = () => (at("table").value === TYPED ? null : DATA.acceptance[Number(at("table").value)]);
@@ -12,6 +12,8 @@ const measuredTable = () => (at("table").value === TYPED ? null : DATA.acceptanc
 /** Typing in begins with what was measured of the drafter that was chosen before. @param {any} table */
 function typeIn(table) {
   wish.first = table.table.slice(0, 8).map((/** @type {number[]} */ level) => level[0] ?? 0);
+  while (wish.first.length < FIRST.length) wish.first.push(0);
+  wish.masks = table.masks ?? 0;
   const [first, second] = table.table[0];
   const rest = (second ?? 0) / (first * (1 - first));
   if (Number.isFinite(rest)) at("rest").value = String(Math.min(1, rest));
@@ -42,10 +44,11 @@ function showDepths() {
   }));
   at("rest-label").hidden = !typed;
   const table = measuredTable();
-  const masks = table?.masks ? ` ${fixed(table.masks, 1)} mask rows ride along with each node and are priced as nodes.` : "";
+  const count = table ? table.masks ?? 0 : wish.masks;
+  const masks = count ? ` ${fixed(count, 1)} mask rows ride along with each node and are priced as nodes.` : "";
   at("table-note").textContent = table
     ? `${table.target}: from ${table.passes} recorded passes, wherever a guess was made (trees of at most ${table.nodes} nodes, ${fixed(table.tau)} tokens kept per pass).${masks} Choose "typed in" to move the sliders from here.`
-    : "How often the first guess at each depth is right, if all above it were.";
+    : `How often the first guess at each depth is right, if all above it were.${masks}`;
   if (DATA.missing.traces) at("table-note").append(" Measured acceptance: ", make("code", {}, DATA.missing.traces));
 }
 
@@ -106,7 +109,8 @@ function showPrediction() {
     at("predict-chart").replaceChildren();
     return;
   }
-  const masks = measuredTable()?.masks ?? 0;
+  const table = measuredTable();
+  const masks = table ? table.masks ?? 0 : wish.masks;
   const found = predict(acceptance(), curve(), draft, nodes, rows, masks);
   const [width, sizes] = [Math.round(rows * nodes * (1 + masks)), curve().sizes];
   const beyond = width > sizes[sizes.length - 1] ? ` A pass of ${width} rows is wider than any that was measured (${sizes[sizes.length - 1]}): its cost is extrapolated.` : "";

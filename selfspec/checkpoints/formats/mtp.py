@@ -1,6 +1,6 @@
 """Multi-token prediction modules as models ship them: in the target's own checkpoint, beside its layers.
 
-Families differ in names and in four switches. Sources: the checkpoints' indexes, and how transformers, vLLM and SGLang
+Families differ in names. Sources: the checkpoints' indexes, and how transformers, vLLM and SGLang
 read them. Position 0, whose embedding some engines set to zero, is read as any other, as transformers does.
 """
 
@@ -10,12 +10,12 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -30,7 +30,7 @@ _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv
 @dataclass(frozen=True)
 class Family:
     """Names behind `prefix`, in which {at} is the number of layers of the target, plus the module's index; block: of
-    the decoder layer's tensors; settings: of `MtpConfig`."""
+    the decoder layer's tensors."""
 
     prefix: str = "model.layers.{at}."
     enorm: str = "enorm.weight"
@@ -38,7 +38,6 @@ class Family:
     proj: str = "eh_proj.weight"
     norm: str = "shared_head.norm.weight"
     block: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 _DEEPSEEK = Family()
@@ -48,85 +47,83 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
-    "hy_v3": Family(norm="final_layernorm.weight"),
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN,
-    "exaone_moe": _QWEN,
-    "mellum": _QWEN,
-    "ernie4_5": Family(
-        "model.",
-        "mtp_emb_norm.0.weight",
-        "mtp_hidden_norm.0.weight",
-        "mtp_linear_proj.0.weight",
-        "",
-        "mtp_block.0.",
-        {"final_norm": False},
-    ),
 }
 
 
 def read(target: Target, source: str | Path | None = None) -> Mtp:
-    """The module of a target's checkpoint as a drafter. It is not calibrated.  source: the checkpoint's folder or hub
+    """The module of a target's checkpoint as a drafter. It is not calibrated. source: the checkpoint's folder or hub
     id (None: where the target came from). Where several modules are shipped, the first is iterated.
 
-    Raises ValueError for a family that is not in FAMILIES, a checkpoint without such weights, and tensors that are
-    missing, too many, or of another shape; FileNotFoundError where there is no checkpoint.
+    Raises ValueError for a family that is not in FAMILIES, a checkpoint without such weights, quantized ones, and
+    tensors that are missing, too many, or of another shape; FileNotFoundError where there is no checkpoint.
     """
-    kind = target.model.config.get_text_config().model_type
+    model_type = target.model.config.get_text_config().model_type
     place = str(source or target.model.config.name_or_path)
-    files = _files(place)
-    if (family := FAMILIES.get(kind)) is None:
-        named = sorted(name for name in files if "mtp" in name or "nextn" in name)
-        told = f"; it holds {', '.join(named[:4])}, ..." if named else ""
-        raise ValueError(f"no MTP module is known of {kind!r}, only of {', '.join(FAMILIES)}{told}")
-    prefix = _prefix(family, target.n_layers, 0)
-    own = {name.removeprefix(prefix): path for name, path in files.items() if name.startswith(prefix)}
-    if family.prefix == "model.":
-        own = {name: path for name, path in own.items() if name.startswith("mtp_")}
-    own = {name: path for name, path in own.items() if not _COPIES.search(name)}
-    if not own:
-        looked = sorted({path.name for path in files.values()})
+    index = _Index(place, None if source else getattr(target.model.config, "_commit_hash", None))
+    if (family := FAMILIES.get(model_type)) is None:
+        named = sorted(name for name in index.files if "mtp" in name or "nextn" in name)
+        hint = f"; it holds {', '.join(named[:4])}, ..." if named else ""
+        raise ValueError(f"no MTP module is known of {model_type!r}, only of {', '.join(FAMILIES)}{hint}")
+    prefix, second = (family.prefix.format(at=target.n_layers + at) for at in range(2))
+    parts = {name.removeprefix(prefix) for name in index.files if name.startswith(prefix)}
+    parts = {name for name in parts if not _COPIES.search(name)}
+    if not parts:
         raise ValueError(
-            f"{place} holds no MTP weights: no tensor of {', '.join(looked)} begins with {prefix!r}; train a module "
-            "instead: train/heads.py drafter=mtp"
+            f"{place} holds no MTP weights: no tensor of {', '.join(sorted(set(index.files.values())))} begins with "
+            f"{prefix!r}; train a module instead: train/heads.py drafter=mtp"
         )
-    if any(name.startswith(_prefix(family, target.n_layers, 1)) for name in files if "{" in family.prefix):
+    if any(name.endswith("weight_scale_inv") for name in parts):
+        raise ValueError(
+            f"{place}: its MTP module is quantized (weight_scale_inv), which is not read; give a checkpoint in bfloat16"
+        )
+    if second != prefix and any(name.startswith(second) for name in index.files):
         print(f"{place} holds several MTP modules; the first one is iterated", file=sys.stderr)
-    drafter = Mtp(target, MtpConfig(**family.settings))
-    _fill(drafter, family, _tensors(own, prefix), place)
+    drafter = Mtp(target, MtpConfig())
+    _fill(drafter, family, index.tensors(parts, prefix), place)
     return drafter.eval()
 
 
-def _prefix(family: Family, layers: int, index: int) -> str:
-    return family.prefix.format(at=layers + index, index=index)
+class _Index:
+    """Which file of a checkpoint holds which tensor. place: a folder or hub id; revision: of the hub's. Raises
+    FileNotFoundError where there is no checkpoint."""
+
+    def __init__(self, place: str, revision: str | None) -> None:
+        self.place, self.revision = place, revision
+        if index := self._path(_INDEX):
+            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif whole := self._path(_WHOLE):
+            with _opened(whole) as file:
+                self.files = dict.fromkeys(file.keys(), _WHOLE)
+        else:
+            raise FileNotFoundError(f"{place or 'a target without a checkpoint'} has neither {_INDEX} nor {_WHOLE}")
+
+    def _path(self, name: str) -> Path | None:
+        if Path(self.place).is_dir() or is_path(self.place) or not self.place:
+            local = Path(self.place) / name
+            return local if self.place and local.is_file() else None
+        path = cached_file(self.place, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
+        return None if path is None else Path(path)
+
+    def tensors(self, parts: set[str], prefix: str) -> dict[str, Tensor]:
+        """Those of the names `parts` behind a prefix."""
+        tensors: dict[str, Tensor] = {}
+        for name in sorted({self.files[prefix + part] for part in parts}):
+            if (path := self._path(name)) is None:
+                raise FileNotFoundError(f"{self.place}/{name} is missing, which {_INDEX} names")
+            with _opened(path) as file:
+                held = [part for part in parts if self.files[prefix + part] == name]
+                tensors |= {part: file.get_tensor(prefix + part) for part in held}
+        return tensors
 
 
-def _files(place: str) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint."""
-    folder = Path(place)
-    found: dict[str, str | None] = {}
-    for name in (_INDEX, _WHOLE):
-        local = folder / name
-        if folder.is_dir() or is_path(place):
-            found[name] = str(local) if local.is_file() else None
-        elif place:
-            found[name] = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
-    if index := found.get(_INDEX):
-        parts: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        return {name: Path(index).with_name(file) for name, file in parts.items()}
-    if not (whole := found.get(_WHOLE)):
-        raise FileNotFoundError(f"{place or 'a target without a checkpoint'} has neither {_INDEX} nor {_WHOLE}")
-    with safe_open(whole, "pt") as file:
-        return dict.fromkeys(file.keys(), Path(whole))
-
-
-def _tensors(own: dict[str, Path], prefix: str) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(set(own.values())):
-        with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(prefix + name) for name, at in own.items() if at == path}
-    return tensors
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 @torch.no_grad()
@@ -136,21 +133,26 @@ def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) 
         family.enorm: next(layer.enorm.parameters()),
         family.hnorm: next(layer.hnorm.parameters()),
         family.proj: layer.proj.weight,
+        family.norm: next(layer.norm.parameters()),
     }
-    if family.norm:
-        wanted[family.norm] = next(layer.norm.parameters())
     wanted |= {family.block + name: part for name, part in block.state_dict(keep_vars=True).items()}
     tensors = _fused(tensors, wanted)
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
-        raise ValueError(f"{place}: its MTP module lacks tensors {missing}, and holds {unknown} besides")
+        lacks, besides = (f"{len(names)} ({', '.join(names[:4])})" for names in (missing, unknown))
+        raise ValueError(f"{place}: its MTP module lacks tensors: {lacks}, and holds others: {besides}")
     for name, part in wanted.items():
-        if part.shape != tensors[name].shape:
+        tensor = tensors[name]
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(
-                f"{place}: {name} of its MTP module is {list(tensors[name].shape)}, the target's layers have "
+                f"{place}: {name} of its MTP module is {tensor.dtype}, or holds numbers that are not finite"
+            )
+        if part.shape != tensor.shape:
+            raise ValueError(
+                f"{place}: {name} of its MTP module is {list(tensor.shape)}, the target's layers have "
                 f"{list(part.shape)}"
             )
-        part.copy_(tensors[name])
+        part.copy_(tensor)
 
 
 def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -162,8 +164,9 @@ def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tenso
         if parts is None or name in tensors or f"{stem}.0.{parts[0]}.weight" not in tensors:
             continue
         experts, count = [], 0
-        while f"{stem}.{count}.{parts[0]}.weight" in tensors:
+        while all(f"{stem}.{count}.{part}.weight" in tensors for part in parts):
             experts.append(torch.cat([result.pop(f"{stem}.{count}.{part}.weight") for part in parts]))
             count += 1
-        result[name] = torch.stack(experts)
+        if experts:
+            result[name] = torch.stack(experts)
     return result

@@ -160,7 +160,7 @@ class Tail(Block):
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
-        self.own_norm = norm is not None
+        self.replaces_norm = norm is not None
         if norm is not None:
             decoder_of(model).norm = norm
         inner = Target(model, frozen=False, returns=target.returns, engine=target.engine)
@@ -210,7 +210,7 @@ class Tail(Block):
         trained = self._views[True]
         target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
-        norm = [target.decoder.get_submodule("norm")] if self.own_norm else []
+        norm = [target.decoder.get_submodule("norm")] if self.replaces_norm else []
         for module in [*block.modules(), *norm]:
             for name, parameter in module.named_parameters(recurse=False):
                 if type(parameter) is nn.Parameter and parameter.is_floating_point():

@@ -52,7 +52,7 @@ def has_tiles() -> bool:
     """Whether this processor has AMX, the compiler knows it and this process may use it."""
     if not (served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
         return False
-    if _kept(_source("tiles.cpp", True)).is_file():
+    if _kernel_path(_source("tiles.cpp", True)).is_file():
         return True
     from torch._inductor.cpu_vec_isa import VecAMX  # slow to import
 
@@ -60,22 +60,22 @@ def has_tiles() -> bool:
 
 
 @cache
-def ask_once() -> None:
-    """Spare torch its question what vectors the compiler makes, which every process asks anew and which takes more than
-    a second, where an earlier process was told: all that the processor has."""
+def trust_known_vectors() -> None:
+    """Tell torch that the compiler makes all vectors of this processor, where an earlier process checked that. torch
+    checks it anew in every process, which takes more than a second. Sets torch's global `config.cpp.vec_isa_ok`."""
     from torch._inductor import config, cpu_vec_isa  # slow to import
 
-    told = _kept("vectors").with_suffix(".vectors")
+    marker = _kernel_path("vectors").with_suffix(".vectors")
     if config.cpp.vec_isa_ok is not None or not served():
         return
-    if not told.is_file():
+    if not marker.is_file():
         flags = cpu_vec_isa.x86_isa_checker()
         known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
         if cpu_vec_isa.valid_vec_isa_list() != known:
             return
-        with suppress(OSError):  # of a folder that can not be written to: asked again by the next process
-            told.parent.mkdir(parents=True, exist_ok=True)
-            told.touch()
+        with suppress(OSError):  # of a folder that can not be written to: checked again by the next process
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
     config.cpp.vec_isa_ok = True
 
 
@@ -87,12 +87,12 @@ def in_place(outputs: Sequence[int]) -> Callable[..., None]:
 @cache
 def binding(name: str) -> Callable[..., None]:
     """One of SIGNATURES: what an earlier process compiled, or compiled now and kept for the next one. torch keeps it
-    too, but asks the compiler what the processor can do before it looks, which takes more than a second."""
+    too, but checks what the compiler can do before it looks, which takes more than a second."""
     source = _source(name, has_tiles())
-    path = _kept(source)
+    path = _kernel_path(source)
     with suppress(ImportError, OSError):
         return _loaded(path)
-    ask_once()
+    trust_known_vectors()
     from torch._inductor.codecache import CppPythonBindingsCodeCache  # slow to import
 
     kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
@@ -103,14 +103,21 @@ def binding(name: str) -> Callable[..., None]:
     return kernel
 
 
+@cache
+def _compiler() -> str:
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler  # slow to import
+
+    return get_compiler_version_info(get_cpp_compiler()) if has_compiler() else ""
+
+
 def _source(name: str, tiles: bool) -> str:
     parts = [path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name)]
     return "\n".join(["#define SELFSPEC_TILES"] * tiles + parts)
 
 
-def _kept(source: str) -> Path:
-    """Where this source lies compiled for this processor, Python and torch."""
-    made_for = [source, torch.__version__, sys.version, processor()]
+def _kernel_path(source: str) -> Path:
+    """Where this source lies compiled for this processor, compiler, Python and torch."""
+    made_for = [source, torch.__version__, sys.version, processor(), _compiler()]
     return cache_folder() / "kernels" / f"{hashlib.sha256(repr(made_for).encode()).hexdigest()[:16]}.so"
 
 
