@@ -161,5 +161,5 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(ValueError, match="'tiny-target'"):
         peers.check_peers("tiny-target")
     monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
-    with pytest.raises(ValueError, match="is missing; make"):
+    with pytest.raises(ValueError, match="is missing; in the repository"):
         peers.check_peers("smollm2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +190,12 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             mtp.read(Target(model), tmp_path)
 
     refused({k: t for k, t in whole.items() if "mtp." not in k}, "holds no MTP weights: no tensor of model.safetensors")
-    refused({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, re.escape("lacks tensors: 1 (fc.weight)"))
-    refused(whole | {"mtp.layers.1.x": torch.zeros(1)}, re.escape("holds others: 1 (layers.1.x)"))
+    refused({k: t for k, t in whole.items() if k != "mtp.fc.weight"}, "config, it lacks 1: fc.weight$")
+    refused(whole | {"mtp.layers.1.x": torch.zeros(1)}, r"it holds besides 1: layers\.1\.x$")
+    refused(
+        whole | {"mtp.fc.weight": torch.ones_like(whole["mtp.fc.weight"], dtype=torch.int32)}, "is torch.int32; quant"
+    )
+    refused(whole | {"mtp.fc.weight": whole["mtp.fc.weight"].to(torch.float8_e4m3fn)}, "quantized modules are not read")
     refused(whole | {"mtp.fc.weight_scale_inv": torch.zeros(1)}, "is quantized")
     refused(whole | {"mtp.fc.weight": torch.full_like(whole["mtp.fc.weight"], torch.nan)}, "not finite")
     refused(whole | {"mtp.fc.weight": torch.zeros(3, 3)}, r"fc.weight of its MTP module is \[3, 3\]")
@@ -202,13 +205,30 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         mtp.read(other, tmp_path)
     with pytest.raises(FileNotFoundError, match="has neither"):
         mtp.read(Target(model), tmp_path / "none")
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(whole, "model.safetensors")})
-    )
-    assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
-    path.rename(tmp_path / "gone.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"model.safetensors is missing, which .*index.json names"):
+    with pytest.raises(ValueError, match="at least two layers"):
+        Mtp(Target(build("Llama", num_hidden_layers=1)), MtpConfig())
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "old.safetensors")}))
+    assert isinstance(mtp.read(Target(model), tmp_path), Mtp)  # the whole file comes first, as in transformers
+    path.rename(tmp_path / "shard.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"old.safetensors is missing, which .*index.json names"):
         mtp.read(Target(model), tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys([*whole, "mtp.ghost"], "shard.safetensors")}))
+    with pytest.raises(ValueError, match=r"shard.safetensors lacks mtp\.ghost, which"):
+        mtp.read(Target(model), tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "shard.safetensors")}))
+    assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
+
+
+def test_odd_experts_are_refused(tmp_path: Path) -> None:
+    model, _ = shipped("DeepSeek-V3 (MLA)", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.2.mlp.experts.1.up_proj.weight"
+    whole = load_file(path)
+    for odd in (torch.zeros(3, 3), torch.tensor(1.0), None):
+        tensors = {k: t for k, t in whole.items() if k != name} | ({} if odd is None else {name: odd})
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(ValueError, match=r"it (lacks|holds besides) \d: mlp\.experts\."):
+            mtp.read(Target(model), tmp_path)
 
 
 def test_settings_are_checked() -> None:

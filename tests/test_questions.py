@@ -479,7 +479,10 @@ def test_answers_are_compared_with_a_reference_number(tmp_path: Path, keys: tupl
         ("Much?", "#### 1e400"),
         ("Part?", "#### $.5"),
     ]
-    lines = [json.dumps({k: [v] if many else v for k, v in zip(keys, row, strict=True)}) for row in rows]
+    lines = [
+        json.dumps({"reference": None} | {k: [v] if many else v for k, v in zip(keys, row, strict=True)})
+        for row in rows
+    ]
     (tmp_path / "set.jsonl").write_text("\n".join(lines))
     far, why, when, much, part = _read(tmp_path / "set.jsonl")
     (check,) = far.checks

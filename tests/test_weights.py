@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Choices of this test alone."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_choices", {})
+    monkeypatch.setattr(module, "_met", set())
     return tmp_path
 
 

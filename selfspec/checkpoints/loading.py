@@ -124,6 +124,8 @@ def load_target(
     target.use_engine(engine)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, **packed) if path else None
+        if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_ids):
+            tokenizer = None  # what transformers makes up for a folder without one
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer

@@ -210,7 +210,9 @@ def _question(line: str, place: str, stem: str, number: int) -> Question:
 
 def _checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], ...]:
     """Of answers to be compared with a number, which stands behind #### at the end of a reference, as in GSM8K."""
-    references = record.get("reference", [record.get("answer")])
+    references = record.get("reference")
+    if references is None:
+        references = [record.get("answer")]
     if not isinstance(references, list) or len(references) != turns:
         return ()
     matches = [_REFERENCE.search(text) if isinstance(text, str) else None for text in references]

@@ -77,6 +77,8 @@ class MtpLayer(FeatureLayer):
         super().__init__()
         last = target.n_layers - 1
         self.layers, self.config = (last,), config
+        if last < 1:
+            raise ValueError("mtp needs a target of at least two layers: its own layer stands in for the last")
         theirs = getattr(target.decoder, "norm", None)
         if not isinstance(theirs, nn.Module):
             raise ValueError(f"{type(target.model).__name__} has no final norm named `norm`, which mtp begins from")

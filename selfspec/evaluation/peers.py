@@ -123,7 +123,10 @@ def check_peers(target: str) -> None:
     if target != "smollm2":
         raise ValueError(f"the other engines run smollm2, whose package holds a GGUF file, not {target!r}")
     if not PYTHON.is_file():
-        raise ValueError(f"{PYTHON} is missing; make .venv-peers/.ready builds the other engines, twenty minutes")
+        raise ValueError(
+            f"{PYTHON} is missing; in the repository's folder make .venv-peers/.ready builds the other engines (twenty "
+            "minutes)"
+        )
 
 
 def start_peers(target_folder: str, folder: Path) -> dict[str, Peer]:

@@ -78,7 +78,11 @@ def write_section(path: Path, name: str, text: str) -> None:
 def cache_folder() -> Path:
     """Where selfspec keeps what it measured and compiled: SELFSPEC_CACHE, or selfspec in the user's cache folder."""
     named = os.environ.get("SELFSPEC_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    return (
+        Path(named).expanduser()
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
+    )
 
 
 @cache

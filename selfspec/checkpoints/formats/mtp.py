@@ -24,6 +24,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv_freq$")  # of the target's own
 
 
@@ -65,8 +66,11 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
     index = _Index(place, None if source else getattr(target.model.config, "_commit_hash", None))
     if (family := FAMILIES.get(model_type)) is None:
         named = sorted(name for name in index.files if "mtp" in name or "nextn" in name)
-        hint = f"; it holds {', '.join(named[:4])}, ..." if named else ""
-        raise ValueError(f"no MTP module is known of {model_type!r}, only of {', '.join(FAMILIES)}{hint}")
+        hint = f" (it holds {', '.join(named[:4])}, ...)" if named else ""
+        raise ValueError(
+            f"{place}: no MTP module is known of {model_type!r}{hint}, only of {', '.join(FAMILIES)}; train one "
+            "instead: train/heads.py drafter=mtp"
+        )
     prefix, second = (family.prefix.format(at=target.n_layers + at) for at in range(2))
     parts = {name.removeprefix(prefix) for name in index.files if name.startswith(prefix)}
     parts = {name for name in parts if not _COPIES.search(name)}
@@ -92,13 +96,16 @@ class _Index:
 
     def __init__(self, place: str, revision: str | None) -> None:
         self.place, self.revision = place, revision
-        if index := self._path(_INDEX):
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif whole := self._path(_WHOLE):
+        if whole := self._path(_WHOLE):  # where there are both, transformers reads this one
             with _opened(whole) as file:
-                self.files = dict.fromkeys(file.keys(), _WHOLE)
+                self.files: dict[str, str] = dict.fromkeys(file.keys(), _WHOLE)
+        elif index := self._path(_INDEX):
+            self.files = json.loads(index.read_text())["weight_map"]
         else:
-            raise FileNotFoundError(f"{place or 'a target without a checkpoint'} has neither {_INDEX} nor {_WHOLE}")
+            raise FileNotFoundError(
+                f"{place or 'a target without a checkpoint'} has neither {_WHOLE} nor {_INDEX}; mtp reads the module "
+                "from the target's own safetensors, so load the target by the path of a folder that has them"
+            )
 
     def _path(self, name: str) -> Path | None:
         if Path(self.place).is_dir() or is_path(self.place) or not self.place:
@@ -114,8 +121,11 @@ class _Index:
             if (path := self._path(name)) is None:
                 raise FileNotFoundError(f"{self.place}/{name} is missing, which {_INDEX} names")
             with _opened(path) as file:
-                held = [part for part in parts if self.files[prefix + part] == name]
-                tensors |= {part: file.get_tensor(prefix + part) for part in held}
+                for part in (part for part in parts if self.files[prefix + part] == name):
+                    try:
+                        tensors[part] = file.get_tensor(prefix + part)
+                    except SafetensorError as error:
+                        raise ValueError(f"{path} lacks {prefix + part}, which {_INDEX} looks for there") from error
         return tensors
 
 
@@ -136,23 +146,30 @@ def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) 
         family.norm: next(layer.norm.parameters()),
     }
     wanted |= {family.block + name: part for name, part in block.state_dict(keep_vars=True).items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(
+                f"{place}: {name} of its MTP module is {tensor.dtype}; quantized modules are not read, so give a "
+                "checkpoint in bfloat16"
+            )
     tensors = _fused(tensors, wanted)
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
-        lacks, besides = (f"{len(names)} ({', '.join(names[:4])})" for names in (missing, unknown))
-        raise ValueError(f"{place}: its MTP module lacks tensors: {lacks}, and holds others: {besides}")
+        sides = {"lacks": missing, "holds besides": unknown}
+        odd = "; it ".join(f"{what} {len(names)}: {', '.join(names[:4])}" for what, names in sides.items() if names)
+        raise ValueError(f"{place}: its MTP module does not fit the target's config, it {odd}")
     for name, part in wanted.items():
         tensor = tensors[name]
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(
-                f"{place}: {name} of its MTP module is {tensor.dtype}, or holds numbers that are not finite"
-            )
         if part.shape != tensor.shape:
             raise ValueError(
                 f"{place}: {name} of its MTP module is {list(tensor.shape)}, the target's layers have "
                 f"{list(part.shape)}"
             )
         part.copy_(tensor)
+        if not part.to(drafter.layer.tail.dtype).isfinite().all():
+            raise ValueError(
+                f"{place}: {name} of its MTP module holds numbers that are not finite in {drafter.layer.tail.dtype}"
+            )
 
 
 def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -165,8 +182,11 @@ def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tenso
             continue
         experts, count = [], 0
         while all(f"{stem}.{count}.{part}.weight" in tensors for part in parts):
-            experts.append(torch.cat([result.pop(f"{stem}.{count}.{part}.weight") for part in parts]))
+            experts.append([tensors[f"{stem}.{count}.{part}.weight"] for part in parts])
             count += 1
-        if experts:
-            result[name] = torch.stack(experts)
+        if len({tensor.shape for each in experts for tensor in each}) == 1 and experts[0][0].ndim == 2:
+            result[name] = torch.stack([torch.cat(each) for each in experts])
+            for expert in range(count):
+                for part in parts:
+                    del result[f"{stem}.{expert}.{part}.weight"]
     return result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -98,8 +97,9 @@ def binding(name: str) -> Callable[..., None]:
     kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
     with suppress(OSError):  # of a folder that can not be written to
         path.parent.mkdir(parents=True, exist_ok=True)
+        code = Path(kernel.__self__.__file__).read_bytes()  # type: ignore[attr-defined]  # its module
         with atomic(path) as scratch:
-            shutil.copyfile(kernel.__self__.__file__, scratch)  # type: ignore[attr-defined]  # its module
+            scratch.write_bytes(code + hashlib.sha256(code).digest())  # which the loader does not look at
     return kernel
 
 
@@ -123,8 +123,9 @@ def _kernel_path(source: str) -> Path:
 
 def _loaded(path: Path) -> Callable[..., None]:
     """The function of a module that torch built. Raises ImportError or OSError where there is none that can be read."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
+    code = path.read_bytes()
+    if hashlib.sha256(code[:-32]).digest() != code[-32:]:  # what is cut short would end the process
+        raise ImportError(f"{path} is damaged")
     # The module reads where torch's function for the data of a tensor lies, as it does when torch itself loads it.
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(
         torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]

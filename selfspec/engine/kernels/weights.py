@@ -216,8 +216,9 @@ def choose(outputs: int, width: int) -> Kernel | None:
     _met.add((outputs, width))
     if name not in _choices:
         path = cache_folder() / "kernels" / f"{_machine()}.json"
-        with suppress(OSError, ValueError):
-            _choices.update(json.loads(path.read_text()))
+        with suppress(OSError, ValueError, AttributeError):
+            saved = json.loads(path.read_text()).items()
+            _choices.update({shape: of for shape, of in saved if isinstance(of, dict) and "kernel" in of})
         if name not in _choices:
             if not _choices:
                 print("kernels are measured, once for each product; `selfspec limits` shows them", file=sys.stderr)
