@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, cache_folder
 
 STARTS = {"eager": "eager", "compiled, nothing kept": "compiled", "compiled, kept": "compiled"}
 _PROGRAM = """
@@ -44,11 +45,14 @@ def start_costs(drafter: str, target: str, dtype: str, device: str | None) -> di
     costs = {}
     with tempfile.TemporaryDirectory() as top:
         for name, engine in STARTS.items():
-            folder = f"{top}/{engine}"  # what eager passes keep would help the first compiled ones
+            folder = Path(top, engine)  # what eager passes keep would help the first compiled ones
+            if not folder.is_dir() and (targets := cache_folder() / "targets").is_dir():
+                folder.mkdir()
+                (folder / "targets").symlink_to(targets.resolve())  # converted once, which is no part of a start
             arguments = json.dumps([drafter, target, dtype, device, engine])
             done = subprocess.run(
                 [sys.executable, "-c", _PROGRAM, arguments],
-                env={**os.environ, "SELFSPEC_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
+                env={**os.environ, "SELFSPEC_CACHE": str(folder), "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 capture_output=True,
                 text=True,
                 check=False,
