@@ -19,7 +19,7 @@ from selfspec.core.recurrent.mixers import mixers
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, pack, training_dtype
-from selfspec.drafters.parts.feature_layer import FeatureLayer
+from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.parts.vocabulary import check_head
@@ -118,17 +118,13 @@ class MtpLayer(FeatureLayer):
         return self.tail
 
     def fused(self, stacked: Tensor) -> Tensor:
-        return _normed(self._theirs[""], stacked) if self.config.fed == "post" else stacked
+        return normed(self._theirs[""], stacked) if self.config.fed == "post" else stacked
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         embedded = F.embedding(tokens.to(self.embedding.device), self.embedding).to(states)
-        parts = [_normed(self.enorm, embedded), _normed(self.hnorm, states)]
+        parts = [normed(self.enorm, embedded), normed(self.hnorm, states)]
         weight = self.proj.weight.to(states.dtype) if self.packed_proj is None else self.packed_proj
         return F.linear(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1), weight)
 
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
         return hidden if self.config.recycled == "post" else outputs
-
-
-def _normed(norm: nn.Module, states: Tensor) -> Tensor:
-    return norm(states).to(states.dtype)  # type: ignore[no-any-return]

@@ -15,8 +15,8 @@ def processor() -> dict[str, str]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
-    told = {name.strip(): value.strip() for name, value in pairs}
-    return {"model name": told.get("model name") or platform.processor(), "flags": told.get("flags", "")}
+    fields = {name.strip(): value.strip() for name, value in pairs}
+    return {"model name": fields.get("model name") or platform.processor(), "flags": fields.get("flags", "")}
 
 
 def device_name(device: torch.device) -> str:

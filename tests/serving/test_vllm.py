@@ -67,8 +67,8 @@ def prompts(target: str = "tiny-target") -> dict[str, list[list[int]]]:
 def judge(folder: Path, target: str, dtype: str, asked: dict[str, list[list[int]]], speculative: Any) -> dict[str, Any]:
     """What vLLM decodes and counts, by group."""
     job, out = folder / "job.json", folder / "out.json"
-    told = {"target": resolve(target), "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
-    job.write_text(json.dumps(told))
+    task = {"target": resolve(target), "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
+    job.write_text(json.dumps(task))
     own = {
         "OMP_NUM_THREADS": str(THREADS),
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import pack
-from selfspec.drafters.parts.feature_layer import FeatureLayer
+from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.views import Block
 
 
@@ -204,10 +204,10 @@ class Eagle3Layer(FeatureLayer):
 
     def fused(self, stacked: Tensor) -> Tensor:
         if self.input_norm is not None:
-            stacked = _normed(self.input_norm, stacked)
+            stacked = normed(self.input_norm, stacked)
         if self.fc_norm:
             parts = stacked.chunk(len(self.layers), -1)
-            stacked = torch.cat([_normed(norm, part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            stacked = torch.cat([normed(norm, part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return F.linear(stacked, self.fc.weight.to(stacked.dtype) if self.packed_fc is None else self.packed_fc)
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
@@ -215,10 +215,6 @@ class Eagle3Layer(FeatureLayer):
 
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
         return hidden if self.norm_output else outputs
-
-
-def _normed(norm: nn.Module, states: Tensor) -> Tensor:
-    return norm(states).to(states.dtype)  # type: ignore[no-any-return]
 
 
 def _copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:

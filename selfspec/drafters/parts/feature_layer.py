@@ -81,6 +81,11 @@ class FeatureLayer(nn.Module, ABC):
         return int(self.block.target.hidden_size)
 
 
+def normed(norm: nn.Module, states: Tensor) -> Tensor:
+    """States behind a norm that may be kept in a wider dtype, in their own dtype."""
+    return norm(states).to(states.dtype)  # type: ignore[no-any-return]
+
+
 class LastLayer(FeatureLayer):
     """A view of the target's last decoder layer, with LoRA or trained in full, behind two products: one fuses the
     features of a position, the other mixes in the embedding of the token after it. Final norm and lm_head are views as
