@@ -40,14 +40,18 @@ _LETTERS = 8  # that a question has at least
 @dataclass(frozen=True)
 class Synthetic:
     """Conversations that the target writes. conversations: how many are begun (some are left out, see `usable`); turns:
-    questions in each, at most; question_tokens, new_tokens: of a question and of an answer, at most; sampled: share of
-    conversations answered at temperature 1, the others greedily; batch: conversations written at once; int8: whether
-    the target's weights are quantized while it writes, for speed (see `selfspec.core.quantized`); validation_share: of
-    the conversations; folder: where they are kept (None: in the cache folder)."""
+    questions in each, at most; openings: words that first questions begin with, taken in turn ("": the target's own);
+    question_temperature: that questions are sampled at; question_tokens, new_tokens: of a question and of an answer, at
+    most; sampled: share of conversations answered at temperature 1, the others greedily; batch: conversations written
+    at once; int8: whether the target's weights are quantized while it writes, for speed (see
+    `selfspec.core.quantized`); validation_share: of the conversations; folder: where they are kept (None: in the cache
+    folder)."""
 
     questions: ClassVar[str] = "source"
     conversations: int = 4096
     turns: int = 2
+    openings: tuple[str, ...] = ("",)
+    question_temperature: float = 1.0
     question_tokens: int = 96
     new_tokens: int = 320
     sampled: float = 0.5
@@ -61,6 +65,11 @@ class Synthetic:
         for name in ("conversations", "turns", "question_tokens", "new_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
+        object.__setattr__(self, "openings", tuple(self.openings))  # Hydra hands over lists of its own
+        if not self.openings or not all(isinstance(words, str) for words in self.openings):
+            raise ValueError(f"data.openings={list(self.openings)} must list texts; [''] for none")
+        if not 0 < self.question_temperature <= 2:
+            raise ValueError(f"data.question_temperature={self.question_temperature} must lie above 0, at most 2")
         if not 0 <= self.sampled <= 1:
             raise ValueError(f"data.sampled={self.sampled} must lie in [0, 1]")
         if not 0 < self.validation_share < 1:
@@ -93,7 +102,7 @@ def synthetic(
     in `wait`. Raises ValueError where no conversation is usable.
     """
     template = Template.of(tokenizer)
-    _check_positions(config, target, template)
+    _check_positions(config, target, template, max(map(len, _ids(config, tokenizer))))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in ("folder", "conversations", "validation_share")}
     read_by = f"{asdict(template)} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
@@ -123,9 +132,9 @@ def synthetic(
     return train, validation
 
 
-def _check_positions(config: Synthetic, target: Target, template: Template) -> None:
+def _check_positions(config: Synthetic, target: Target, template: Template, words: int) -> None:
     """Raises ValueError where a conversation may be longer than the target's positions."""
-    between = len(template.opening) + config.turns * (len(template.answer) + len(template.again))
+    between = len(template.opening) + words + config.turns * (len(template.answer) + len(template.again))
     longest = config.turns * (config.question_tokens + config.new_tokens) + between
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
@@ -157,12 +166,16 @@ def _chunk(
     """Conversations from number `first` on: their tokens and loss mask one after another, and the size of each."""
     rows, ends = config.batch, end_tokens(target)  # whole chunks, whatever number of conversations is read
     question_ends = ends | {template.answer[0]}
-    everyone = [_Conversation([*template.opening], [False] * len(template.opening)) for _ in range(rows)]
+    openings = [template.opening + ids for ids in _ids(config, tokenizer)]
+    everyone = [_Conversation([], []) for _ in range(rows)]
+    for i, conversation in enumerate(everyone, first):
+        conversation.add(openings[i % len(openings)], False)
     greedy = round(rows * (1 - config.sampled))
     for turn in range(config.turns):
         at = [i for i, conversation in enumerate(everyone) if conversation.going]
         seeds = [((config.seed * 100 + turn) * 1_000_003 + first + i) * 2 for i in at]
-        written = _texts(target, [everyone[i] for i in at], 1.0, seeds, config.question_tokens, question_ends)
+        asked = [everyone[i] for i in at]
+        written = _texts(target, asked, config.question_temperature, seeds, config.question_tokens, question_ends)
         for i, new in zip(at, written, strict=True):
             everyone[i].going = new[-1] in question_ends and usable(new[:-1], tokenizer)
             if everyone[i].going:
@@ -184,6 +197,11 @@ def _chunk(
     tokens = torch.tensor([token for one in everyone for token in one.tokens], dtype=torch.int32)
     mask = torch.tensor([counts for one in everyone for counts in one.mask], dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "sizes": torch.tensor([len(one.tokens) for one in everyone])}
+
+
+def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of the words that first questions begin with."""
+    return [list(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in config.openings]
 
 
 def _texts(
