@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml
 
 # A real model answers four questions, plain beside speculative; heads are trained live on the embedded target; one table.
 demo: $(VENV)/.ready
-	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup engine=compiled tree.nodes=16 \
+	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup tree.nodes=16 \
 		show.questions=eval/four_questions.jsonl show.prompts=4
 	$(BIN)/python train/heads.py +experiment=demo name=demo
 	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
@@ -83,7 +83,7 @@ hybrid: $(VENV)/.ready
 # The table and the figure that README begins with, half an hour; QUESTIONS names Spec-Bench's question.jsonl.
 readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
-	$(BIN)/python eval/compare.py name=readme target=smollm2 engine=compiled "compare.questions=[$(QUESTIONS)]" \
+	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
 		compare.groups=null compare.prompts=1 compare.max_new_tokens=64 "compare.nodes=[8,16]" \
 		"compare.temperatures=[0,1]" "compare.methods=[hf_generate,hf_prompt_lookup]" compare.summary=README.md \
 		compare.results=notebooks/results/smollm2.md \

@@ -265,7 +265,7 @@ def load(
     target: str | Path | PreTrainedModel | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | None = None,
-    engine: str = "eager",
+    engine: str = "auto",
     revision: str | None = None,
     trust_code: bool = False,
     **loading: Any,
@@ -277,7 +277,7 @@ def load(
     target: where to find the target instead of the place the drafter names, or the model itself (its weights must
     be the same); dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps
     on the CPU; engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for
-    later processes; revision: of a drafter on the hub; trust_code: whether a checkpoint may name a drafter class of
+    later processes (auto: compiled where a compiler is found); revision: of a drafter on the hub; trust_code: whether a checkpoint may name a drafter class of
     another package, which is then imported; `loading` goes to transformers' from_pretrained (device_map,
     attn_implementation, ...).
 

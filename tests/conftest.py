@@ -14,6 +14,7 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"  # the models are tiny; two processes share the tests instead
+os.environ["SELFSPEC_ENGINE"] = "eager"  # what auto is; tests of compiled passes name them
 os.environ["SELFSPEC_CACHE"] = tempfile.mkdtemp()  # costs of passes are measured for these tests alone
 
 import pytest

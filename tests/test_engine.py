@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, RandomTrees, made, tiny_model
+from conftest import VOCAB, RandomTrees, compose_config, made, tiny_model
 from families import FAMILIES, build
 from test_drafters import PROMPTS, Row, built, of
 from test_drafters import row as row  # a fixture: every drafter of the contract
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import selfspec
 import selfspec.engine.fit as fit
 from selfspec.cli import terminal
+from selfspec.cli.config import EvalRun
+from selfspec.cli.training_runs import typed
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling, pick
@@ -444,12 +446,12 @@ def test_structure_tells_modules_apart() -> None:
 
 @pytest.mark.parametrize("name", ["fast", "", None])
 def test_unknown_engines_are_named(name: Any) -> None:
-    with pytest.raises(ValueError, match="must be one of eager, compiled"):
+    with pytest.raises(ValueError, match="must be one of auto, eager, compiled"):
         engine_for(name, torch.device("cpu"))
 
 
 def test_without_a_compiler_the_package_to_install_is_named(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
@@ -464,6 +466,25 @@ def test_without_a_compiler_the_package_to_install_is_named(
         engine_for("compiled", torch.device("cpu"))
     with pytest.raises(ValueError, match="serves CPUs and CUDA devices"):
         engine_for("compiled", torch.device("meta"))
+    monkeypatch.delenv("SELFSPEC_ENGINE")
+    assert engine_for("auto", torch.device("cpu")).name == "eager"
+    assert "passes run eagerly: engine=compiled needs a C++ compiler" in capsys.readouterr().err
+
+
+def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_for("auto", torch.device("cpu")).name == "eager"  # the environment of these tests says so
+    monkeypatch.delenv("SELFSPEC_ENGINE")
+    assert engine_for("auto", torch.device("cpu")).name == "compiled"
+    monkeypatch.setenv("SELFSPEC_ENGINE", "fast")
+    with pytest.raises(ValueError, match="engine='fast' must be one of"):
+        engine_for("auto", torch.device("cpu"))
+
+
+def test_a_run_keeps_the_name_of_the_engine_that_it_had() -> None:
+    config = compose_config("eval", "drafter=tiny-medusa")
+    assert config.engine == "auto"
+    typed(EvalRun, config)
+    assert config.engine == "eager"
 
 
 class Doubling(nn.Module):

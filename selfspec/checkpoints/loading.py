@@ -117,7 +117,7 @@ def load_target(
         quantize(model)
         if not has_kernel():
             print("int8: no kernel for this processor, which lacks AVX-512 VNNI; torch multiplies", file=sys.stderr)
-    if engine == "compiled" and isinstance(source, (str, Path)) and not int8:
+    if engine != "eager" and isinstance(source, (str, Path)) and not int8:
         _align(model)
     target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype

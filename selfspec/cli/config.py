@@ -79,13 +79,13 @@ class TreeConfig:
 @dataclass
 class OneTarget(Logged):
     """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
-    like; engine: eager or compiled; data: where questions and text come from, below; trust_code: whether checkpoints
-    may name drafters of other packages."""
+    like; engine: eager, or compiled (auto: where a compiler is found); data: where questions and text come from, below;
+    trust_code: whether checkpoints may name drafters of other packages."""
 
     target: str = MISSING
     dtype: str = "auto"
     device: str | None = None
-    engine: str = "eager"
+    engine: str = "auto"
     data: Any = MISSING
     trust_code: bool = False
 

@@ -174,7 +174,7 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument("--stop", action="append", help="text behind which it ends; may be given several times")
     parser.add_argument("--seed", type=int, help="of the noise; drawn anew each time unless given")
     parser.add_argument("--nodes", type=_nodes, help="largest draft tree, root included, or auto (unset: 16)")
-    parser.add_argument("--engine", default="eager", help="eager or compiled")
+    parser.add_argument("--engine", default="auto", help="eager or compiled (auto: where a compiler is found)")
     parser.add_argument("--color", action="store_true", help="drafted tokens in colour, one for each drafter")
     parser.add_argument("--trace", metavar="FILE", help="write what every pass did to this file, as lines of JSON")
     parser.add_argument(

@@ -29,9 +29,9 @@ from selfspec.core.support import (
 )
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
-from selfspec.engine.engine import Engine, check_engine, engine_for
+from selfspec.engine.engine import Engine, check_engine, chosen, engine_for
 
-__all__ = ["Part", "Pass", "Target", "check_engine", "tree_pass"]
+__all__ = ["Part", "Pass", "Target", "check_engine", "chosen", "tree_pass"]
 
 LONG = 32  # longer chains get a triangular mask without products
 

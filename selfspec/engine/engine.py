@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from selfspec.engine.layers import compiled_once
 from selfspec.utils.files import cache_folder
 
 R = TypeVar("R")
-ENGINES = ("eager", "compiled")
+ENGINES = ("auto", "eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 
 
@@ -61,7 +62,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """One of ENGINES."""
+        """eager or compiled."""
         return "eager" if self.backend is None else "compiled"
 
     def row_invariant(self, function: str) -> bool:
@@ -212,22 +213,42 @@ with_room.__code__ = with_room.__code__.replace(co_stacksize=ROOM)
 
 
 def engine_for(name: str, device: torch.device) -> Engine:
-    """The engine of this name. Raises ValueError for an unknown one, and where none can compile."""
-    check_engine(name)
-    if name == "eager":
+    """The engine of this name. Raises ValueError for an unknown one, and for compiled where nothing can compile."""
+    if chosen(name, device.type) == "eager":
         return Engine()
-    if device.type not in ("cpu", "cuda"):
+    _check_compiling(device.type)
+    return Engine("inductor", cache_folder() / "compiled")
+
+
+def chosen(name: str, device: str) -> str:
+    """eager or compiled. auto is what the environment's SELFSPEC_ENGINE says, else compiled where that can be, and
+    eager with a line where it can not. Raises ValueError for an unknown name."""
+    if name == "auto":
+        name = os.environ.get("SELFSPEC_ENGINE", name)
+    check_engine(name)
+    if name != "auto":
+        return name
+    try:
+        _check_compiling(device)
+    except ValueError as error:
+        print(f"passes run eagerly: {error}", file=sys.stderr)
+        return "eager"
+    return "compiled"
+
+
+def _check_compiling(device: str) -> None:
+    """Raises ValueError where nothing can compile. device: its type."""
+    if device not in ("cpu", "cuda"):
         raise ValueError(f"engine=compiled serves CPUs and CUDA devices, not {device}; take engine=eager")
     if not hasattr(torch.compiler, "load_compiled_function"):
         raise ValueError(
             f"engine=compiled needs a newer torch than {torch.__version__}; upgrade it, or take engine=eager"
         )
-    if device.type == "cpu" and not has_compiler():
+    if device == "cpu" and not has_compiler():
         raise ValueError(
             "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
             "Ubuntu, gcc-c++ of Fedora, clang of conda-forge; CXX names another), or take engine=eager"
         )
-    return Engine("inductor", cache_folder() / "compiled")
 
 
 def check_engine(name: str) -> None:

@@ -41,7 +41,7 @@ class Harness(HFLM):
         dtype: str = "auto",
         device: str | None = None,
         nodes: int | str = NODES,
-        engine: str = "eager",
+        engine: str = "auto",
         **arguments: Any,
     ) -> None:
         # cuda is the command's own default

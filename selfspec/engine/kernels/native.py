@@ -53,9 +53,10 @@ def has_tiles() -> bool:
         return False
     if _kernel_path(_source("tiles.cpp", True)).is_file():
         return True
-    from torch._inductor.cpu_vec_isa import VecAMX  # slow to import
+    from torch._inductor.cpu_vec_isa import VecAMX, supported_vec_isa_list  # slow to import
 
-    return bool(VecAMX())
+    # torch's own object: it keeps what it finds out, which decides by which flags torch compiles.
+    return any(map(bool, (isa for isa in supported_vec_isa_list if isinstance(isa, VecAMX))))
 
 
 @cache
