@@ -273,13 +273,13 @@ def load(
     """Load a drafter and its target for inference.
 
     drafter: an embedded name such as "tiny-medusa", a run folder, a hub id, a kind that needs no training
-    ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree;
-    target: where to find the target instead of the place the drafter names, or the model itself (its weights must
-    be the same); dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps
-    on the CPU; engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for
-    later processes (auto: compiled where a compiler is found); revision: of a drafter on the hub; trust_code: whether a checkpoint may name a drafter class of
-    another package, which is then imported; `loading` goes to transformers' from_pretrained (device_map,
-    attn_implementation, ...).
+    ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
+    where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
+    dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps on the CPU;
+    engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for later processes
+    (auto: compiled where a compiler is found); revision: of a drafter on the hub; trust_code: whether a checkpoint may
+    name a drafter class of another package, which is then imported; `loading` goes to transformers' from_pretrained
+    (device_map, attn_implementation, ...).
 
     Raises FileNotFoundError and ValueError, naming what is wrong.
     """
