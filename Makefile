@@ -66,7 +66,7 @@ $(PEERS)/.ready:
 peers: $(VENV)/.ready $(PEERS)/.ready
 	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS)
 
-# Everything that needs a GPU, in ten minutes, with its results in notebooks/results/gpu.md.
+# Everything that needs a GPU, in twenty minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
 

@@ -30,6 +30,10 @@ AUDIT = "eval/audit.py -m wandb.mode=disabled audit.nodes=[16] audit.batch_sizes
 TRAIN = "train/heads.py wandb.mode=disabled +experiment=demo loop.steps=60 loop.validate_every=60"
 FEW = "compare.groups=[edit] compare.max_new_tokens=8 compare.temperatures=[0]"
 SMALL = "limits.config=configs/models/llama_250m.json limits.sizes=[1,2] limits.rounds=3"
+SMOLLM2 = "smollm2-medusa,smollm2-eagle3,prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup"
+REAL = f"{COMPARE} target=smollm2 compare.max_new_tokens=128 compare.drafters=[{SMOLLM2}]"
+ONE = f"{FEW} compare.nodes=[4] compare.drafters=[prompt_lookup] target=tiny-target"
+BATCHES = "eval/decode.py -m wandb.mode=disabled target=smollm2 tree.nodes=auto decode.prompts=32"
 DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature,tiny-mask"
 # By name: the command, how it is changed where there is no GPU, and the GiB of memory that it needs
 PARTS = {
@@ -41,6 +45,15 @@ PARTS = {
     "passes of a Llama of 1B": (f"{LIMITS} limits.config=configs/models/llama_1b.json limits.drafters=[]", SMALL, 6),
     "drafters, eager": (f"{COMPARE} engine=eager", FEW, 1),
     "drafters, compiled": (f"{COMPARE} engine=compiled", f"{FEW} compare.nodes=[8] compare.drafters=[tiny-medusa]", 1),
+    "SmolLM2, eager": (f"{REAL} engine=eager", ONE, 2),
+    "SmolLM2, compiled": (f"{REAL} engine=compiled", f"{ONE} engine=eager", 2),
+    "SmolLM2 in batches": (
+        f"{BATCHES} drafter=smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup decode.batch_size=1,4,16,32 "
+        "decode.temperature=0,1",
+        "target=tiny-target drafter=prompt_lookup decode.batch_size=2 decode.prompts=2 decode.max_new_tokens=8 "
+        "engine=eager",
+        2,
+    ),
     "audits": (
         f"{AUDIT} audit.prompts=2 drafter={DRAFTERS} dtype=float32,bfloat16 engine=eager,compiled",
         "audit.prompts=1 audit.max_new_tokens=8 drafter=tiny-medusa engine=eager",

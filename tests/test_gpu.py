@@ -22,7 +22,7 @@ from selfspec.engine.capture import Captured, parts_of
 from selfspec.engine.engine import Engine
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = {"limits": "limits", "compare": "compare", "audit": "audit", "heads": "train"}
+CONFIGS = {"limits": "limits", "compare": "compare", "audit": "audit", "heads": "train", "decode": "eval"}
 
 
 @pytest.fixture(scope="module")
