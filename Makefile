@@ -93,18 +93,25 @@ readme: $(VENV)/.ready
 page: $(VENV)/.ready
 	$(BIN)/python eval/page.py
 
-# Those results, made anew: half an hour on a quiet machine.
-page-data: $(VENV)/.ready
+# Those results, made anew: an hour on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. `make readme` comes first: the
+# page shows its comparison.
+page-data: $(VENV)/.ready runs/readme/compare.json
+	$(BIN)/python eval/decode.py -m name=page_smollm2 target=smollm2 decode.questions=$(QUESTIONS) decode.prompts=13 \
+		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
+		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
+	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2 "limits.drafters=[]" limits.starts=false
 	$(BIN)/python eval/decode.py -m name=page_traces target=tiny-target \
 		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
-	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]"
-	$(BIN)/python eval/limits.py name=page_llama_250m limits.config=configs/models/llama_250m.json "limits.drafters=[]" \
-		limits.rounds=5
+	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]" limits.starts=false
 	$(BIN)/python eval/compare.py name=page_compare compare.prompts=2 "compare.nodes=[8,16]"
+	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.data=runs/page_tiny.json
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
-		"page.runs=[runs/page_traces,runs/page_limits,runs/page_llama_250m,runs/page_compare]"
+		"page.runs=[runs/page_smollm2,runs/page_smollm2_limits,runs/readme,runs/page_tiny.json]"
+
+runs/readme/compare.json:
+	$(MAKE) readme
 
 # The documentation site, in build/docs; a link that leads nowhere ends it.
 docs: $(VENV)/.ready

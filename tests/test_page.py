@@ -173,6 +173,19 @@ def test_a_folder_with_a_part_gets_a_page_that_names_the_others(runs: Path) -> N
     assert page_data(PageConfig([str(runs)]))["missing"] == {}
 
 
+def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs: Path, tmp_path: Path) -> None:
+    own, saved, path = page_data(PageConfig([str(runs)])), page_data(PageConfig()), tmp_path / "saved.json"
+    path.write_text(json.dumps(saved))
+    for order in ([str(runs), str(path)], [str(path), str(runs)]):
+        both = page_data(PageConfig(order))
+        for part in ("comparisons", "curves", "traces", "acceptance"):
+            assert both[part] == own[part] + saved[part]
+    for content in ("{", "[]", '{"version": 9}', json.dumps({**saved, "traces": {}})):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="is not the data of a page"):
+            page_data(PageConfig([str(path)]))
+
+
 def test_what_comes_with_selfspec_makes_a_page(tmp_path: Path) -> None:
     data = page_data(PageConfig())
     assert 0 < write_page(data, tmp_path / "page.html") <= LARGEST_PAGE

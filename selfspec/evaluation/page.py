@@ -17,6 +17,7 @@ _FOLDER = Path(__file__).parents[1] / "page"
 _STYLE, _DATA = "page.css", "embedded.json"
 _CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 _SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")
+_PARTS = ("comparisons", "curves", "traces", "acceptance")
 _CALL = ("target", "dtype", "device", "engine", "prompts", "temperature", "top_k", "top_p", "min_p", "seed")
 _DEPTHS, _RANKS = 16, 8  # of a table of acceptance
 _FEWEST = 8  # visits of a node's children before their share is shown
@@ -29,9 +30,9 @@ COMMANDS = {
 
 @dataclass
 class PageConfig:
-    """runs: folders with runs of decode (with decode.traces), limits and compare, however deep (null: the results that
-    come with selfspec); out: the file to write; shown: traces that can be replayed, at most; data: a file for what the
-    page shows, as JSON."""
+    """runs: folders with runs of decode (with decode.traces), limits and compare, however deep, and files that an
+    earlier page wrote as its data (null: the results that come with selfspec); out: the file to write; shown: traces of
+    the folders that can be replayed, at most; data: a file for what the page shows, as JSON."""
 
     runs: list[str] | None = None
     out: str = "page.html"
@@ -50,14 +51,17 @@ class PageConfig:
 
 def page_data(config: PageConfig) -> Figures:
     """What the page shows. Raises FileNotFoundError for a folder that is missing and ValueError for one with nothing
-    to show, or with a damaged file."""
+    to show, or with a damaged file. What other pages show stands behind what the folders hold."""
     if config.runs is None:
         saved: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
         return saved
     data: Figures = {"version": VERSION, "made_by": f"selfspec {__version__}", "missing": {}}
-    data |= {"comparisons": [], "curves": [], "traces": [], "acceptance": []}
+    data |= {name: [] for name in _PARTS}
     traces: list[Trace] = []
+    others = [_saved(Path(run)) for run in config.runs if Path(run).is_file()]
     for run in config.runs:
+        if Path(run).is_file():
+            continue
         if not Path(run).is_dir():
             raise FileNotFoundError(f"page.runs holds {run!r}: there is no such folder")
         paths = [path for name in ("compare.json", "limits.json", "traces.jsonl") for path in _below(Path(run), name)]
@@ -81,6 +85,8 @@ def page_data(config: PageConfig) -> Figures:
     pairs = _pairs(traces)
     data["traces"] = [_shown(plain, fast) for plain, fast in _spread(pairs, config.shown)]
     data["acceptance"] = acceptance_tables([fast for _, fast in pairs])
+    for name in _PARTS:
+        data[name] += [part for other in others for part in other[name]]
     data["missing"] = {name: command for name, command in COMMANDS.items() if not data[name]}
     return data
 
@@ -100,6 +106,19 @@ def write_page(data: Figures, path: Path) -> int:
         raise ValueError(f"the page would have {size} bytes, more than {LARGEST_PAGE}; give page.shown fewer traces")
     write_text(path, text)
     return size
+
+
+def _saved(path: Path) -> Figures:
+    """What another page shows. Raises ValueError for a file that is no page's data."""
+    try:
+        found: Figures = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        if found["version"] != VERSION or not all(isinstance(found[name], list) for name in _PARTS):
+            raise ValueError(f"version {found['version']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"page.runs holds {str(path)!r}, which is not the data of a page ({error!r}); page.data=FILE writes one"
+        ) from error
+    return found
 
 
 def _no_number(name: str) -> float:
