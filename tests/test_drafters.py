@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
 
+import selfspec.drafters.block
 import selfspec.drafters.mask
 import selfspec.drafters.sequential
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
@@ -22,6 +23,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.block import Block
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
@@ -126,6 +128,18 @@ TABLE = {
     "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "mtp": of(Mtp, depth=4, width=3),
+    "block": of(
+        Block,
+        H2
+        + 2 * (4 * 8 * 2 * HIDDEN + 2 * 2 * 8 * HIDDEN + 2 * 8 + 3 * 48 * HIDDEN + 2 * HIDDEN)
+        + 3 * HIDDEN
+        + 2 * 4 * VOCAB,
+        size=5,
+        correction=4,
+        anchors=4,
+    ),
+    "block_own": of(Block, size=5, predicts="own", correction=0, stack=1, layers=[2], anchors=4, loss="ce"),
+    "block_causal_few": of(Block, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4),
     "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
@@ -180,7 +194,7 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training begins right behind the choice; decoding and later steps go by the same rows of lm_head."""
-    for module in (selfspec.drafters.sequential, selfspec.drafters.mask):
+    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     torch.manual_seed(0)
     drafter = row.build(llama)
@@ -197,13 +211,13 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a packed row is that of its documents in rows of their own."""
-    for module in (selfspec.drafters.sequential, selfspec.drafters.mask):
+    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     target = Target(tiny_model(family, dtype=torch.float64))
     drafter = built(row, target)
     if not isinstance(drafter, Trained):
         return
-    if isinstance(drafter, Mask):
+    if isinstance(drafter, (Mask, Block)):
         drafter.config.anchors = 100  # behind every position
     g = torch.Generator().manual_seed(1)
     texts = [torch.randint(VOCAB, (n,), generator=g) for n in (12, 17, 9)]

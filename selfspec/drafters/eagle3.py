@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
+from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
@@ -55,9 +56,7 @@ class Eagle3(Unrolled):
 
     def __init__(self, target: Target, config: Eagle3Config) -> None:
         super().__init__(target, config)
-        n = target.n_layers
-        usual = {1, n // 2 - 1, n - 4} if n >= 7 else {min(1, n - 1), n // 2, max(n - 2, 0)}
-        self.reads = config.read_layers(target, usual)
+        self.reads = layers_of(config.layers, target, usual_layers(target))
         own = config.head == "own"
         rows = config.draft_vocab if own and config.draft_vocab is not None else target.vocab_size
         self.layer = Eagle3Layer(

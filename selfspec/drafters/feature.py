@@ -12,7 +12,7 @@ from torch import nn
 
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype, whole
-from selfspec.drafters.parts.feature_layer import LastLayer
+from selfspec.drafters.parts.feature_layer import LastLayer, layers_of
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
 
@@ -42,7 +42,7 @@ class Feature(Unrolled):
     def __init__(self, target: Target, config: FeatureConfig) -> None:
         super().__init__(target, config)
         last = target.n_layers - 1
-        self.reads = config.read_layers(target, {min(1, last), target.n_layers // 2, last})
+        self.reads = layers_of(config.layers, target, {min(1, last), target.n_layers // 2, last})
         full = config.train == "full"
         self.layer: LastLayer = LastLayer(target, self.reads, config.rank, full, training_dtype(target.dtype))
         check_head(self.layer.block, self.head, config.draft_vocab)

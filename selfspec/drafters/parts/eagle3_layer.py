@@ -177,9 +177,9 @@ class Eagle3Layer(FeatureLayer):
             if module.bias is not None:
                 module.bias.zero_()
         after = theirs.get("pre_feedforward_layernorm", theirs.get("post_attention_layernorm"))
-        _copy_scale(self.midlayer.hidden_norm, theirs.get("input_layernorm"), target.dtype)
-        _copy_scale(self.midlayer.post_attention_layernorm, after, target.dtype)
-        _copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
+        copy_scale(self.midlayer.hidden_norm, theirs.get("input_layernorm"), target.dtype)
+        copy_scale(self.midlayer.post_attention_layernorm, after, target.dtype)
+        copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
 
     @property
     def block(self) -> Block:
@@ -217,7 +217,7 @@ class Eagle3Layer(FeatureLayer):
         return hidden if self.norm_output else outputs
 
 
-def _copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
+def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
     """The scale of a target's norm as it acts. Some families keep it less one, some take the mean away, some add a
     bias; numbers of size one and mean zero, and their opposites, show the scale alone."""
     if theirs is None:

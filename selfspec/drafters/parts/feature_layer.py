@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from selfspec.core.cache import KVCache
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.options import integer
 from selfspec.core.pass_cache import KV
 from selfspec.core.passes import Part, tree_pass
 from selfspec.core.rows import PREFILL
@@ -19,6 +20,32 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail
+
+
+def check_layers(layers: object) -> None:
+    """Raises ValueError for what is neither a list of different layers nor None."""
+    if layers is None:
+        return
+    if not (isinstance(layers, list) and all(isinstance(layer, (int, float)) for layer in layers)):
+        raise ValueError(f"drafter.layers={layers!r} must be a list of layers, or null")
+    if not layers or len(set(layers)) < len(layers):
+        raise ValueError(f"drafter.layers={layers} must name at least one layer, each once")
+
+
+def layers_of(layers: list[int] | None, target: Target, default: set[int]) -> tuple[int, ...]:
+    """The layers whose outputs are the features, ascending. Raises ValueError for one that the target does not have."""
+    last = target.n_layers - 1
+    for layer in default if layers is None else layers:
+        if not 0 <= integer("drafter.layers: layer", layer) <= last:
+            raise ValueError(f"drafter.layers={layers}: the target has no layer {layer}, only 0 to {last}")
+    return tuple(sorted(default if layers is None else layers))
+
+
+def usual_layers(target: Target) -> set[int]:
+    """The three that serving engines read by default, 1, n/2 - 1 and n - 4; where the target is too short for these, 1,
+    n/2 and n - 2."""
+    n = target.n_layers
+    return {1, n // 2 - 1, n - 4} if n >= 7 else {min(1, n - 1), n // 2, max(n - 2, 0)}
 
 
 class FeatureLayer(nn.Module, ABC):
@@ -134,14 +161,14 @@ class LastLayer(FeatureLayer):
 
 
 class PendingRows(NamedTuple):
-    """Features of verified positions that a draft layer has not read yet, up to each row's root. part, kv: the layer
-    without lm_head, and its KV cache; drafting: the part that later steps run; features: [B, n, H] of each layer read;
-    paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after them; last: int64 [B], which of the t is
-    the root's."""
+    """Features of verified positions that draft layers have not read yet, up to each row's root. part, kv: one layer
+    without lm_head, and the KV cache; drafting: the part that later steps run (both None where a stack drafts at once);
+    features: [B, n, H] of each layer read; paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after
+    them; last: int64 [B], which of the t is the root's."""
 
-    part: Part
+    part: Any
     kv: KV
-    drafting: Part
+    drafting: Any
     features: tuple[Tensor, ...]
     paths: Tensor
     tokens: Tensor
@@ -160,11 +187,28 @@ class RootState(NamedTuple):
     kv: KV
 
 
-class DraftLayerCache:
-    """The KV cache of a draft layer in one call, and its pending rows: features of verified positions that the layer
-    has not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them."""
+class ReadsFeatures(Protocol):
+    """What reads the target's features. layers: of the target, whose outputs they are."""
 
-    def __init__(self, layer: FeatureLayer) -> None:
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def stacked(self, features: dict[int, Tensor]) -> Tensor:
+        """The outputs of the layers asked for, side by side [..., F*H]."""
+        ...
+
+
+L = TypeVar("L", bound=ReadsFeatures)
+
+
+class FeatureCache(Generic[L], ABC):
+    """The KV cache of draft layers in one call, and their pending rows: features of verified positions that they have
+    not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them."""
+
+    def __init__(self, layer: L) -> None:
         self.layer = layer
         self.cache: KVCache | None = None
         self.pending: list[Tensor] = []
@@ -198,10 +242,9 @@ class DraftLayerCache:
         """The pending rows of a pass, for the function that drafts. A long backlog, such as a prompt, is read at once
         but for the last rows, of which a walk through `depth` levels accepts no more. logits: whether later steps want
         them; more: entries that drafting writes. In compiled passes shapes depend on the budget and the depth alone."""
-        engine, block, late = context.target.engine, self.layer.block, self.late
+        engine, late = context.target.engine, self.late
         if self.cache is None:
-            verified = context.cache
-            self.cache = block.target.cache(len(context.lengths), verified.capacity, verified.limit)
+            self.cache = self._open(len(context.lengths), context.cache)
         most = min(engine.size(depth + 1), engine.size(context.nodes))
         width = engine.size(0 if late is None else late.width, context.nodes)
         if late is None or any(map(len, self.pending)) or max(map(len, late.paths)) > most or late.width > width:
@@ -220,25 +263,30 @@ class DraftLayerCache:
         read = engine.size(max(count), most)
         places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
         tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
-        layers, target = (block.layer, block.layer + 1), block.target
-        part, kv = target.part(*layers, (block.layer,), logits=False), self.cache.view(*layers, read + more)
-        drafting = target.part(*layers, (block.layer,)) if logits else part
-        target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        part, kv, drafting = self._view(self.cache, read + more, logits)
         self.cache.commit([list(range(n)) for n in count])
         self.pending, self.late = [], None
         padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
         return PendingRows(part, kv, drafting, tuple(padded[:-3]), *padded[-3:])
 
+    @abstractmethod
+    def _open(self, rows: int, verified: KVCache) -> KVCache:
+        """A cache for so many rows, of the target's capacity."""
+
+    @abstractmethod
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[Any, KV, Any]:
+        """What reads rows, its cache with room for `entries` more, and what later steps run."""
+
+    @abstractmethod
+    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
+        """Read the next `count` positions of each row."""
+
     def _read_but(self, context: Context, few: int) -> None:
         """Read what is pending until no row has more than `few` left."""
-        block = self.layer.block
         assert self.cache is not None
         while max(map(len, self.pending)) > few:
             count = [min(PREFILL, len(part) - 1) for part in self.pending]
-            tokens = self._tokens(context, count, max(count))
-            entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
-            layers = block.layer, block.layer + 1
-            block.target.forward(chain(tokens), self.cache, False, layers, entering, (block.layer,), prompt=True)
+            self._enter(context, self.cache, count)
             self.cache.commit([list(range(n)) for n in count])
             self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
@@ -255,3 +303,25 @@ class DraftLayerCache:
         ends = zip(context.tokens, self.cache.lengths, count, strict=True)
         ids = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
         return torch.tensor(ids, device=self.layer.device)
+
+
+class DraftLayerCache(FeatureCache[FeatureLayer]):
+    """Of one draft layer."""
+
+    def _open(self, rows: int, verified: KVCache) -> KVCache:
+        return self.layer.block.target.cache(rows, verified.capacity, verified.limit)
+
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[Part, KV, Part]:
+        """The layer without lm_head, its cache, and the part with lm_head where logits are wanted."""
+        block = self.layer.block
+        layers, target = (block.layer, block.layer + 1), block.target
+        part = target.part(*layers, (block.layer,), logits=False)
+        drafting = target.part(*layers, (block.layer,)) if logits else part
+        target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+        return part, cache.view(*layers, entries), drafting
+
+    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
+        block, tokens = self.layer.block, self._tokens(context, count, max(count))
+        entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
+        layers = block.layer, block.layer + 1
+        block.target.forward(chain(tokens), cache, False, layers, entering, (block.layer,), prompt=True)

@@ -21,13 +21,12 @@ from torch.nn import functional as F
 
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.masks import additive, restarting
-from selfspec.core.options import integer
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows, check_layers
 from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -54,28 +53,13 @@ class UnrolledConfig(DrafterConfig):
     depth_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        if self.layers is not None and not (
-            isinstance(self.layers, list) and all(isinstance(layer, (int, float)) for layer in self.layers)
-        ):
-            raise ValueError(f"drafter.layers={self.layers!r} must be a list of layers, or null")
-        if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
-            raise ValueError(f"drafter.layers={self.layers} must name at least one layer, each once")
+        check_layers(self.layers)
         for name in ("depth", "width"):
             whole(name, getattr(self, name))
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
         share("min_prob", self.min_prob)
         check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)
-
-    def read_layers(self, target: Target, default: set[int]) -> tuple[int, ...]:
-        """The layers whose outputs are the features, ascending. Raises ValueError for one that the target does not
-        have."""
-        last = target.n_layers - 1
-        layers = default if self.layers is None else self.layers
-        for layer in layers:
-            if not 0 <= integer("drafter.layers: layer", layer) <= last:
-                raise ValueError(f"drafter.layers={self.layers}: the target has no layer {layer}, only 0 to {last}")
-        return tuple(sorted(layers))
 
 
 class Unrolled(Reduced):

@@ -1,0 +1,186 @@
+"""A stack of decoder layers that drafts a block of tokens in one pass (DFlash, arXiv 2602.06036).
+
+Positions of the text enter every layer as keys and values of one state each, which is made of the target's features
+there: no layer runs on them. The rows of a block are the last token and masks; they read the text and each other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from selfspec.core.cache import KVCache
+from selfspec.core.contract import Context
+from selfspec.core.pass_cache import KV, PassCache, pass_cache
+from selfspec.core.target import Target
+from selfspec.drafters.parts.eagle3_layer import copy_scale
+from selfspec.drafters.parts.feature_layer import FeatureCache
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class BlockAttention(nn.Module):
+    """Attention with norms of queries and keys, as Qwen3 has it. Parameters: 2*H*D for each head and key head, 2*D."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, int(config.head_dim or 0)
+        heads, keys, biased = config.num_attention_heads, int(config.num_key_value_heads or 0), config.attention_bias
+        self.width = width
+        self.q_proj = nn.Linear(hidden, heads * width, bias=biased)
+        self.k_proj, self.v_proj = (nn.Linear(hidden, keys * width, bias=biased) for _ in range(2))
+        self.o_proj = nn.Linear(heads * width, hidden, bias=biased)
+        self.q_norm, self.k_norm = (LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(2))
+
+    def keys_values(self, states: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """[B, key heads, n, D] each, of states [B, n, H]."""
+        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
+        values = self.v_proj(states).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return apply_rotary_pos_emb(keys, keys, *rotary)[0].to(values.dtype), values
+
+    def forward(self, states: Tensor, rotary: Rotary, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """What rows [B, n, H] read from keys and values [B, key heads, S, D] under an additive mask [B, 1, n, S]."""
+        queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
+        queries = apply_rotary_pos_emb(queries, queries, *rotary)[0].to(values.dtype)
+        repeats = queries.shape[1] // keys.shape[1]
+        if repeats > 1:
+            keys, values = (part.repeat_interleave(repeats, 1) for part in (keys, values))
+        read = F.scaled_dot_product_attention(queries, keys, values, mask.to(values.dtype))
+        return self.o_proj(read.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer. Parameters: those of its attention, 3 * H * I + 2 * H."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = BlockAttention(config), LlamaMLP(config)
+        norms = (LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
+        self.input_layernorm, self.post_attention_layernorm = norms
+
+    def forward(self, states: Tensor, rotary: Rotary, mask: Tensor, cache: PassCache, layer: int) -> Tensor:
+        entering = self.input_layernorm(states)
+        seen = cache.update(*self.self_attn.keys_values(entering, rotary), layer)
+        states = states + self.self_attn(entering, rotary, *seen, mask)
+        return states + self.mlp(self.post_attention_layernorm(states))  # type: ignore[no-any-return]
+
+
+class BlockStack(nn.Module):
+    """The stack by the names that DFlash's files have. mask: [H], what a mask row enters with.
+
+    Parameters: F*H*H for F features, those of the layers, 3*H.
+    """
+
+    def __init__(self, config: LlamaConfig, features: int, count: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(features * hidden, hidden, bias=False)
+        self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(count))
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.mask = nn.Parameter(torch.zeros(hidden))
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    @torch.no_grad()
+    def start_from(self, target: Target) -> None:
+        """Initial weights: the highest feature is read as it is, layers begin as the target's last ones. Matrices
+        without a counterpart of the same shape begin at random."""
+        self.fc.weight.zero_()
+        self.fc.weight[:, -len(self.fc.weight) :] = torch.eye(len(self.fc.weight))
+        last = list(target.layers)[-len(self.layers) :]
+        for i, layer in enumerate(self.layers):
+            theirs = dict(last[i].named_modules()) if i < len(last) else {}
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    weight = getattr(theirs.get(name), "weight", None)
+                    if (
+                        isinstance(weight, Tensor)
+                        and weight.shape == module.weight.shape
+                        and weight.is_floating_point()
+                    ):
+                        module.weight.copy_(weight)
+                    else:
+                        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+                    if module.bias is not None:
+                        module.bias.zero_()
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                copy_scale(getattr(layer, name), theirs.get(name), target.dtype)
+        copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
+        self.mask.copy_(target.model.get_input_embeddings().weight.float().mean(0))
+
+    def read(self, stacked: Tensor, positions: Tensor, cache: PassCache) -> None:
+        """Put positions of the text, features [B, n, F*H], into the cache of every layer."""
+        states = self.hidden_norm(F.linear(stacked, self.fc.weight.to(stacked.dtype)))
+        rotary = self.rotary(states, positions)
+        for i, layer in enumerate(self.layers):
+            cache.update(*layer.self_attn.keys_values(states, rotary), i)  # type: ignore[operator, union-attr]
+
+    def forward(self, states: Tensor, positions: Tensor, mask: Tensor, cache: PassCache) -> Tensor:
+        """Outputs [B, n, H], behind the final norm, of blocks of rows that enter as states [B, n, H]."""
+        rotary = self.rotary(states, positions)
+        for i, layer in enumerate(self.layers):
+            states = layer(states, rotary, mask, cache, i)
+        return self.norm(states)  # type: ignore[no-any-return]
+
+
+class FeatureStack(nn.Module):
+    """A stack in training and laid out for decoding. layers: of the target, whose outputs are the features."""
+
+    ready: BlockStack | None
+
+    def __init__(
+        self, target: Target, layers: Sequence[int], config: LlamaConfig, count: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layers, self.count, self.dtype, self.device = tuple(layers), count, target.dtype, target.device
+        self.last = (target.max_positions or 2**62) - 1
+        self.like = (config.num_key_value_heads, config.head_dim)
+        self.trained_stack = BlockStack(config, len(layers), count).to(target.device, dtype)
+        self.trained_stack.start_from(target)
+        self.ready = None
+
+    def train(self, mode: bool = True) -> FeatureStack:
+        """Leaving training mode casts what was trained to the target's dtype, for decoding."""
+        super().train(mode)
+        self.ready = None
+        if not mode:
+            ready = copy.deepcopy(self.trained_stack).to(self.dtype)
+            ready.rotary = copy.deepcopy(self.trained_stack.rotary)  # frequencies stay exact
+            self.ready = ready.requires_grad_(False)
+        return self
+
+    def stacked(self, features: dict[int, Tensor]) -> Tensor:
+        """The outputs of the layers asked for, side by side [..., F*H]."""
+        return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
+
+
+class BlockCache(FeatureCache[FeatureStack]):
+    """Keys and values of a stack in one call, and features of verified positions that it has not read."""
+
+    def _open(self, rows: int, verified: KVCache) -> KVCache:
+        stack = self.layer
+        heads, width = stack.like
+        like = torch.zeros(1, int(heads or 0), 1, int(width or 0), dtype=stack.dtype, device=stack.device)
+        shape = rows, verified.capacity, verified.limit, verified.engine, stack.device
+        return KVCache([(like, like)] * stack.count, *shape)
+
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[None, KV, None]:
+        return None, cache.view(0, self.layer.count, entries), None
+
+    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
+        width, engine = max(count), cache.engine
+        kv, stacked = cache.view(0, self.layer.count, width), engine.padded(self._stacked(count, width))
+        engine.run(read_text, self.layer.ready, kv, stacked, self.layer.last, compiled=False)
+
+
+def read_text(stack: BlockStack, kv: KV, stacked: Tensor, last: int) -> KV:
+    """Put features [B, n, F*H] of the next positions into the cache; returns it."""
+    entries = kv.lengths[:, None] + torch.arange(stacked.shape[1], device=stacked.device)
+    stack.read(stacked, entries.clamp(max=last), pass_cache(kv, entries, None, None))
+    return kv
