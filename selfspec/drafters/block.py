@@ -1,15 +1,16 @@
 """A block of tokens from one pass of a small stack over the target's features.
 
-DFlash (arXiv 2602.06036): the last token and masks, which read the text's features in every layer and each other; each
-row predicts the token at its own place. DSpark (2607.05147): each row predicts the next one, and the parent token corrects it at
-low rank. Both are configurations of this drafter. Their rows are forecasts that do not know which tokens were drafted
-before; trees over them are grown best first (as DDTree does), ranked by the target's noise. Published code drafts one
-chain, greedily.
+DFlash (arXiv 2602.06036): the last token and masks read the text's features in every layer, and each other; each row
+predicts the token at its own place. DSpark (arXiv 2607.05147): each row predicts the next one, and the parent token
+corrects it at low rank. Both are configurations of this drafter. Apart from that correction its rows do not know which
+tokens were drafted before them. Trees over them are grown best first, ranked by the target's noise; published code
+drafts one chain.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class BlockConfig(DrafterConfig):
     for none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded;
     anchors: blocks per row of a batch in training; loss: kl, ce, tv, lk, accept, or a function of yours; depth_decay:
     weight of each depth's loss relative to the one before; draft_vocab: how many tokens can be drafted, the most
-    frequent of the training text (None: all).
+    frequent of the training text (None: all); llama: what the layers have of their own, see `Eagle3Config`.
 
     Raises ValueError for values outside their range.
     """
@@ -56,6 +57,7 @@ class BlockConfig(DrafterConfig):
     loss: str = "kl"
     depth_decay: float = 0.8
     draft_vocab: int | None = None
+    llama: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_layers(self.layers)
@@ -90,7 +92,7 @@ class Block(Reduced):
         super().__init__(target, config, config.depth, config.draft_vocab)
         dtype = training_dtype(target.dtype)
         self.reads = layers_of(config.layers, target, usual_layers(target))
-        shape = layer_config(target, {}, target.vocab_size)
+        shape = layer_config(target, config.llama, target.vocab_size)
         self.stack = FeatureStack(target, self.reads, shape, config.stack, dtype)
         self.corrections = nn.ParameterList()  # of parents, and of the tokens behind them
         if config.correction:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from selfspec.checkpoints.formats import eagle3, medusa, uno
+from selfspec.checkpoints.formats import block, eagle3, medusa, uno
 from selfspec.checkpoints.formats.files import read_config
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 
 
 def published(folder: Path) -> str | None:
-    """The form of a folder: eagle3 (plain or speculators), medusa (vLLM's, TGI's or FasterDecoding's), uno (a PEFT
-    adapter), or None."""
+    """The form of a folder: eagle3 (plain or speculators), block (DFlash or DSpark, in either form), medusa (vLLM's,
+    TGI's or FasterDecoding's), uno (a PEFT adapter), or None."""
     if (folder / uno.NAME).is_file() and not (folder / "config.json").is_file():
         return "uno"
     if not (folder / "config.json").is_file():
@@ -20,13 +20,15 @@ def published(folder: Path) -> str | None:
     config = read_config(folder)
     if "medusa_num_heads" in config or config.get("model_type") == "medusa":
         return "medusa"
+    if block.kind_of(config) is not None:
+        return "block"
     names = f"{config.get('architectures')} {config.get('speculators_model_type')}"
     return "eagle3" if "eagle3" in names.lower() else None
 
 
 def read(folder: Path, target: Target) -> Drafter:
     """A published drafter on this target. Raises ValueError for one that is not made for it."""
-    readers = {"eagle3": eagle3.read, "medusa": medusa.read, "uno": uno.read}
+    readers = {"block": block.read, "eagle3": eagle3.read, "medusa": medusa.read, "uno": uno.read}
     try:
         return readers[published(folder) or ""](folder, target)
     except (TypeError, AttributeError, KeyError) as error:

@@ -139,8 +139,8 @@ class FeatureStack(nn.Module):
     ) -> None:
         super().__init__()
         self.layers, self.count, self.dtype, self.device = tuple(layers), count, target.dtype, target.device
+        self.config = config
         self.last = (target.max_positions or 2**62) - 1
-        self.like = (config.num_key_value_heads, config.head_dim)
         self.trained_stack = BlockStack(config, len(layers), count).to(target.device, dtype)
         self.trained_stack.start_from(target)
         self.ready = None
@@ -165,8 +165,8 @@ class BlockCache(FeatureCache[FeatureStack]):
 
     def _open(self, rows: int, verified: KVCache) -> KVCache:
         stack = self.layer
-        heads, width = stack.like
-        like = torch.zeros(1, int(heads or 0), 1, int(width or 0), dtype=stack.dtype, device=stack.device)
+        heads, width = int(stack.config.num_key_value_heads or 0), int(stack.config.head_dim or 0)
+        like = torch.zeros(1, heads, 1, width, dtype=stack.dtype, device=stack.device)
         shape = rows, verified.capacity, verified.limit, verified.engine, stack.device
         return KVCache([(like, like)] * stack.count, *shape)
 

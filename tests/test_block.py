@@ -1,0 +1,180 @@
+"""Block drafters: held to transformers' own DFlash layers, read and written in the forms of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomize, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import selfspec
+from selfspec.checkpoints.formats import block
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import chain
+from selfspec.drafters.block import Block, BlockConfig
+
+TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
+PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
+FORMS: dict[str, dict[str, Any]] = {
+    "dflash": {"predicts": "own", "correction": 0},
+    "dspark": {"correction": 4, "draft_vocab": 20},
+    "causal": {"causal": True, "correction": 0},
+}
+
+
+def target_of(dtype: torch.dtype = torch.float64) -> Target:
+    return Target(tiny_model(dtype=dtype, num_hidden_layers=4))
+
+
+def drafter_of(target: Target, **settings: Any) -> Block:
+    drafter = Block(target, BlockConfig(size=5, layers=[0, 2], **settings))
+    randomize(drafter)
+    if drafter.vocabulary is not None:
+        drafter.drafts_only(torch.arange(3, 43, 2))
+    return drafter.eval()
+
+
+def by_transformers(folder: Path, target: Target, features: Tensor, root: int) -> Tensor:
+    """Outputs [size, H] of a written drafter on features [1, n, F*H] and a root behind them, by transformers' layers,
+    under names that are written down apart from the writer's."""
+    assistant = pytest.importorskip("transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant")
+    from transformers import MuseGlimmerAssistantConfig
+
+    found = json.loads((folder / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = MuseGlimmerAssistantConfig(
+        **{name: found[name] for name in (*names, "num_hidden_layers", "rms_norm_eps", "rope_parameters")},
+        layer_types=["full_attention"] * found["num_hidden_layers"],
+        block_size=found["block_size"],
+        target_layer_ids=found["dflash_config"]["target_layer_ids"],
+        mask_token_id=found["dflash_config"]["mask_token_id"],
+    )
+    config._attn_implementation = "eager"
+    model = assistant.MuseGlimmerAssistantModel(config).double().eval()
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    tensors = {renamed.get(k, k): v.double() for k, v in load_file(folder / "model.safetensors").items()}
+    model.load_state_dict(tensors)
+    embedded = target.model.get_input_embeddings()(torch.tensor([[root]])).double()
+    masks = torch.load(folder / "mask_embedding.pt").double().expand(1, found["block_size"] - 1, -1)
+    with torch.no_grad():
+        given = {"noise_embeds": torch.cat([embedded, masks], 1), "context_hidden_states": features}
+        return model(**given).last_hidden_state[0]
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_transformers_layers(tmp_path: Path) -> None:
+    target = target_of()
+    drafter = drafter_of(target, **FORMS["dflash"])
+    block.write(drafter, target, tmp_path)
+    out = target.text(TEXT, True, reads=drafter.reads)
+    stacked = drafter.stack.stacked(out.features)
+    for at in (1, 5, 11):
+        wanted = target.lm_head(by_transformers(tmp_path, target, stacked[:, :at], int(TEXT[0, at]))[1:])
+        logits = drafter.along(TEXT, torch.tensor([[at]]), stacked)[0, 0]
+        assert torch.allclose(logits, wanted, atol=1e-5)
+        # Decoding: the first child at each depth of a greedy chain is the judge's token.
+        session, cache = drafter.session(target, 1), target.cache(1, 64, 64)
+        rows = target.forward(chain(TEXT[:, :at]), cache, False, reads=drafter.reads, prompt=True)
+        cache.commit([list(range(at))])
+        session.observe(Accepted(rows.hidden, rows.features, [0], [list(range(at))]))
+        context = Context(TEXT[:, at], [at], [TEXT[0, : at + 1].tolist()], 60, 0.0, None, target, cache)
+        tree = session.propose(context)
+        children = tree.tokens[0, tree.parents[0] == 0]
+        assert int(children[0]) == int(wanted[0].argmax())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_written_is_read_again(form: str, tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    drafter = drafter_of(target, **FORMS[form])
+    block.write(drafter, target, tmp_path)
+    found = block.read(tmp_path, target)
+    assert found.config.predicts == drafter.config.predicts
+    options = Options(24, Sampling(0.0), 0, frozenset())
+    plain = autoregressive(target, PROMPTS, options)
+    one, two = (speculative(target, PROMPTS, options, each, 8) for each in (drafter, found))
+    assert one.token_ids == two.token_ids == plain.token_ids
+    assert one.stats.calls == two.stats.calls
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested, inner = config.pop("dflash_config"), dict(config)
+    states = [layer + 1 for layer in nested["target_layer_ids"]]
+    outer = {"speculators_model_type": "dspark" if "markov_rank" in config else "dflash"}
+    outer |= {"aux_hidden_state_layer_ids": states, "mask_token_id": nested["mask_token_id"]}
+    outer |= {"sample_from_anchor": nested["sample_from_anchor"], "sliding_window_non_causal": not nested["causal"]}
+    outer |= {key: config[key] for key in ("block_size", "markov_rank", "draft_vocab_size") if key in config}
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "transformer_layer_config": inner}))
+    again = block.read(tmp_path, target)
+    assert all(torch.equal(p, again.trained()[name]) for name, p in found.trained().items())
+    assert again.config == found.config
+
+
+def test_a_published_folder_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_of(torch.float32)
+    drafter = drafter_of(target, **FORMS["dspark"])
+    block.write(drafter, target, tmp_path / "drafter")
+    path = tmp_path / "drafter" / "model.safetensors"
+    more = {"confidence_head.proj.weight": torch.zeros(1, 36), "confidence_head.proj.bias": torch.zeros(1)}
+    save_file({**load_file(path), **more, "embed_tokens.weight": target.model.get_input_embeddings().weight}, path)
+    target.model.save_pretrained(tmp_path / "target")
+    spec = selfspec.load(tmp_path / "drafter", target=tmp_path / "target", dtype="float32")
+    assert "its confidence head is left out" in capsys.readouterr().err
+    plain = spec.autoregressive(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3)
+    assert spec.generate(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 0}, "block_size=0 must be a whole number above 0"),
+        ({"hidden_size": 8}, "hidden_size is 8, the target's is 32"),
+        ({"dflash_config": {"target_layer_ids": [0, 9]}}, r"target_layer_ids=\[0, 9\] must list layers of the target"),
+        ({"dflash_config": {"target_layer_ids": [2, 0]}}, "must ascend"),
+        ({"dflash_config": {"mask_token_id": 61}}, "mask_token_id=61 must be a token of the target, 0 to 60"),
+        ({"layer_types": ["sliding_attention"]}, "sliding window can not be read"),
+        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type='rnn' can not be read"),
+        ({"num_hidden_layers": 3}, "missing tensors"),
+        ({"draft_vocab_size": 900}, "draft_vocab_size=900 must lie between 1 and 61"),
+    ],
+)
+def test_folders_that_do_not_fit_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    block.write(drafter_of(target, **FORMS["dflash"]), target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested = change.pop("dflash_config", {})
+    config |= change
+    config["dflash_config"] |= nested
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        block.read(tmp_path, target)
+
+
+def test_planted_errors_change_the_drafts(tmp_path: Path) -> None:
+    """Feature layers one off, and a norm left out: what the judge finds must differ."""
+    target = target_of()
+    drafter = drafter_of(target, **FORMS["dflash"])
+    block.write(drafter, target, tmp_path)
+    stacked = drafter.stack.stacked(target.text(TEXT, True, reads=drafter.reads).features)
+    right = by_transformers(tmp_path, target, stacked[:, :6], int(TEXT[0, 6]))
+    shifted = torch.cat([target.text(TEXT, True, reads=(1, 3)).features[i] for i in (1, 3)], -1)
+    assert not torch.allclose(by_transformers(tmp_path, target, shifted[:, :6], int(TEXT[0, 6])), right, atol=1e-3)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "hidden_norm.weight": torch.ones_like(tensors["hidden_norm.weight"])}, path)
+    assert not torch.allclose(by_transformers(tmp_path, target, stacked[:, :6], int(TEXT[0, 6])), right, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"size": 1, "predicts": "own"}, {"size": 65}, {"predicts": "last"}, {"stack": 0}, {"layers": [1, 1]}]
+)
+def test_settings_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="drafter\\."):
+        BlockConfig(**settings)
