@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import selfspec
+from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import block
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
@@ -21,6 +22,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.block import Block, BlockConfig
+from selfspec.integrations.export import check_block, export
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
@@ -129,6 +131,25 @@ def test_a_published_folder_drafts(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "its confidence head is left out" in capsys.readouterr().err
     plain = spec.autoregressive(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3)
     assert spec.generate(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3).token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_is_held_to_a_reading_of_its_own(form: str, tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    target.model.save_pretrained(tmp_path / "target")
+    drafter = drafter_of(target, **FORMS[form])
+    save_drafter(drafter, tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
+    told = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
+    assert "checked: " in told[1]
+    assert f'"method": "{"dspark" if form == "dspark" else "dflash"}"' in told[-1]
+    for to in ("sglang", "speculators", "medusa"):
+        with pytest.raises(ValueError, match="take --to vllm"):
+            export(str(tmp_path / "drafter"), to, tmp_path / "no")
+    path, right = tmp_path / "out" / "config.json", json.loads((tmp_path / "out" / "config.json").read_text())
+    for planted in ({"target_layer_ids": [0, 1]}, {"causal": not right["dflash_config"]["causal"]}):
+        path.write_text(json.dumps({**right, "dflash_config": {**right["dflash_config"], **planted}}))
+        with pytest.raises(ValueError, match="the file does not say what the drafter computes"):
+            check_block(tmp_path / "out", drafter, target, torch.arange(2, 32)[None])
 
 
 @pytest.mark.parametrize(

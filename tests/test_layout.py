@@ -138,7 +138,7 @@ def test_drafters_do_not_know_each_other() -> None:
         # Which puts hybrids together, and knows what is shipped with a target.
         known &= kinds if name != "checkpoints/loading.py" else kinds - {"hybrid", "mtp"}
         if name.startswith(("checkpoints/formats/", "integrations/export.py")):  # each form is of one kind
-            known -= {"eagle3", "medusa", "mask", "mtp"}
+            known -= {"block", "eagle3", "medusa", "mask", "mtp"}
         assert not known, f"{name} imports {known}"
 
 

@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.formats import eagle3, medusa, reference
+from selfspec.checkpoints.formats import block, eagle3, medusa, reference
 from selfspec.checkpoints.formats.files import hold, read_config, read_tensors
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
+from selfspec.drafters.block import Block
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.integrations.hf_serve import OWN
@@ -90,6 +91,9 @@ def export(
         if isinstance(drafter, Eagle3):
             eagle3.write(drafter, loaded, scratch, "speculators" if to == "speculators" else "plain", where)
             lines.append(check_eagle3(scratch, drafter, loaded, tokens, to))
+        elif isinstance(drafter, Block):
+            block.write(drafter, loaded, scratch)
+            lines.append(check_block(scratch, drafter, loaded, tokens))
         elif isinstance(drafter, Medusa):
             parts = {"vllm": scratch / "vllm", "tgi": scratch / "tgi"} if to == "medusa" else {"vllm": scratch}
             medusa.write_vllm(drafter, loaded, parts["vllm"])
@@ -178,6 +182,11 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
                 f"drafter.layers={list(drafter.reads)}: SGLang reads states where they enter a layer, so never that of "
                 f"the last, {target.n_layers - 1}; train with lower drafter.layers, or take --to vllm"
             )
+    elif isinstance(drafter, Block):
+        if to != "vllm":
+            raise ValueError(f"{to}: block drafters are written as vLLM reads them; take --to vllm")
+        if target.lm_head.bias is not None:
+            raise ValueError("the target's lm_head has a bias, which no draft model has; train drafter=eagle3")
     else:
         raise ValueError(
             f"{kind} can not be exported to {to}: {_WHY.get(kind, 'no engine has a form for it')}; train drafter=eagle3"
@@ -219,6 +228,27 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
 
 
 @torch.no_grad()
+def check_block(folder: Path, drafter: Block, target: Target, tokens: Tensor) -> str:
+    """Hold a written DFlash or DSpark folder against its contract and the drafter. Raises ValueError naming what
+    differs."""
+    path = folder / "model.safetensors"
+    tensors = read_tensors(path)
+    held = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    hold(held, block.contract(block.flat(read_config(folder)), folder), path)
+    tokens, root = tokens.to(target.device), tokens.shape[1] - drafter.depth - 1
+    stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
+    ours = drafter.along(tokens, torch.tensor([[root]]), stacked.to(drafter.stack.trained_stack.fc.weight.dtype))[0, 0]
+    theirs, worst = reference.block(folder, target.model, tokens.cpu(), root), 0.0
+    for depth, full in enumerate(theirs):
+        mine = drafter.corrected(ours[depth], tokens[0, root + depth]).float().cpu()
+        few = full if drafter.vocabulary is None else full[drafter.vocabulary.cpu()]
+        worst = max(
+            worst, _held(mine, few, _EXACT if target.dtype.itemsize > 2 else _ROUGH, f"{folder}, depth {depth}")
+        )
+    return f"checked: {len(tensors)} tensors; logits of {len(theirs)} depths within {worst:.1e} of the drafter's"
+
+
+@torch.no_grad()
 def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) -> str:
     """Hold a written Medusa folder against its contract and the drafter. Raises ValueError naming what differs."""
     config = read_config(folder)
@@ -252,10 +282,11 @@ def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     """What serves the folder. A chain is drafted as deep as the drafter was trained for."""
-    assert isinstance(drafter, (Eagle3, Medusa))
+    assert isinstance(drafter, (Block, Eagle3, Medusa))
     at, name = folder.absolute(), shlex.quote(target)
     inner = at / "vllm" if to == "medusa" else at
-    method = {"method": drafter.kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
+    kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, Block) else drafter.kind
+    method = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):
         lines = [f"{vllm}   # vLLM up to 0.32"]

@@ -69,6 +69,57 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
     return result
 
 
+@torch.no_grad()
+def block(folder: Path, model: PreTrainedModel, tokens: Tensor, root: int) -> list[Tensor]:
+    """Logits [V] of each depth of a DFlash or DSpark folder, in float32, behind `tokens`[:root + 1]; a token that
+    corrects its children is the text's own, as if it had been drafted."""
+    config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    w = {name: t.float() if t.is_floating_point() else t for name, t in w.items()}
+    nested, size, eps = config["dflash_config"], config["block_size"], config["rms_norm_eps"]
+    heads, keys, width = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    embed = next(model.get_input_embeddings().parameters()).float().cpu()
+    mask = torch.load(folder / "mask_embedding.pt", weights_only=True).float()
+    seen = hidden_states(model, tokens)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
+
+    def heads_of(x: Tensor, name: str, count: int, normed: str | None) -> Tensor:
+        x = linear(x, w[f"{name}.weight"], w.get(f"{name}.bias")).unflatten(-1, (count, width))
+        return (x if normed is None else norm(x, normed)).transpose(0, 1)
+
+    features = torch.cat([seen[layer + 1][0, :root].float() for layer in nested["target_layer_ids"]], -1)
+    text = norm(linear(features, w["fc.weight"]), "hidden_norm")
+    x = torch.cat([embed[tokens[0, root]][None], mask.expand(size - 1, -1)])
+    before, own = (turns(config, config, at[None]) for at in (torch.arange(root), torch.arange(root, root + size)))
+    allowed = torch.ones(size, root + size, dtype=torch.bool)
+    if nested.get("causal"):
+        allowed[:, root:] = allowed[:, root:].tril()
+    for i in range(config["num_hidden_layers"]):
+        at = f"layers.{i}.self_attn"
+        n = norm(x, f"layers.{i}.input_layernorm")
+        parts = [(text, before), (n, own)]
+        k = torch.cat([rotated(heads_of(s, f"{at}.k_proj", keys, f"{at}.k_norm"), *turned) for s, turned in parts], 1)
+        v = torch.cat([heads_of(s, f"{at}.v_proj", keys, None) for s, _ in parts], 1)
+        q = rotated(heads_of(n, f"{at}.q_proj", heads, f"{at}.q_norm"), *own)
+        k, v = (part.repeat_interleave(heads // keys, 0) for part in (k, v))
+        read = scaled_dot_product_attention(q, k, v, allowed).transpose(0, 1).flatten(1)
+        x = x + linear(read, w[f"{at}.o_proj.weight"], w.get(f"{at}.o_proj.bias"))
+        n, mlp = norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp"
+        gated = silu(linear(n, w[f"{mlp}.gate_proj.weight"])) * linear(n, w[f"{mlp}.up_proj.weight"])
+        x = x + linear(gated, w[f"{mlp}.down_proj.weight"])
+    rows = norm(x, "norm")[0 if nested["sample_from_anchor"] else 1 :]
+    result = []
+    for depth, row in enumerate(rows):
+        scores = logits(row, model, w)
+        if "markov_head.markov_w1.weight" in w:
+            added = w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[0, root + depth]]
+            ids = torch.arange(len(added)) + w.get("d2t", 0)
+            scores = scores.index_add(0, ids, added)
+        result.append(scores)
+    return result
+
+
 def logits(hidden: Tensor, model: PreTrainedModel, w: dict[str, Tensor]) -> Tensor:
     """Of all tokens, from the file's own head (those it can not draft are -inf) or the target's."""
     head = model.get_output_embeddings()

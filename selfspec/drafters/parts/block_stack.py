@@ -6,7 +6,6 @@ there: no layer runs on them. The rows of a block are the last token and masks; 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -150,9 +149,10 @@ class FeatureStack(nn.Module):
         super().train(mode)
         self.ready = None
         if not mode:
-            ready = copy.deepcopy(self.trained_stack).to(self.dtype)
-            ready.rotary = copy.deepcopy(self.trained_stack.rotary)  # frequencies stay exact
-            self.ready = ready.requires_grad_(False)
+            ready = BlockStack(self.config, len(self.layers), self.count).to(self.device).requires_grad_(False)
+            for parameter, trained in zip(ready.parameters(), self.trained_stack.parameters(), strict=True):
+                parameter.data = trained.detach().to(self.dtype)
+            self.ready = ready
         return self
 
     def stacked(self, features: dict[int, Tensor]) -> Tensor:
