@@ -36,6 +36,7 @@ from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
+from selfspec.training.checks import warm_start
 from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
@@ -206,6 +207,21 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
     drafter.eval()
     drafter.train()
     assert float(DraftLoss(drafter, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
+
+
+def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
+    row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
+        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+    source, begun = row.build(llama), row.build(llama)
+    if not isinstance(source, Reduced) or not isinstance(begun, Reduced) or source.vocabulary is None:
+        return
+    randomize(source)
+    source.drafts_only(torch.randperm(VOCAB)[: len(source.vocabulary)])
+    warm_start(begun, source, "runs/first")
+    losses = [float(DraftLoss(drafter, llama)(batch())[0]) for drafter in (begun, source)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

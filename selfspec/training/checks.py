@@ -8,6 +8,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.rows import DrafterTraining
@@ -28,6 +29,8 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
         )
     for key, p in into.items():
         p.copy_(saved[key])
+    if isinstance(drafter, Reduced) and drafter.vocabulary is not None:
+        drafter.drafts_only(drafter.vocabulary.clone())  # heads hold rows of lm_head by it
 
 
 def agree(settings: dict[str, object]) -> None:
