@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--drafter", default="smollm2-medusa+prompt_lookup")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args()
 
     spec = selfspec.load(args.drafter, target="smollm2", engine="compiled")
@@ -61,7 +62,7 @@ def main() -> None:
     for rows in args.batches:
         picked = iter(turns[:: len(turns) // (rows * (ROUNDS + 2))])
         batches = [[[{"role": "user", "content": next(picked)}] for _ in range(rows)] for _ in range(ROUNDS + 2)]
-        for temperature in (0.0, 1.0):
+        for temperature in args.temperatures:
             arms = arms_of(spec, rows, temperature, args.nodes)
             rates: dict[str, list[float]] = {name: [] for name in arms}
             same = dict.fromkeys(arms, 0)
