@@ -101,11 +101,11 @@ class Block(Reduced):
             self.corrections.extend([part.to(target.device, dtype) for part in parts])
         pack(self, known=None, behind=None)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
-        self._head = {"": view(target.lm_head)}  # a dict, so that it is no submodule
+        self.target_head = view(target.lm_head)
 
     @property
     def head(self) -> nn.Linear:
-        return self._head[""]
+        return self.target_head
 
     def train(self, mode: bool = True) -> Block:
         """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as

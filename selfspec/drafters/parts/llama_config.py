@@ -75,7 +75,7 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     }
     if odd := [f"{name} {width}" for name, width in widths.items() if width != target.hidden_size]:
         raise ValueError(
-            f"{type(target.model).__name__} has hidden states of {target.hidden_size} and {', '.join(odd)}; an EAGLE-3 "
+            f"{type(target.model).__name__} has hidden states of {target.hidden_size} and {', '.join(odd)}; a draft "
             "layer reads and writes one width"
         )
     try:
