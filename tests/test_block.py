@@ -119,6 +119,18 @@ def test_what_is_written_is_read_again(form: str, tmp_path: Path) -> None:
     assert again.config == found.config
 
 
+def test_an_older_config_is_read_by_its_own_rotary_base(tmp_path: Path) -> None:
+    """Folders of older transformers have rope_theta and no rope_parameters, and may leave out what follows."""
+    target = target_of(torch.float32)
+    block.write(drafter_of(target, **FORMS["dflash"]), target, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("rope_parameters", "head_dim", "rms_norm_eps"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_theta": 777.0, "rope_scaling": None}))
+    found = block.read(tmp_path, target).stack.config
+    assert (found.rope_parameters["rope_theta"], found.head_dim, found.rms_norm_eps) == (777.0, 8, 1e-6)
+
+
 def test_a_published_folder_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_of(torch.float32)
     drafter = drafter_of(target, **FORMS["dspark"])

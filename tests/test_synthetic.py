@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +167,28 @@ def test_a_training_on_them(tmp_path: Path, tiny_folder: str) -> None:
     figures = run_training(compose_config("train", *overrides[:-1]), tmp_path / "run")
     assert figures["steps"] == 2
     assert (tmp_path / "run" / "drafter" / "drafter.json").is_file()
+
+
+@pytest.mark.parametrize("openings", ["Explain", None, [], [1], [["Explain"]]])
+def test_openings_must_list_texts(openings: Any) -> None:
+    with pytest.raises(ValueError, match="must list texts"):
+        Synthetic(openings=openings)
+
+
+@pytest.mark.parametrize("temperature", [0, -1, 3, float("nan"), "warm"])
+def test_the_temperature_of_questions_is_checked(temperature: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.question_temperature="):
+        Synthetic(question_temperature=temperature)
+
+
+def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+    target, tokenizer = pair
+    train, validation = synthetic(settings(tmp_path, openings=["def", ""]), target, tokenizer, quiet=True)
+    words = tokenizer("def", add_special_tokens=False)["input_ids"]
+    start, found = len(Template.of(tokenizer).opening), []
+    for corpus in (train, validation):
+        for i in range(len(corpus.talks)):
+            document = corpus.document(i)
+            found.append(document.tokens[start : start + len(words)].tolist() == words)
+            assert not document.mask[: start + len(words)].any()  # what is given does not count
+    assert found.count(True) >= len(found) // 2

@@ -223,8 +223,8 @@ def engine_for(name: str, device: torch.device) -> Engine:
 def chosen(name: str, device: str) -> str:
     """eager or compiled. auto is what the environment's SELFSPEC_ENGINE says, else compiled where that can be, and
     eager with a line where it can not. Raises ValueError for an unknown name."""
-    if name == "auto":
-        name = os.environ.get("SELFSPEC_ENGINE", name)
+    if name == "auto" and (name := os.environ.get("SELFSPEC_ENGINE") or "auto") not in ENGINES:
+        raise ValueError(f"SELFSPEC_ENGINE={name!r} in the environment must be one of {', '.join(ENGINES)}")
     check_engine(name)
     if name != "auto":
         return name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -65,11 +65,13 @@ class Synthetic:
         for name in ("conversations", "turns", "question_tokens", "new_tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
-        object.__setattr__(self, "openings", tuple(self.openings))  # Hydra hands over lists of its own
-        if not self.openings or not all(isinstance(words, str) for words in self.openings):
-            raise ValueError(f"data.openings={list(self.openings)} must list texts; [''] for none")
-        if not 0 < self.question_temperature <= 2:
-            raise ValueError(f"data.question_temperature={self.question_temperature} must lie above 0, at most 2")
+        whole = isinstance(self.openings, Sequence) and not isinstance(self.openings, str)  # Hydra has lists of its own
+        if not whole or not self.openings or not all(isinstance(words, str) for words in self.openings):
+            raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
+        object.__setattr__(self, "openings", tuple(self.openings))
+        warmth = self.question_temperature
+        if not isinstance(warmth, (int, float)) or not 0 < warmth <= 2:
+            raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
         if not 0 <= self.sampled <= 1:
             raise ValueError(f"data.sampled={self.sampled} must lie in [0, 1]")
         if not 0 < self.validation_share < 1:

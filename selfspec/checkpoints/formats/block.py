@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selfspec.checkpoints.formats.eagle3 import own_settings
 from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.block import Block, BlockConfig
@@ -89,6 +90,9 @@ def read(folder: Path, target: Target) -> Block:
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": V}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{where}: {name} is {config.get(name)}, the target's is {wanted}")
+    heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
+    usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    config |= {name: value for name, value in usual.items() if config.get(name) is None}
     ids, few = config.get(_IDS), config.get("draft_vocab_size") or V
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
@@ -112,7 +116,7 @@ def read(folder: Path, target: Target) -> Block:
             causal=bool(config.get("causal", False)),
             correction=config.get("markov_rank") or 0,
             draft_vocab=few if few < V else None,
-            llama={name: config[name] for name in OWN if config.get(name) is not None},
+            llama=own_settings(config),
         ),
     )
     with torch.no_grad():

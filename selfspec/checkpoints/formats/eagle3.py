@@ -223,7 +223,7 @@ def read(folder: Path, target: Target) -> Eagle3:
         layers=layers,
         draft_vocab=few if few < target.vocab_size else None,
         head="own" if "lm_head.weight" in tensors else "shared",
-        llama=_own(config),
+        llama=own_settings(config),
         **{name: config[name] for name in FLAGS},
     )
     drafter = Eagle3(target, drafter_config)
@@ -244,7 +244,7 @@ def _plain(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def _own(config: Figures) -> dict[str, Any]:
+def own_settings(config: Figures) -> dict[str, Any]:
     """What the layer has of its own, by the names of `drafter.llama`."""
     settings = {name: config[name] for name in OWN if config.get(name) is not None}
     rope = config.get("rope_parameters")
