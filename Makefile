@@ -24,7 +24,7 @@ demo: $(VENV)/.ready
 	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup tree.nodes=16 \
 		show.questions=eval/four_questions.jsonl show.prompts=4
 	$(BIN)/python train/heads.py +experiment=demo name=demo
-	$(BIN)/python eval/decode.py -m name=demo_decode drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
+	$(BIN)/python eval/decode.py -m name=demo_decode engine=eager drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 	@echo "Next: README.md, then docs/own_model.md for a model of your own"
 
@@ -76,7 +76,7 @@ hybrid: $(VENV)/.ready
 	for kind in medusa feature mask; do $(BIN)/python train/heads.py +experiment=tiny_$$kind name=hybrid_$$kind \
 		target.name=runs/tiny_hybrid/target target.dtype=bfloat16 train.distill.rows=0 loop.precision=bf16 loop.steps=150 \
 		loop.validate_every=150 || exit; done
-	$(BIN)/python eval/decode.py -m name=hybrid target=runs/tiny_hybrid/target dtype=float32 \
+	$(BIN)/python eval/decode.py -m name=hybrid engine=eager target=runs/tiny_hybrid/target dtype=float32 \
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
@@ -100,12 +100,12 @@ page-data: $(VENV)/.ready runs/readme/compare.json
 		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2 "limits.drafters=[]" limits.starts=false
-	$(BIN)/python eval/decode.py -m name=page_traces target=tiny-target \
+	$(BIN)/python eval/decode.py -m name=page_traces engine=eager target=tiny-target \
 		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]" limits.starts=false
-	$(BIN)/python eval/compare.py name=page_compare compare.prompts=2 "compare.nodes=[8,16]"
+	$(BIN)/python eval/compare.py name=page_compare engine=eager compare.prompts=2 "compare.nodes=[8,16]"
 	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.data=runs/page_tiny.json
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
 		"page.runs=[runs/page_smollm2,runs/page_smollm2_limits,runs/readme,runs/page_tiny.json]"
