@@ -80,11 +80,11 @@ hybrid: $(VENV)/.ready
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
-# The table and the figure that README begins with, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
+# The table and the figure that README begins with, half an hour; QUESTIONS names Spec-Bench's question.jsonl.
 readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
-		compare.groups=null compare.prompts=1 compare.max_new_tokens=64 "compare.nodes=[8]" \
+		compare.groups=null compare.prompts=1 compare.max_new_tokens=64 "compare.nodes=[8,16]" \
 		"compare.temperatures=[0,1]" "compare.methods=[hf_generate,hf_prompt_lookup]" compare.summary=README.md \
 		compare.results=notebooks/results/smollm2.md \
 		"compare.drafters=[smollm2-medusa,smollm2-eagle3,prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup]"
