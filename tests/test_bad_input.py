@@ -173,7 +173,7 @@ CASES = [
         "source_share=1.0 must lie in [0, 1)",
     ),
     ("decode", f"{EVAL} decode.lossy=rather", "lossy='rather' must be"),
-    ("decode", f"{EVAL} engine=fast", "engine='fast' must be one of eager, compiled"),
+    ("decode", f"{EVAL} engine=fast", "engine='fast' must be one of auto, eager, compiled"),
     ("limits", "target=target limits.rounds=1", "limits.rounds=1 must be at least 3"),
     ("limits", "target=target limits.sizes=[1,-3]", "limits.sizes=[1, -3] must hold 1"),
     ("limits", "target=target limits.temperatures=[]", "limits.temperatures is empty"),

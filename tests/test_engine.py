@@ -21,6 +21,7 @@ import selfspec
 import selfspec.engine.fit as fit
 from selfspec.cli import terminal
 from selfspec.cli.config import EvalRun
+from selfspec.cli.evaluation_runs import _loaded
 from selfspec.cli.training_runs import typed
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -483,9 +484,9 @@ def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch: pytest
 
 
 def test_a_run_keeps_the_name_of_the_engine_that_it_had() -> None:
-    config = compose_config("eval", "drafter=tiny-medusa")
+    config = compose_config("eval", "drafter=prompt_lookup", "target=tiny-target")
     assert config.engine == "auto"
-    typed(EvalRun, config)
+    _loaded(typed(EvalRun, config), config)
     assert config.engine == "eager"
 
 

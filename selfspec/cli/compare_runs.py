@@ -13,6 +13,7 @@ from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.cli.config import CompareRun
 from selfspec.cli.evaluation_runs import _origin, asked
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
+from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Asking
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
@@ -40,6 +41,8 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
 
 def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
+    if config.engine == "auto":  # what is kept of a comparison names the engine that it had
+        config.engine = chosen("auto", str(config.device or "cpu").split(":")[0])
     run = typed(CompareRun, config)
     path = folder / "runs.jsonl"
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"

@@ -67,15 +67,18 @@ def asked(
     return questions, prompts
 
 
-def _loaded(run: Measurement) -> Spec:
-    return load(run.drafter, run.target, run.dtype, run.device, run.engine, trust_code=run.trust_code)
+def _loaded(run: Measurement, config: DictConfig) -> Spec:
+    """The drafter on its target. What is kept of a run names the engine that it had."""
+    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine, trust_code=run.trust_code)
+    config.engine = spec.target.engine.name
+    return spec
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """One benchmark point: its records, figures and plots in `folder`. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
     columns = own_columns(run.decode.columns)
-    spec = _loaded(run)
+    spec = _loaded(run, config)
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
@@ -123,7 +126,7 @@ def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> s
 def run_show(config: DictConfig) -> None:
     """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
     run = typed(ShowRun, config)
-    spec = _loaded(run)
+    spec = _loaded(run, config)
     _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)
     show(spec, prompts, run.show, run.tree.nodes)
 
@@ -131,7 +134,7 @@ def run_show(config: DictConfig) -> None:
 def run_audit(config: DictConfig, folder: Path) -> Figures:
     """Audit a drafter on its target: audit.json, report.md and a plot in `folder`; returns the figures."""
     run = typed(AuditRun, config)
-    spec = _loaded(run)
+    spec = _loaded(run, config)
     prompts = [prompt.ids for prompt in asked(spec, config.data, run.audit, {}, 0)[1]]
     done = folder / "audit.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:

@@ -22,7 +22,7 @@ from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
-from selfspec.core.target import Target, chosen
+from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter
@@ -124,8 +124,6 @@ def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
 
 def typed(kind: type[R], config: DictConfig) -> R:
     """A config as the dataclass it was composed from, checked."""
-    if config.get("engine") == "auto":  # what is kept of a run names the engine that it had
-        config.engine = chosen("auto", str(config.get("device") or "cpu").split(":")[0])
     run = OmegaConf.to_object(config)
     assert isinstance(run, kind)
     name = getattr(run, "name", "run")

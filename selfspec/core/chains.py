@@ -115,8 +115,8 @@ class ChainTarget(Target):
         self._reading = {}
 
     def use_engine(self, name: str) -> None:
-        """Raises ValueError for any but the eager one."""
-        if name != "eager":
+        """auto is the eager one. Raises ValueError for any other."""
+        if name not in ("auto", "eager"):
             raise ValueError(
                 f"engine={name}: {self.why}; it is served by chains, which run eagerly: take engine=eager (selfspec "
                 "limits compares both engines and does not serve it)"

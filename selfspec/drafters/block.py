@@ -92,6 +92,8 @@ class Block(Reduced):
         super().__init__(target, config, config.depth, config.draft_vocab)
         dtype = training_dtype(target.dtype)
         self.reads = layers_of(config.layers, target, usual_layers(target))
+        if config.draft_vocab is not None and target.lm_head.bias is not None:
+            raise ValueError("drafter.draft_vocab: the target's lm_head has a bias; take drafter.draft_vocab=null")
         shape = layer_config(target, config.llama, target.vocab_size)
         self.stack = FeatureStack(target, self.reads, shape, config.stack, dtype)
         self.corrections = nn.ParameterList()  # of parents, and of the tokens behind them

@@ -187,6 +187,8 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
             raise ValueError(f"{to}: block drafters are written as vLLM reads them; take --to vllm")
         if target.lm_head.bias is not None:
             raise ValueError("the target's lm_head has a bias, which no draft model has; train drafter=eagle3")
+        if drafter.config.predicts == "next" and not drafter.config.correction:
+            raise ValueError("rows that predict the next token are DSpark's, with a drafter.correction above 0")
     else:
         raise ValueError(
             f"{kind} can not be exported to {to}: {_WHY.get(kind, 'no engine has a form for it')}; train drafter=eagle3"
@@ -237,7 +239,9 @@ def check_block(folder: Path, drafter: Block, target: Target, tokens: Tensor) ->
     hold(held, block.contract(block.flat(read_config(folder)), folder), path)
     tokens, root = tokens.to(target.device), tokens.shape[1] - drafter.depth - 1
     stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
-    ours = drafter.along(tokens, torch.tensor([[root]]), stacked.to(drafter.stack.trained_stack.fc.weight.dtype))[0, 0]
+    ours = drafter.along(
+        tokens, torch.tensor([[root]], device=tokens.device), stacked.to(drafter.stack.trained_stack.fc.weight.dtype)
+    )[0, 0]
     theirs, worst = reference.block(folder, target.model, tokens.cpu(), root), 0.0
     for depth, full in enumerate(theirs):
         mine = drafter.corrected(ours[depth], tokens[0, root + depth]).float().cpu()

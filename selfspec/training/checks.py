@@ -27,10 +27,10 @@ def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
             + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
             + "; give one of the same configuration"
         )
+    if isinstance(drafter, Reduced) and drafter.vocabulary is not None:
+        drafter.drafts_only(saved["vocabulary"])  # heads hold rows of lm_head by it
     for key, p in into.items():
         p.copy_(saved[key])
-    if isinstance(drafter, Reduced) and drafter.vocabulary is not None:
-        drafter.drafts_only(drafter.vocabulary.clone())  # heads hold rows of lm_head by it
 
 
 def agree(settings: dict[str, object]) -> None:

@@ -45,8 +45,8 @@ def flat(config: Figures) -> Figures:
     found = {**config, **(config.get("transformer_layer_config") or {})}
     if isinstance(states := config.get(_STATES), list):
         found[_IDS] = [state - 1 for state in states]
-    causal = not config.get("sliding_window_non_causal", True)
-    return {"sample_from_anchor": False, "causal": causal, **found, "draft_vocab_size": config.get("draft_vocab_size")}
+    # Its sliding_window_non_causal is of sliding layers, which are refused; full attention was trained both ways.
+    return {"sample_from_anchor": False, "causal": False, **found, "draft_vocab_size": config.get("draft_vocab_size")}
 
 
 def contract(config: Figures, folder: Path) -> Contract:
@@ -100,6 +100,10 @@ def read(folder: Path, target: Target) -> Block:
         raise ValueError(f"{where}: {_IDS}={ids} must ascend")
     if any("sliding" in str(kind) for kind in config.get("layer_types") or []) or config.get("use_swa"):
         raise ValueError(f"{where}: layers with a sliding window can not be read; full attention can")
+    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash", "is_causal": None}
+    for name, readable in plain.items():
+        if config.get(name) not in (None, readable):
+            raise ValueError(f"{where}: {name}={config[name]!r} can not be read")
     if config.get("markov_rank") and config.get("markov_head_type", "vanilla") != "vanilla":
         raise ValueError(f"{where}: markov_head_type={config['markov_head_type']!r} can not be read; vanilla can")
     if not isinstance(few, int) or not 0 < few <= V:
@@ -146,6 +150,8 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise ValueError(f"{path} can not be read: {error}") from error
+    if isinstance(found, dict):  # MiMo's, with the token beside it
+        found = found.get("embedding")
     if not isinstance(found, Tensor) or found.numel() != target.hidden_size:
         raise ValueError(f"{path} must hold {target.hidden_size} numbers")
     return found.flatten()
@@ -213,6 +219,7 @@ def write(drafter: Block, target: Target, folder: Path) -> None:
         "block_size": config.size,
         "dflash_config": {**ids_read, "causal": config.causal, "sample_from_anchor": config.predicts == "next"},
         "torch_dtype": str(dtype).removeprefix("torch."),
+        "sample_from_anchor": config.predicts == "next",
         **(markov if spark else {}),
     }
     write_files(folder, written, tensors)

@@ -108,8 +108,9 @@ class BlockStack(nn.Module):
                         nn.init.normal_(module.weight, std=module.in_features**-0.5)
                     if module.bias is not None:
                         module.bias.zero_()
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                copy_scale(getattr(layer, name), theirs.get(name), target.dtype)
+            after = theirs.get("pre_feedforward_layernorm", theirs.get("post_attention_layernorm"))
+            copy_scale(layer.input_layernorm, theirs.get("input_layernorm"), target.dtype)  # type: ignore[arg-type]
+            copy_scale(layer.post_attention_layernorm, after, target.dtype)  # type: ignore[arg-type]
         copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
         self.mask.copy_(target.model.get_input_embeddings().weight.float().mean(0))
 
