@@ -93,9 +93,10 @@ readme: $(VENV)/.ready
 page: $(VENV)/.ready
 	$(BIN)/python eval/page.py
 
-# Those results, made anew: an hour on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. `make readme` comes first: the
-# page shows its comparison.
+# Those results, made anew, an hour on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. The page shows the
+# comparison of `make readme`, which runs first where runs/readme is missing and then writes README's table.
 page-data: $(VENV)/.ready runs/readme/compare.json
+	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/decode.py -m name=page_smollm2 target=smollm2 decode.questions=$(QUESTIONS) decode.prompts=13 \
 		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1

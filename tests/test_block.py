@@ -21,7 +21,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.drafters.block import Block, BlockConfig
+from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.integrations.export import check_block, export
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
@@ -37,8 +37,8 @@ def target_of(dtype: torch.dtype = torch.float64) -> Target:
     return Target(tiny_model(dtype=dtype, num_hidden_layers=4))
 
 
-def drafter_of(target: Target, **settings: Any) -> Block:
-    drafter = Block(target, BlockConfig(size=5, layers=[0, 2], **settings))
+def drafter_of(target: Target, **settings: Any) -> BlockDrafter:
+    drafter = BlockDrafter(target, BlockConfig(size=5, layers=[0, 2], **settings))
     randomize(drafter)
     if drafter.vocabulary is not None:
         drafter.drafts_only(torch.arange(3, 43, 2))

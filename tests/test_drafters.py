@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import HIDDEN, VOCAB, Watch, made, randomize, tiny_model
 
-import selfspec.drafters.block
-import selfspec.drafters.mask
+import selfspec.drafters.parts.losses
 import selfspec.drafters.sequential
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.weights_hash import weights_hash
@@ -23,7 +22,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.drafters.block import Block
+from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
@@ -130,7 +129,7 @@ TABLE = {
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "mtp": of(Mtp, depth=4, width=3),
     "block": of(
-        Block,
+        BlockDrafter,
         H2
         + 2 * (4 * 8 * 2 * HIDDEN + 2 * 2 * 8 * HIDDEN + 2 * 8 + 3 * 48 * HIDDEN + 2 * HIDDEN)
         + 3 * HIDDEN
@@ -139,8 +138,10 @@ TABLE = {
         correction=4,
         anchors=4,
     ),
-    "block_own": of(Block, size=5, predicts="own", correction=0, stack=1, layers=[2], anchors=4, loss="ce"),
-    "block_causal_few": of(Block, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4),
+    "block_own": of(BlockDrafter, size=5, predicts="own", correction=0, stack=1, layers=[2], anchors=4, loss="ce"),
+    "block_causal_few": of(
+        BlockDrafter, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4
+    ),
     "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }
@@ -195,7 +196,7 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training begins right behind the choice; decoding and later steps go by the same rows of lm_head."""
-    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
+    for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     torch.manual_seed(0)
     drafter = row.build(llama)
@@ -212,7 +213,7 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
 def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
+    for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     source, begun = row.build(llama), row.build(llama)
     if not isinstance(source, Reduced) or not isinstance(begun, Reduced) or source.vocabulary is None:
@@ -228,13 +229,13 @@ def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a packed row is that of its documents in rows of their own."""
-    for module in (selfspec.drafters.sequential, selfspec.drafters.mask, selfspec.drafters.block):
+    for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     target = Target(tiny_model(family, dtype=torch.float64))
     drafter = built(row, target)
     if not isinstance(drafter, Trained):
         return
-    if isinstance(drafter, (Mask, Block)):
+    if isinstance(drafter, (Mask, BlockDrafter)):
         drafter.config.anchors = 100  # behind every position
     g = torch.Generator().manual_seed(1)
     texts = [torch.randint(VOCAB, (n,), generator=g) for n in (12, 17, 9)]

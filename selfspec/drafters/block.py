@@ -27,7 +27,7 @@ from selfspec.drafters.parts.block_stack import BlockCache, BlockStack, FeatureS
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import PendingRows, check_layers, layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
-from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean, random_rows
+from selfspec.drafters.parts.losses import hosts_loss, random_hosts
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -78,15 +78,15 @@ class BlockConfig(DrafterConfig):
         return self.size - 1 if self.predicts == "own" else self.size
 
 
-class Block(Reduced):
+class BlockDrafter(Reduced):
     """A stack that drafts a block.
 
     Parameters: those of `BlockStack`, and 2 * V * correction; of a draft vocabulary, V * correction and its size's.
     """
 
     config: BlockConfig
-    known: Tensor | None
-    behind: Tensor | None
+    parent_factors: Tensor | None
+    child_factors: Tensor | None
 
     def __init__(self, target: Target, config: BlockConfig) -> None:
         super().__init__(target, config, config.depth, config.draft_vocab)
@@ -98,24 +98,25 @@ class Block(Reduced):
         self.stack = FeatureStack(target, self.reads, shape, config.stack, dtype)
         self.corrections = nn.ParameterList()  # of parents, and of the tokens behind them
         if config.correction:
-            known = torch.randn(target.vocab_size, config.correction) * config.correction**-0.5
-            parts = known, torch.zeros(config.draft_vocab or target.vocab_size, config.correction)
+            of_parents = torch.randn(target.vocab_size, config.correction) * config.correction**-0.5
+            parts = of_parents, torch.zeros(config.draft_vocab or target.vocab_size, config.correction)
             self.corrections.extend([part.to(target.device, dtype) for part in parts])
-        pack(self, known=None, behind=None)
+        pack(self, parent_factors=None, child_factors=None)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target_head = view(target.lm_head)
 
     @property
     def head(self) -> nn.Linear:
+        """The target's lm_head."""
         return self.target_head
 
-    def train(self, mode: bool = True) -> Block:
+    def train(self, mode: bool = True) -> BlockDrafter:
         """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
         `check_vocabulary`."""
         super().train(mode)
         self.pack_head(self.head, mode)
         ready = [None if mode else part.detach().to(self.stack.dtype) for part in self.corrections] or [None, None]
-        pack(self, known=ready[0], behind=ready[1])
+        pack(self, parent_factors=ready[0], child_factors=ready[1])
         return self
 
     def entering(self, roots: Tensor, mask: Tensor) -> Tensor:
@@ -140,8 +141,10 @@ class Block(Reduced):
         """Logits [..., V'] with what the parent tokens, int64 [...], say."""
         if not self.corrections:
             return logits
-        known, behind = self.corrections if self.known is None or self.behind is None else (self.known, self.behind)
-        return logits + F.linear(F.embedding(parents.to(known.device), known), behind).to(logits.dtype)
+        of_parents, of_children = self.parent_factors, self.child_factors
+        if of_parents is None or of_children is None:
+            of_parents, of_children = self.corrections
+        return logits + F.linear(F.embedding(parents.to(of_parents.device), of_parents), of_children).to(logits.dtype)
 
     def along(self, tokens: Tensor, anchors: Tensor, stacked: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, A, depth, V'] of blocks whose roots are at positions `anchors`, int64 [B, A], of whole texts,
@@ -164,20 +167,14 @@ class Block(Reduced):
         return self.forecasts(hidden.unflatten(1, (count, size)))
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, depth = batch.tokens, self.depth
-        room = tokens.shape[1] - 1 - depth  # positions behind which a whole block has targets
-        keys = random_rows(tokens, room) + batch.counted(2)[:, :room]  # those first whose next tokens count
-        hosts = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
-        logits = self.along(tokens, hosts + 1, self.stack.stacked(batch.features), batch.documents)
-        (few, drafted), losses, counts = drafted_logits(batch.logits, self.vocabulary), [], []
-        for d in range(depth):
-            at = hosts + 1 + d
-            parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
-            wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
-            losses.append(distance(self.config.loss, self.corrected(logits[:, :, d], parents), wanted, truth))
-            counts.append((batch.counted(2 + d) & drafted[:, 1 + d : -1]).gather(1, hosts))
-        means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
-        return decayed(self.config.loss, means, self.config.depth_decay)
+        config = self.config
+        hosts = random_hosts(batch, self.depth, config.anchors)
+        logits = self.along(batch.tokens, hosts + 1, self.stack.stacked(batch.features), batch.documents)
+
+        def draft(d: int, parents: Tensor) -> Tensor:
+            return self.corrected(logits[:, :, d], parents)
+
+        return hosts_loss(config.loss, draft, batch, hosts, self.depth, config.depth_decay, self.vocabulary)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens, device = sample.tokens[None].to(self.stack.device), self.stack.device
@@ -192,12 +189,10 @@ class Block(Reduced):
         return BlockSession(self)
 
 
-def tree_of(drafter: Block, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows) -> Nodes:
+def tree_of(drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows) -> Nodes:
     """A tree behind roots, from the features up to there; see `drafted_by`."""
     size, last = drafter.config.size, drafter.stack.last
-    stacked = torch.cat(pending.features, -1)
-    stacked = stacked.gather(1, pending.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
-    kv = read_text(stack, pending.kv, stacked, last).committed(pending.last + 1)
+    kv = read_text(stack, pending.kv, stacked := pending.stacked, last).committed(pending.last + 1)
     entries = kv.lengths[:, None] + torch.arange(size, device=stacked.device)
     inside = torch.arange(kv.size, device=stacked.device) - kv.lengths[:, None]  # [B, S]: row of the block
     block = drafter.below(stacked.device)[:, inside.clamp(0, size - 1)].transpose(0, 1)  # [B, size, S]
@@ -218,7 +213,7 @@ def tree_of(drafter: Block, growth: Growth, ranking: Ranking, stack: BlockStack,
 class BlockSession:
     """What one call keeps: the stack's cache."""
 
-    def __init__(self, drafter: Block) -> None:
+    def __init__(self, drafter: BlockDrafter) -> None:
         self.drafter, self.cache = drafter, BlockCache(drafter.stack)
 
     def propose(self, context: Context) -> DraftTree:
@@ -226,8 +221,8 @@ class BlockSession:
         if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, False, drafter.depth, config.size)
-        given = drafter.stack.ready, pending
-        return trusted(*drafted_by(tree_of, drafter, context, given, config.width, config.min_prob))
+        inputs = drafter.stack.ready, pending
+        return trusted(*drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob))
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)

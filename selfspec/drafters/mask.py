@@ -27,7 +27,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean, random_rows
+from selfspec.drafters.parts.losses import hosts_loss, random_hosts
 from selfspec.drafters.parts.mask_layout import Layout, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -149,23 +149,16 @@ class Mask(Reduced):
         return grouped
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, masks = batch.tokens, self.config.masks
+        config, masks = self.config, self.config.masks
         if batch.cache is None:
             raise ValueError("mask tokens read the target's keys and values, which are not kept; take train.cache=none")
-        room = tokens.shape[1] - 1 - masks  # positions behind which a whole group has targets
-        # Random positions, those first whose next tokens count.
-        keys = random_rows(tokens, room) + batch.counted(2)[:, :room]
-        anchors = keys.topk(min(room, self.config.anchors)).indices.sort(1).values
-        draft = self.along(tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
-        (few, drafted), losses, counts = drafted_logits(batch.logits, self.vocabulary), [], []
-        for j in range(masks):
-            at = anchors + 1 + j
-            parents, truth = tokens.gather(1, at), tokens.gather(1, at + 1)
-            wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
-            losses.append(distance(self.config.loss, self.corrected(draft[:, :, j], parents, j), wanted, truth))
-            counts.append((batch.counted(2 + j) & drafted[:, 1 + j : -1]).gather(1, anchors))
-        means = masked_mean(torch.stack(losses), torch.stack(counts), batch.average)
-        return decayed(self.config.loss, means, self.config.depth_decay)
+        anchors = random_hosts(batch, masks, config.anchors)
+        logits = self.along(batch.tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
+
+        def draft(j: int, parents: Tensor) -> Tensor:
+            return self.corrected(logits[:, :, j], parents, j)
+
+        return hosts_loss(config.loss, draft, batch, anchors, masks, config.depth_decay, self.vocabulary)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens = sample.tokens[None].to(self.target.device)

@@ -20,7 +20,7 @@ from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.drafters.block import Block
+from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.integrations.hf_serve import OWN
@@ -91,7 +91,7 @@ def export(
         if isinstance(drafter, Eagle3):
             eagle3.write(drafter, loaded, scratch, "speculators" if to == "speculators" else "plain", where)
             lines.append(check_eagle3(scratch, drafter, loaded, tokens, to))
-        elif isinstance(drafter, Block):
+        elif isinstance(drafter, BlockDrafter):
             block.write(drafter, loaded, scratch)
             lines.append(check_block(scratch, drafter, loaded, tokens))
         elif isinstance(drafter, Medusa):
@@ -182,7 +182,7 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
                 f"drafter.layers={list(drafter.reads)}: SGLang reads states where they enter a layer, so never that of "
                 f"the last, {target.n_layers - 1}; train with lower drafter.layers, or take --to vllm"
             )
-    elif isinstance(drafter, Block):
+    elif isinstance(drafter, BlockDrafter):
         if to != "vllm":
             raise ValueError(f"{to}: block drafters are written as vLLM reads them; take --to vllm")
         if target.lm_head.bias is not None:
@@ -230,13 +230,13 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
 
 
 @torch.no_grad()
-def check_block(folder: Path, drafter: Block, target: Target, tokens: Tensor) -> str:
+def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Tensor) -> str:
     """Hold a written DFlash or DSpark folder against its contract and the drafter. Raises ValueError naming what
     differs."""
     path = folder / "model.safetensors"
     tensors = read_tensors(path)
-    held = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    hold(held, block.contract(block.flat(read_config(folder)), folder), path)
+    own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    hold(own, block.contract(block.flat(read_config(folder)), folder), path)
     tokens, root = tokens.to(target.device), tokens.shape[1] - drafter.depth - 1
     stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
     ours = drafter.along(
@@ -286,10 +286,10 @@ def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     """What serves the folder. A chain is drafted as deep as the drafter was trained for."""
-    assert isinstance(drafter, (Block, Eagle3, Medusa))
+    assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa))
     at, name = folder.absolute(), shlex.quote(target)
     inner = at / "vllm" if to == "medusa" else at
-    kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, Block) else drafter.kind
+    kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
     method = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):

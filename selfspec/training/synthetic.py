@@ -176,8 +176,8 @@ def _chunk(
     for turn in range(config.turns):
         at = [i for i, conversation in enumerate(everyone) if conversation.going]
         seeds = [((config.seed * 100 + turn) * 1_000_003 + first + i) * 2 for i in at]
-        asked = [everyone[i] for i in at]
-        written = _texts(target, asked, config.question_temperature, seeds, config.question_tokens, question_ends)
+        open_rows = [everyone[i] for i in at]
+        written = _texts(target, open_rows, config.question_temperature, seeds, config.question_tokens, question_ends)
         for i, new in zip(at, written, strict=True):
             everyone[i].going = new[-1] in question_ends and usable(new[:-1], tokenizer)
             if everyone[i].going:

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.eagle3 import own_settings
 from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
-from selfspec.drafters.block import Block, BlockConfig
-from selfspec.drafters.parts.llama_config import OWN
+from selfspec.drafters.block import BlockConfig, BlockDrafter
+from selfspec.drafters.parts.llama_config import OWN, own_settings
 from selfspec.utils.files import Figures
 
 MASK_FILE = "mask_embedding.pt"
@@ -40,13 +39,13 @@ def flat(config: Figures) -> Figures:
     """A config of either form with all keys at one level."""
     nested = config.get("dflash_config") or {}
     if "speculators_model_type" not in config:
-        found = {**config, **nested}
-        return {"sample_from_anchor": kind_of(config) == "dspark", **found}
-    found = {**config, **(config.get("transformer_layer_config") or {})}
+        merged = {**config, **nested}
+        return {"sample_from_anchor": kind_of(config) == "dspark", **merged}
+    merged = {**config, **(config.get("transformer_layer_config") or {})}
     if isinstance(states := config.get(_STATES), list):
-        found[_IDS] = [state - 1 for state in states]
+        merged[_IDS] = [state - 1 for state in states]
     # Its sliding_window_non_causal is of sliding layers, which are refused; full attention was trained both ways.
-    return {"sample_from_anchor": False, "causal": False, **found, "draft_vocab_size": config.get("draft_vocab_size")}
+    return {"sample_from_anchor": False, "causal": False, **merged, "draft_vocab_size": config.get("draft_vocab_size")}
 
 
 def contract(config: Figures, folder: Path) -> Contract:
@@ -73,11 +72,11 @@ def contract(config: Figures, folder: Path) -> Contract:
     few = config.get("draft_vocab_size") or V
     if rank := config.get("markov_rank"):
         shapes |= dict(zip(_MARKOV, ([V, rank], [few, rank]), strict=True))
-    found: Contract = {name: (shape, None) for name, shape in shapes.items()}
-    return found | ({"d2t": ([few], torch.int64)} if few < V else {})
+    tensors: Contract = {name: (shape, None) for name, shape in shapes.items()}
+    return tensors | ({"d2t": ([few], torch.int64)} if few < V else {})
 
 
-def read(folder: Path, target: Target) -> Block:
+def read(folder: Path, target: Target) -> BlockDrafter:
     """A published drafter of this target, in either form. It is not calibrated. A confidence head is left out, with a
     line: trees are ranked by the drafter's own scores.
 
@@ -110,7 +109,7 @@ def read(folder: Path, target: Target) -> Block:
         raise ValueError(f"{where}: draft_vocab_size={few!r} must lie between 1 and {V}, or be null")
     tensors = _without_copies(tensors, target, few, path)
     hold(tensors, contract(config, folder), path)
-    drafter = Block(
+    drafter = BlockDrafter(
         target,
         BlockConfig(
             layers=ids,
@@ -147,39 +146,39 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
     if not path.is_file():
         return target.model.get_input_embeddings().weight[token]
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        mask: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise ValueError(f"{path} can not be read: {error}") from error
-    if isinstance(found, dict):  # MiMo's, with the token beside it
-        found = found.get("embedding")
-    if not isinstance(found, Tensor) or found.numel() != target.hidden_size:
+    if isinstance(mask, dict):  # MiMo's, with the token beside it
+        mask = mask.get("embedding")
+    if not isinstance(mask, Tensor) or mask.numel() != target.hidden_size:
         raise ValueError(f"{path} must hold {target.hidden_size} numbers")
-    return found.flatten()
+    return mask.flatten()
 
 
 def _without_copies(tensors: dict[str, Tensor], target: Target, few: int, path: Path) -> dict[str, Tensor]:
     """Without the copies of the target's embeddings and lm_head that files may hold, and a confidence head. Raises
     ValueError for embeddings or a head of a drafter's own, and for a map of the draft vocabulary that leads nowhere."""
-    kept = {name: t for name, t in tensors.items() if name != "t2d" and not name.startswith("confidence_head.")}
-    if len(kept) < len(tensors) - ("t2d" in tensors):
+    own = {name: t for name, t in tensors.items() if name != "t2d" and not name.startswith("confidence_head.")}
+    if len(own) < len(tensors) - ("t2d" in tensors):
         print(f"{path}: its confidence head is left out", file=sys.stderr)
     ids = None
-    if "d2t" in kept:
-        kept["d2t"] = kept["d2t"].to(torch.int64)
-        ids = kept["d2t"] + torch.arange(len(kept["d2t"]))
+    if "d2t" in own:
+        own["d2t"] = own["d2t"].to(torch.int64)
+        ids = own["d2t"] + torch.arange(len(own["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
             raise ValueError(f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}")
     head = next(target.lm_head.parameters())
     theirs = {"embed_tokens.weight": target.model.get_input_embeddings().weight}
     theirs["lm_head.weight"] = head if ids is None else head[ids.to(head.device)]
     for name, wanted in theirs.items():
-        found = kept.pop(name, None)
-        if found is not None and (found.shape != wanted.shape or not torch.equal(found.to(wanted), wanted)):
+        copied = own.pop(name, None)
+        if copied is not None and (copied.shape != wanted.shape or not torch.equal(copied.to(wanted), wanted)):
             raise ValueError(f"{path}: {name} differs from the target's; selfspec drafts with the target's own")
-    return kept
+    return own
 
 
-def write(drafter: Block, target: Target, folder: Path) -> None:
+def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     """config.json, model.safetensors and mask_embedding.pt as vLLM reads them: DSpark's form where tokens correct their
     children, else DFlash's. In the target's saved dtype; embeddings and lm_head stay the target's, but for its rows of
     a draft vocabulary."""

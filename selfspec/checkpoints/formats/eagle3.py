@@ -16,7 +16,7 @@ import torch
 from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.drafters.parts.llama_config import OWN
+from selfspec.drafters.parts.llama_config import own_settings
 from selfspec.utils.files import Figures
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -242,13 +242,3 @@ def _plain(name: str) -> str:
     """A tensor's name without the prefixes that writers differ in."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def own_settings(config: Figures) -> dict[str, Any]:
-    """What the layer has of its own, by the names of `drafter.llama`."""
-    settings = {name: config[name] for name in OWN if config.get(name) is not None}
-    rope = config.get("rope_parameters")
-    if rope is None:
-        rope = {**(config.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": config.get("rope_theta")}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**settings, "rope_parameters": {**rope, "rope_theta": theta}}

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
 
 from selfspec.core.cache import KVCache
 from selfspec.core.contract import Context
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
+from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.parts.eagle3_layer import copy_scale
-from selfspec.drafters.parts.feature_layer import FeatureCache
+from selfspec.drafters.parts.feature_layer import FeatureCache, FeatureReader
+from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -47,9 +54,7 @@ class BlockAttention(nn.Module):
         """What rows [B, n, H] read from keys and values [B, key heads, S, D] under an additive mask [B, 1, n, S]."""
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
         queries = apply_rotary_pos_emb(queries, queries, *rotary)[0].to(values.dtype)
-        repeats = queries.shape[1] // keys.shape[1]
-        if repeats > 1:
-            keys, values = (part.repeat_interleave(repeats, 1) for part in (keys, values))
+        keys, values = (repeat_kv(part, queries.shape[1] // part.shape[1]) for part in (keys, values))
         read = F.scaled_dot_product_attention(queries, keys, values, mask.to(values.dtype))
         return self.o_proj(read.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -88,8 +93,8 @@ class BlockStack(nn.Module):
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Initial weights: the highest feature is read as it is, layers begin as the target's last ones. Matrices
-        without a counterpart of the same shape begin at random."""
+        """Initial weights: the highest feature is read as it is; layers begin from the matrices and norms of the
+        target's last ones. Matrices without a counterpart of the same shape begin at random."""
         self.fc.weight.zero_()
         self.fc.weight[:, -len(self.fc.weight) :] = torch.eye(len(self.fc.weight))
         last = list(target.layers)[-len(self.layers) :]
@@ -97,20 +102,10 @@ class BlockStack(nn.Module):
             theirs = dict(last[i].named_modules()) if i < len(last) else {}
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
-                    weight = getattr(theirs.get(name), "weight", None)
-                    if (
-                        isinstance(weight, Tensor)
-                        and weight.shape == module.weight.shape
-                        and weight.is_floating_point()
-                    ):
-                        module.weight.copy_(weight)
-                    else:
-                        nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                    if module.bias is not None:
-                        module.bias.zero_()
-            after = theirs.get("pre_feedforward_layernorm", theirs.get("post_attention_layernorm"))
+                    start_linear(module, module.weight, theirs.get(name), module.in_features**-0.5)
+            before = norm_before_mlp(theirs)
             copy_scale(layer.input_layernorm, theirs.get("input_layernorm"), target.dtype)  # type: ignore[arg-type]
-            copy_scale(layer.post_attention_layernorm, after, target.dtype)  # type: ignore[arg-type]
+            copy_scale(layer.post_attention_layernorm, before, target.dtype)  # type: ignore[arg-type]
         copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
         self.mask.copy_(target.model.get_input_embeddings().weight.float().mean(0))
 
@@ -129,8 +124,9 @@ class BlockStack(nn.Module):
         return self.norm(states)  # type: ignore[no-any-return]
 
 
-class FeatureStack(nn.Module):
-    """A stack in training and laid out for decoding. layers: of the target, whose outputs are the features."""
+class FeatureStack(FeatureReader):
+    """A stack in training, and `ready` for decoding in `dtype`, the target's (None in training). last: the largest
+    position."""
 
     ready: BlockStack | None
 
@@ -138,8 +134,13 @@ class FeatureStack(nn.Module):
         self, target: Target, layers: Sequence[int], config: LlamaConfig, count: int, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.layers, self.count, self.dtype, self.device = tuple(layers), count, target.dtype, target.device
-        self.config = config
+        self.layers, self.count, self.dtype, self.config, self.target = (
+            tuple(layers),
+            count,
+            target.dtype,
+            config,
+            target,
+        )
         self.last = (target.max_positions or 2**62) - 1
         self.trained_stack = BlockStack(config, len(layers), count).to(target.device, dtype)
         self.trained_stack.start_from(target)
@@ -148,17 +149,16 @@ class FeatureStack(nn.Module):
     def train(self, mode: bool = True) -> FeatureStack:
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
-        self.ready = None
-        if not mode:
-            ready = BlockStack(self.config, len(self.layers), self.count).to(self.device).requires_grad_(False)
-            for parameter, trained in zip(ready.parameters(), self.trained_stack.parameters(), strict=True):
-                parameter.data = trained.detach().to(self.dtype)
-            self.ready = ready
+        if self.ready is not None:
+            self.target.engine.forget(self.ready.modules())
+        self.ready = None if mode else view(self.trained_stack)
+        if self.ready is not None:
+            cast_parameters(self.ready, self.dtype)
         return self
 
-    def stacked(self, features: dict[int, Tensor]) -> Tensor:
-        """The outputs of the layers asked for, side by side [..., F*H]."""
-        return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
 
 
 class BlockCache(FeatureCache[FeatureStack]):

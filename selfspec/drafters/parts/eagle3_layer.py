@@ -19,6 +19,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.views import Block
+from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 
 
 class _NoEmbedding(nn.Module):
@@ -106,11 +107,7 @@ class _DraftBlock(Block):
             trained, old = self._views[True], self._views.get(False)
             model = view(trained.model)
             for module in (model.model.layers[1], model.model.norm, model.lm_head):
-                for part in module.modules():
-                    for name, parameter in part.named_parameters(recurse=False):
-                        if parameter.dtype != self.dtype:
-                            cast = nn.Parameter(parameter.detach().to(self.dtype), requires_grad=False)
-                            setattr(part, name, cast)
+                cast_parameters(module, self.dtype)
             self._views[False] = self._target(model, trained)
             if old is not None:
                 old.forget()
@@ -166,19 +163,11 @@ class Eagle3Layer(FeatureLayer):
         for name, module in self.midlayer.named_modules():
             if not isinstance(module, nn.Linear):
                 continue
-            weight = getattr(theirs.get(name), "weight", None)
             wide = name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
             into = module.weight[:, hidden:] if wide else module.weight
-            if isinstance(weight, Tensor) and weight.shape == into.shape and weight.is_floating_point():
-                module.weight.zero_()
-                into.copy_(weight)
-            else:
-                nn.init.normal_(module.weight, std=hidden**-0.5)
-            if module.bias is not None:
-                module.bias.zero_()
-        after = theirs.get("pre_feedforward_layernorm", theirs.get("post_attention_layernorm"))
+            start_linear(module, into, theirs.get(name), hidden**-0.5)
         copy_scale(self.midlayer.hidden_norm, theirs.get("input_layernorm"), target.dtype)
-        copy_scale(self.midlayer.post_attention_layernorm, after, target.dtype)
+        copy_scale(self.midlayer.post_attention_layernorm, norm_before_mlp(theirs), target.dtype)
         copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
 
     @property
@@ -215,14 +204,3 @@ class Eagle3Layer(FeatureLayer):
 
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
         return hidden if self.norm_output else outputs
-
-
-def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
-    """The scale of a target's norm as it acts. Some families keep it less one, some take the mean away, some add a
-    bias; numbers of size one and mean zero, and their opposites, show the scale alone."""
-    if theirs is None:
-        return
-    into = next(norm.parameters())
-    signs = torch.ones(1, 1, len(into), device=into.device, dtype=dtype)
-    signs[..., 1::2] = -1
-    into.copy_(((theirs(signs) - theirs(-signs)) / 2 * signs)[0, 0])

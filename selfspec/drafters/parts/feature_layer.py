@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,24 @@ def usual_layers(target: Target) -> set[int]:
     return {1, n // 2 - 1, n - 4} if n >= 7 else {min(1, n - 1), n // 2, max(n - 2, 0)}
 
 
-class FeatureLayer(nn.Module, ABC):
-    """A decoder layer whose entry t reads what stands for position t and the token after it. layers: of the target,
-    whose outputs stand for verified positions; behind those, the layer's own output does."""
+class FeatureReader(nn.Module, ABC):
+    """What reads the target's features. layers: of the target, whose outputs they are."""
 
     layers: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it reads them."""
+
+    def stacked(self, features: dict[int, Tensor]) -> Tensor:
+        """The outputs of the layers asked for, side by side [..., F*H]."""
+        return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
+
+
+class FeatureLayer(FeatureReader):
+    """A decoder layer whose entry t reads what stands for position t and the token after it: of verified positions
+    their features, behind those the layer's own output."""
 
     @property
     @abstractmethod
@@ -76,15 +89,9 @@ class FeatureLayer(nn.Module, ABC):
     def device(self) -> torch.device:
         return self.block.target.device
 
-    def stacked(self, features: dict[int, Tensor]) -> Tensor:
-        """The outputs of the layers asked for, side by side [..., F*H]."""
-        return torch.cat([features[layer].to(self.device) for layer in self.layers], -1)
-
     def read(self, pending: PendingRows, logits: bool) -> RootState:
         """Read pending rows, up to each row's root. Runs inside a function of the engine."""
-        stacked = torch.cat(pending.features, -1)
-        stacked = stacked.gather(1, pending.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
-        entering = self.entry(self.fused(stacked), pending.tokens)
+        entering = self.entry(self.fused(pending.stacked), pending.tokens)
         _, outputs, _ = tree_pass(pending.part, pending.kv, entering, pending.tokens, None)
         at = pending.last[:, None, None].expand(-1, 1, self.width)
         hidden, output = outputs[-1].gather(1, at), outputs[self.block.layer].gather(1, at)
@@ -174,6 +181,12 @@ class PendingRows(NamedTuple):
     tokens: Tensor
     last: Tensor
 
+    @property
+    def stacked(self) -> Tensor:
+        """The features of the rows, side by side [B, t, F*H]."""
+        stacked = torch.cat(self.features, -1)
+        return stacked.gather(1, self.paths[:, :, None].expand(-1, -1, stacked.shape[-1]))
+
 
 class RootState(NamedTuple):
     """What a draft layer gave at each row's root: logits [B, 1, V] (None where they are not wanted), hidden states
@@ -187,21 +200,7 @@ class RootState(NamedTuple):
     kv: KV
 
 
-class ReadsFeatures(Protocol):
-    """What reads the target's features. layers: of the target, whose outputs they are."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def stacked(self, features: dict[int, Tensor]) -> Tensor:
-        """The outputs of the layers asked for, side by side [..., F*H]."""
-        ...
-
-
-L = TypeVar("L", bound=ReadsFeatures)
+L = TypeVar("L", bound=FeatureReader)
 
 
 class FeatureCache(Generic[L], ABC):
@@ -306,7 +305,7 @@ class FeatureCache(Generic[L], ABC):
 
 
 class DraftLayerCache(FeatureCache[FeatureLayer]):
-    """Of one draft layer."""
+    """The cache of one draft layer."""
 
     def _open(self, rows: int, verified: KVCache) -> KVCache:
         return self.layer.block.target.cache(rows, verified.capacity, verified.limit)

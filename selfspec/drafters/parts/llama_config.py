@@ -1,4 +1,4 @@
-"""The config of one Llama layer that drafts beside a target, checked."""
+"""The config of Llama layers that draft beside a target, checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from selfspec.core.target import Target
 
-# What of a Llama's config an EAGLE-3 layer may have of its own; all else follows from the target
+# What of a Llama's config draft layers may have of its own; all else follows from the target
 OWN = (
     "intermediate_size",
     "num_attention_heads",
@@ -22,6 +22,16 @@ OWN = (
     "max_position_embeddings",
 )
 _ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
+
+
+def own_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a draft model's config says of its layers, by the names of `drafter.llama`."""
+    settings = {name: config[name] for name in OWN if config.get(name) is not None}
+    rope = config.get("rope_parameters")
+    if rope is None:
+        rope = {**(config.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": config.get("rope_theta")}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return {**settings, "rope_parameters": {**rope, "rope_theta": theta}}
 
 
 def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfig:

@@ -202,6 +202,35 @@ def drafted_logits(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, T
     return few, few.amax(-1) >= logits.amax(-1)
 
 
+def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
+    """int64 [B, A]: random positions behind which `depth` tokens more than the next one stand, `count` at most,
+    ascending; those first whose next token but one counts."""
+    room = batch.tokens.shape[1] - 1 - depth
+    keys = random_rows(batch.tokens, room) + batch.counted(2)[:, :room]
+    return keys.topk(min(room, count)).indices.sort(1).values
+
+
+def hosts_loss(
+    loss: str,
+    draft: Callable[[int, Tensor], Tensor],
+    batch: Batch,
+    hosts: Tensor,
+    depth: int,
+    decay: float,
+    vocabulary: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of guesses behind positions `hosts`, int64 [B, A], at the tokens 2, 3, ... places later. draft: from a
+    depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64."""
+    (few, drafted), losses, counts = drafted_logits(batch.logits, vocabulary), [], []
+    for d in range(depth):
+        at = hosts + 1 + d
+        parents, truth = batch.tokens.gather(1, at), batch.tokens.gather(1, at + 1)
+        wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
+        losses.append(distance(loss, draft(d, parents), wanted, truth))
+        counts.append((batch.counted(2 + d) & drafted[:, 1 + d : -1]).gather(1, hosts))
+    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)
+
+
 def heads_loss(
     loss: str, draft: Tensor, batch: Batch, decay: float, vocabulary: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,45 @@
+"""Weights of draft layers: what they begin with, taken from a target's layers, and what they are cast to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+def start_linear(module: nn.Linear, into: Tensor, theirs: nn.Module | None, std: float) -> None:
+    """Initial weights: `into`, a part of its weights or all of them, begins as those of a target's module, the rest at
+    zero. Where there is no such module of that shape, all begin at random. A bias begins at zero."""
+    weight = getattr(theirs, "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == into.shape and weight.is_floating_point():
+        module.weight.zero_()
+        into.copy_(weight)
+    else:
+        nn.init.normal_(module.weight, std=std)
+    if module.bias is not None:
+        module.bias.zero_()
+
+
+def norm_before_mlp(layer: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The norm in front of the MLP, among the modules of a target's layer by name."""
+    return layer.get("pre_feedforward_layernorm", layer.get("post_attention_layernorm"))
+
+
+def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
+    """The scale of a target's norm as it acts. Some families keep it less one, some take the mean away, some add a
+    bias; numbers of size one and mean zero, and their opposites, show the scale alone."""
+    if theirs is None:
+        return
+    into = next(norm.parameters())
+    signs = torch.ones(1, 1, len(into), device=into.device, dtype=dtype)
+    signs[..., 1::2] = -1
+    into.copy_(((theirs(signs) - theirs(-signs)) / 2 * signs)[0, 0])
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put parameters of this dtype, which are not trained, in place of those of another."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dtype != dtype:
+                setattr(part, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
