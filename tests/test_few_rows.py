@@ -23,7 +23,7 @@ from selfspec.engine.kernels.native import served
 from selfspec.engine.kernels.skinny_gemm import MOST, few_queries, few_rows
 
 _aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(not served(), reason="the kernels need a processor with AVX-512")
+pytestmark = pytest.mark.skipif(not served(), reason="the kernels need a processor with AVX2 or AVX-512")
 
 
 def rewritten(*given: Tensor) -> tuple[Tensor, int]:

@@ -44,7 +44,7 @@ def test_products_are_those_of_the_numbers_that_are_stored(outputs: int, width: 
         assert (small(x) - full(x)).float().norm() < 0.02 * full(x).float().norm()
 
 
-@pytest.mark.skipif(not int8.has_kernel(), reason="needs AVX-512 VNNI")
+@pytest.mark.skipif(not int8.has_kernel(), reason="needs AVX2 or AVX-512 VNNI")
 def test_the_kernel_is_row_invariant_and_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     small, x = Int8Linear(linear(208, 576)), torch.randn(40, 576).bfloat16()
     alone = torch.cat([small(row[None]) for row in x])
@@ -54,7 +54,7 @@ def test_the_kernel_is_row_invariant_and_agrees_with_torch(monkeypatch: pytest.M
     torch.testing.assert_close(small(x), alone, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.skipif(not int8.has_kernel(), reason="needs AVX-512 VNNI")
+@pytest.mark.skipif(not int8.has_kernel(), reason="needs AVX2 or AVX-512 VNNI")
 def test_weights_side_by_side_give_what_each_gives() -> None:
     parts, x = [Int8Linear(linear(outputs, 64)) for outputs in (80, 16, 112)], torch.randn(5, 64).bfloat16()
     for count in (2, 3):
@@ -65,7 +65,7 @@ def test_weights_side_by_side_give_what_each_gives() -> None:
 @pytest.mark.parametrize("kernel", [True, False])
 def test_what_is_no_number_stays_so(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel and not int8.has_kernel():
-        pytest.skip("needs AVX-512 VNNI")
+        pytest.skip("needs AVX2 or AVX-512 VNNI")
     monkeypatch.setattr(int8, "has_kernel", lambda: kernel)
     x = torch.randn(2, 64).bfloat16()
     x[0, 40] = torch.nan

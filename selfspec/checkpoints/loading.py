@@ -116,7 +116,10 @@ def load_target(
     if int8:
         quantize(model)
         if not has_kernel():
-            print("int8: no kernel for this processor, which lacks AVX-512 VNNI; torch multiplies", file=sys.stderr)
+            print(
+                "int8: no kernel for this processor, which has no AVX2 or AVX-512 VNNI; torch multiplies",
+                file=sys.stderr,
+            )
     if engine != "eager" and isinstance(source, (str, Path)) and not int8:
         _align(model)
     target = served(model, stock=isinstance(source, (str, Path)) and divide is None)

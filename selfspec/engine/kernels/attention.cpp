@@ -6,20 +6,23 @@ namespace {
 constexpr float HIDDEN = -1e30f;  // a slot is hidden where its mask is below
 constexpr int QUERIES = 16;       // queries in a block; scores are stored as [slots, QUERIES]
 constexpr int64_t SMALL = 1 << 17;  // numbers of masks that one thread looks at
-constexpr int TOGETHER = 6;       // queries whose sums fit into registers
+#ifdef SELFSPEC_AVX512
+constexpr int TOGETHER = 6, SPAN = 2;  // queries, and vectors of values, whose sums fit into registers
+#else
+constexpr int TOGETHER = 3, SPAN = 1;
+#endif
 
 // e^x for x <= 0, relative error below 2^-22; 0 below -87. (Cephes' expf polynomial.)
-inline __m512 exponential(__m512 x) {
-  const __mmask16 zero = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-  x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+inline Floats exponential(Floats given) {
+  const Floats x = larger(given, all(-87.0f));
+  const Floats n = whole(multiply(x, all(1.44269504f)));
+  Floats r = fnmadd(n, all(0.693359375f), x);
+  r = fnmadd(n, all(-2.12194440e-4f), r);
   constexpr float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1, 1};
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  Floats p = all(1.9875691500e-4f);
 #pragma GCC unroll 8
-  for (float term : terms) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(term));
-  return _mm512_maskz_scalef_ps(_mm512_knot(zero), p, n);
+  for (float term : terms) p = fmadd(p, r, all(term));
+  return scaled(p, n, given, -87.0f);
 }
 
 // Query times key for `count` queries and every slot, into score [slots, QUERIES]. A score is a sum over the width alone,
@@ -37,10 +40,10 @@ void scores(const Bits* query, const Bits* keys, float* left, float* score, int6
     for (int64_t s = 0; s < slots; s += WIDE) {
       const Bits* right = keys + s * width;
       switch (each) {
-        case 1: _mm512_store_ps(block, products<1, WIDE, false>(left, right, width)); break;
-        case 2: _mm512_store_ps(block, products<2, WIDE, false>(left, right, width)); break;
-        case 3: _mm512_store_ps(block, products<3, WIDE, false>(left, right, width)); break;
-        default: _mm512_store_ps(block, products<4, WIDE, false>(left, right, width));
+        case 1: store(block, products<1, WIDE, false>(left, right, width)); break;
+        case 2: store(block, products<2, WIDE, false>(left, right, width)); break;
+        case 3: store(block, products<3, WIDE, false>(left, right, width)); break;
+        default: store(block, products<4, WIDE, false>(left, right, width));
       }
       for (int i = 0; i < each; i++)
         for (int n = 0; n < WIDE; n++) score[(s + n) * QUERIES + m + i] = block[i * WIDE + n];
@@ -51,31 +54,32 @@ void scores(const Bits* query, const Bits* keys, float* left, float* score, int6
 
 // Scores to weights, and their sums over slots; mask: of each of `count` queries. A hidden slot's weight is exactly zero
 // and slots are added one after another, so a sum does not depend on where the slots that are seen lie.
-__m512 weights(float* score, const Bits* const* mask, int64_t count, int64_t slots, float scale) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
+Floats weights(float* score, const Bits* const* mask, int64_t count, int64_t slots, float scale) {
+  Floats most = all(-INFINITY);
   for (int64_t s = 0; s < slots; s += 16) {
-    __m512i of[16], any = _mm512_setzero_si512();
+    const Ints none = as_ints(zeros());
+    Ints of[16], any = none;
 #pragma GCC unroll 16
     for (int m = 0; m < 16; m++) {
-      of[m] = m < count ? _mm512_castps_si512(float_of(mask[m] + s)) : _mm512_setzero_si512();
-      any = _mm512_or_si512(any, of[m]);
+      of[m] = m < count ? as_ints(float_of(mask[m] + s)) : none;
+      any = any_of(any, of[m]);
     }
-    const bool all_seen = _mm512_test_epi32_mask(any, any) == 0;
+    const bool all_seen = is_zero(any);
     if (!all_seen) transpose(of);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
       float* at = score + (s + i) * QUERIES;
-      const __m512 more = all_seen ? _mm512_setzero_ps() : _mm512_castsi512_ps(of[i]);
-      const __m512 whole = _mm512_fmadd_ps(_mm512_load_ps(at), _mm512_set1_ps(scale), more);
-      _mm512_store_ps(at, whole);
-      most = _mm512_max_ps(most, whole);
+      const Floats more = all_seen ? zeros() : as_floats(of[i]);
+      const Floats whole = fmadd(load(at), all(scale), more);
+      store(at, whole);
+      most = larger(most, whole);
     }
   }
-  __m512 total = _mm512_setzero_ps();
+  Floats total = zeros();
   for (int64_t s = 0; s < slots; s++) {
-    const __m512 weight = exponential(_mm512_sub_ps(_mm512_load_ps(score + s * QUERIES), most));
-    _mm512_store_ps(score + s * QUERIES, weight);
-    total = _mm512_add_ps(total, weight);
+    const Floats weight = exponential(subtract(load(score + s * QUERIES), most));
+    store(score + s * QUERIES, weight);
+    total = add(total, weight);
   }
   return total;
 }
@@ -83,26 +87,26 @@ __m512 weights(float* score, const Bits* const* mask, int64_t count, int64_t slo
 // Values of 32 x V dimensions, weighted, for M queries; slots are added one after another.
 template <int M, int V>
 void weighted(const float* weight, const Bits* values, const float* totals, Bits* const* out, int64_t slots, int64_t width) {
-  __m512 even[M][V], odd[M][V];
+  Floats even[M][V], odd[M][V];
 #pragma GCC unroll 6
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
-    for (int v = 0; v < V; v++) even[m][v] = odd[m][v] = _mm512_setzero_ps();
+    for (int v = 0; v < V; v++) even[m][v] = odd[m][v] = zeros();
   for (int64_t s = 0; s < slots; s++) {
-    __m512 first[V], second[V];
+    Floats first[V], second[V];
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      const __m512i pairs = _mm512_loadu_si512(values + s * width + STEP * v);
+      const Ints pairs = pairs_at(values + s * width + STEP * v);
       first[v] = lower(pairs);
       second[v] = upper(pairs);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; m++) {
-      const __m512 by = _mm512_set1_ps(weight[s * QUERIES + m]);
+      const Floats by = all(weight[s * QUERIES + m]);
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++) {
-        even[m][v] = _mm512_fmadd_ps(by, first[v], even[m][v]);
-        odd[m][v] = _mm512_fmadd_ps(by, second[v], odd[m][v]);
+        even[m][v] = fmadd(by, first[v], even[m][v]);
+        odd[m][v] = fmadd(by, second[v], odd[m][v]);
       }
     }
   }
@@ -110,24 +114,17 @@ void weighted(const float* weight, const Bits* values, const float* totals, Bits
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-      const __m512 total = _mm512_set1_ps(totals[m]);
-      const __m512i low = _mm512_cvtepu16_epi32(rounded(_mm512_div_ps(even[m][v], total)));
-      const __m512i high = _mm512_cvtepu16_epi32(rounded(_mm512_div_ps(odd[m][v], total)));
-      _mm512_storeu_si512(out[m] + STEP * v, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      const Floats total = all(totals[m]);
+      store_pairs(out[m] + STEP * v, divide(even[m][v], total), divide(odd[m][v], total));
     }
 }
 
-template <int V>
+template <int V, int M = TOGETHER>
 void weighted_rows(int64_t count, const float* weight, const Bits* values, const float* totals, Bits* const* out,
                    int64_t slots, int64_t width) {
-  switch (count) {
-    case 1: weighted<1, V>(weight, values, totals, out, slots, width); break;
-    case 2: weighted<2, V>(weight, values, totals, out, slots, width); break;
-    case 3: weighted<3, V>(weight, values, totals, out, slots, width); break;
-    case 4: weighted<4, V>(weight, values, totals, out, slots, width); break;
-    case 5: weighted<5, V>(weight, values, totals, out, slots, width); break;
-    default: weighted<6, V>(weight, values, totals, out, slots, width);
-  }
+  if constexpr (M > 1)
+    if (count < M) return weighted_rows<V, M - 1>(count, weight, values, totals, out, slots, width);
+  weighted<M, V>(weight, values, totals, out, slots, width);
 }
 
 }  // namespace
@@ -142,7 +139,7 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
 #pragma omp parallel for schedule(static) if (masks * nodes * room > SMALL)
   for (int64_t i = 0; i < masks * nodes; i++) {
     int64_t s = room;
-    while (s > 0 && !_mm512_cmp_ps_mask(float_of(mask + i * room + s - 16), _mm512_set1_ps(HIDDEN), _CMP_NLT_UQ)) s -= 16;
+    while (s > 0 && !any_not_below(float_of(mask + i * room + s - 16), HIDDEN)) s -= 16;
     seen[i] = s;
   }
   const int64_t all = shared * nodes, blocks = (all + QUERIES - 1) / QUERIES;  // queries that share keys, and blocks of them
@@ -170,16 +167,16 @@ extern "C" void kernel(const Bits* query, const Bits* keys, const Bits* values, 
       if (!slots) slots = room;
       scores(query + (head * all + q) * width, k, left, score, count, slots, width);
       alignas(64) float totals[QUERIES];
-      _mm512_store_ps(totals, weights(score, marks, count, slots, scale));
+      store(totals, weights(score, marks, count, slots, scale));
       for (int64_t m = 0; m < count; m += TOGETHER)
         for (int64_t d = 0; d < width;) {
           Bits* places[TOGETHER];
-          const int64_t each = count - m < TOGETHER ? count - m : TOGETHER, vectors = width - d < 2 * STEP ? 1 : 2;
+          const int64_t each = count - m < TOGETHER ? count - m : TOGETHER, vectors = width - d < SPAN * STEP ? 1 : SPAN;
           for (int64_t j = 0; j < each; j++) places[j] = to[m + j] + d;
           if (vectors == 1)
             weighted_rows<1>(each, score + m, v + d, totals + m, places, slots, width);
           else
-            weighted_rows<2>(each, score + m, v + d, totals + m, places, slots, width);
+            weighted_rows<SPAN>(each, score + m, v + d, totals + m, places, slots, width);
           d += vectors * STEP;
         }
     }

@@ -5,11 +5,17 @@ namespace {
 
 constexpr int GROUP = 32;               // inputs that share a scale
 constexpr int LANES = 16;               // outputs of a panel
+#ifdef SELFSPEC_AVX512
 constexpr int VECTORS = 3;              // panels that are multiplied together
 constexpr int ROWS = 8;                 // rows in a block: ROWS * VECTORS sums fit into registers
+#else
+constexpr int VECTORS = 1, ROWS = 4;
+#endif
 constexpr int BAND = 32;                // rows over which a group of weights is read once
 constexpr int NEAR = 2 * GROUP * LANES;  // bytes ahead of what is read, fetched into the nearest cache
 constexpr int64_t SMALL = 1 << 15;      // products that one thread does
+
+#ifdef SELFSPEC_AVX512
 
 // Groups of a row in 8 bits with their scales; offset: what the products have too much, since weights are stored as
 // w + 128.
@@ -28,35 +34,77 @@ void quantize(const Bits* row, int64_t width, int8_t* to, float* scale, int32_t*
 }
 
 // sum += weights * inputs, four of each to a sum. Written out, since gcc 12 copies what its intrinsic adds to.
-inline void add(__m512i& sum, __m512i weights, __m512i inputs) {
+inline void add(Ints& sum, Ints weights, Ints inputs) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(inputs));
 }
+
+inline Ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
+inline Ints bytes_at(const uint8_t* at) { return _mm512_loadu_si512(at); }
+
+#else
+
+// As above. Signs of weights are moved to the inputs, so that nothing is too much.
+void quantize(const Bits* row, int64_t width, int8_t* to, float* scale, int32_t* offset) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  for (int64_t k = 0; k < width; k += GROUP) {
+    const Floats a = float_of(row + k), b = float_of(row + k + 16);
+    const auto larger_of = [sign](__m256 x, __m256 y) {
+      return _mm256_max_ps(_mm256_andnot_ps(sign, x), _mm256_andnot_ps(sign, y));
+    };
+    alignas(32) float most[8];
+    _mm256_store_ps(most, larger_of(larger_of(a.a, a.b), larger_of(b.a, b.b)));
+    float largest = 0;
+    for (float each : most) largest = each > largest ? each : largest;
+    const __m256 factor = _mm256_set1_ps(largest > 0 ? 127 / largest : 0);
+    const auto whole_of = [factor](__m256 x) { return _mm256_cvtps_epi32(_mm256_mul_ps(x, factor)); };
+    const __m256i p = _mm256_packs_epi32(whole_of(a.a), whole_of(a.b)), q = _mm256_packs_epi32(whole_of(b.a), whole_of(b.b));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + k), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(p, q), order));
+    const auto unordered = [](__m256 x, __m256 y) { return _mm256_movemask_ps(_mm256_cmp_ps(x, y, _CMP_UNORD_Q)); };
+    const bool nan = unordered(a.a, a.b) || unordered(b.a, b.b);
+    *scale++ = nan ? std::numeric_limits<float>::quiet_NaN() : largest / 127;
+    *offset++ = 0;
+  }
+}
+
+inline void add(Ints& sum, Ints weights, Ints inputs) {
+  const auto half = [](__m256i sum, __m256i weights, __m256i inputs) {
+    const __m256i of = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));  // without the 128 that is added to it
+    const __m256i twos = _mm256_maddubs_epi16(_mm256_abs_epi8(of), _mm256_sign_epi8(inputs, of));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+  };
+  sum = {half(sum.a, weights.a, inputs.a), half(sum.b, weights.b, inputs.b)};
+}
+inline Ints all_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Ints bytes_at(const uint8_t* at) { return {half_at(at), half_at(at + 32)}; }
+
+#endif
 
 // One group of M rows times V panels, added to sums [M, V]. A group's products are added up in integers, groups in
 // their order: an output's bits depend neither on M nor on V.
 template <int M, int V>
 inline void group(const int8_t* left, int64_t width, const float* scale, const int32_t* offset, int64_t groups,
                   const uint8_t* weight, const Bits* weight_scales, float* sums) {
-  __m512i sum[M][V];
+  Ints sum[M][V];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 3
-    for (int v = 0; v < V; v++) sum[m][v] = _mm512_set1_epi32(offset[m * groups]);
+    for (int v = 0; v < V; v++) sum[m][v] = all_ints(offset[m * groups]);
 #pragma GCC unroll 1  // unrolled, sums leave their registers
   for (int k = 0; k < GROUP; k += 4) {
-    __m512i of[V];
+    Ints of[V];
 #pragma GCC unroll 3
-    for (int v = 0; v < V; v++) of[v] = _mm512_loadu_si512(weight + v * width * LANES + k * LANES);
+    for (int v = 0; v < V; v++) of[v] = bytes_at(weight + v * width * LANES + k * LANES);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       int32_t quad;
       std::memcpy(&quad, left + m * width + k, 4);
-      const __m512i inputs = _mm512_set1_epi32(quad);
+      const Ints inputs = all_ints(quad);
 #pragma GCC unroll 3
       for (int v = 0; v < V; v++) add(sum[m][v], of[v], inputs);
     }
   }
-  __m512 scales[V];
+  Floats scales[V];
 #pragma GCC unroll 3
   for (int v = 0; v < V; v++) scales[v] = float_of(weight_scales + v * groups * LANES);
 #pragma GCC unroll 8
@@ -64,9 +112,17 @@ inline void group(const int8_t* left, int64_t width, const float* scale, const i
 #pragma GCC unroll 3
     for (int v = 0; v < V; v++) {
       float* to = sums + (m * V + v) * LANES;
-      const __m512 factor = _mm512_mul_ps(scales[v], _mm512_set1_ps(scale[m * groups]));
-      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][v]), factor, _mm512_load_ps(to)));
+      const Floats factor = multiply(scales[v], all(scale[m * groups]));
+      store(to, fmadd(float_of(sum[m][v]), factor, load(to)));
     }
+}
+
+template <int V, int M = ROWS>
+void group_rows(int64_t count, const int8_t* left, int64_t width, const float* scale, const int32_t* offset,
+                int64_t groups, const uint8_t* weight, const Bits* weight_scales, float* sums) {
+  if constexpr (M > 1)
+    if (count < M) return group_rows<V, M - 1>(count, left, width, scale, offset, groups, weight, weight_scales, sums);
+  group<M, V>(left, width, scale, offset, groups, weight, weight_scales, sums);
 }
 
 #ifdef SELFSPEC_TILES
@@ -156,26 +212,13 @@ void panels(int64_t count, const int8_t* left, int64_t width, const float* scale
           continue;
         }
 #endif
-#define SELFSPEC_ROWS(M) \
-  group<M, V>(of, width, scale + place, offset + place, groups, from, weight_scales + g * LANES, to); \
-  break
-        switch (rows - m) {
-          case 1: SELFSPEC_ROWS(1);
-          case 2: SELFSPEC_ROWS(2);
-          case 3: SELFSPEC_ROWS(3);
-          case 4: SELFSPEC_ROWS(4);
-          case 5: SELFSPEC_ROWS(5);
-          case 6: SELFSPEC_ROWS(6);
-          case 7: SELFSPEC_ROWS(7);
-          default: SELFSPEC_ROWS(8);
-        }
-#undef SELFSPEC_ROWS
+        group_rows<V>(rows - m, of, width, scale + place, offset + place, groups, from, weight_scales + g * LANES, to);
       }
     }
     for (int64_t m = 0; m < rows; m++)
       for (int v = 0; v < V; v++) {
-        __m512 whole = _mm512_load_ps(sums + (m * V + v) * LANES);
-        if (bias) whole = _mm512_add_ps(whole, float_of(bias + v * LANES));
+        Floats whole = load(sums + (m * V + v) * LANES);
+        if (bias) whole = add(whole, float_of(bias + v * LANES));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (start + m) * stride + v * LANES), rounded(whole));
       }
   }
@@ -218,11 +261,11 @@ extern "C" void kernel(const Bits* left, const uint8_t* first, const uint8_t* se
     const uint8_t* weight = weights[which] + n * width;
     const Bits *weight_scales = scales[which] + n * groups, *added = biased ? bias + n : nullptr;
     Bits* to = out + before + n;
-    switch (panels_left) {
-      case 1: panels<1>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs); break;
-      case 2: panels<2>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs); break;
-      default: panels<3>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs);
-    }
+    if (panels_left >= VECTORS)
+      panels<VECTORS>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs);
+    else if constexpr (VECTORS > 1)
+      panels_left > 1 ? panels<2>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs)
+                      : panels<1>(count, quantized, width, scale, offset, weight, weight_scales, added, to, outputs);
   }
 #ifdef SELFSPEC_TILES
   end_tiles();

@@ -1,8 +1,9 @@
 """Linear maps with weights in 8 bits, in blocks of 32 inputs with one scale each, as GGUF's Q8_0 has them.
 
-Rows are brought to 8 bits in blocks of 32 too, when they are multiplied. On processors with AVX-512 VNNI a kernel adds
-up a block's products in integers and the blocks in their order in float32, so that a row's bits do not depend on the
-rows beside it or on their number. Elsewhere torch multiplies the same numbers in float32, in an order of its own.
+Rows are brought to 8 bits in blocks of 32 too, when they are multiplied. On processors with AVX-512 VNNI or AVX2 a
+kernel adds up a block's products in integers and the blocks in their order in float32, so that a row's bits do not
+depend on the rows beside it or on their number. Elsewhere torch multiplies the same numbers in float32, in an order of
+its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.engine.kernels.native import binding, served
+from selfspec.engine.kernels.native import binding, has_avx512, served
 from selfspec.engine.kernels.weights import pages
 
 GROUP, LANES = 32, 16  # inputs that share a scale, and outputs of a panel; see int8.cpp
@@ -55,7 +56,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 def has_kernel() -> bool:
     """Whether this processor runs the kernel."""
-    return served() and torch.cpu._is_vnni_supported()
+    return served() and (torch.cpu._is_vnni_supported() or not has_avx512())
 
 
 def multiply(

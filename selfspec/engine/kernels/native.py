@@ -1,4 +1,4 @@
-"""Kernels in C++ for processors with AVX-512, compiled when they are first used."""
+"""Kernels in C++ for processors with AVX-512 or AVX2, compiled when they are first used."""
 
 from __future__ import annotations
 
@@ -25,12 +25,18 @@ SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and 
     "int8.cpp": ["const uint16_t*", *["const uint8_t*"] * 3, *["const uint16_t*"] * 4, "uint16_t*", *["int64_t"] * 6],
 }
 TILE = 16  # outputs of a tile
-SOURCES = [Path(__file__).with_name(name) for name in ("skinny_gemm.h", *SIGNATURES)]
+HEADERS = "vectors.h", "skinny_gemm.h"
+SOURCES = [Path(__file__).with_name(name) for name in (*HEADERS, *SIGNATURES)]
+
+
+def has_avx512() -> bool:
+    """Whether the kernels use AVX-512. `ATEN_CPU_CAPABILITY=avx2` in the environment makes them use AVX2, as torch."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def served() -> bool:
     """Whether this processor takes the kernels."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_avx512() or torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 @cache
@@ -49,7 +55,7 @@ def has_compiler() -> bool:
 @cache
 def has_tiles() -> bool:
     """Whether this processor has AMX, the compiler knows it and this process may use it."""
-    if not (served() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
+    if not (has_avx512() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
         return False
     if _kernel_path(_source("tiles.cpp", True)).is_file():
         return True
@@ -112,8 +118,9 @@ def _compiler() -> str:
 
 
 def _source(name: str, tiles: bool) -> str:
-    parts = [path.read_text() for path in SOURCES if path.name in ("skinny_gemm.h", name)]
-    return "\n".join(["#define SELFSPEC_TILES"] * tiles + parts)
+    parts = [path.read_text() for path in SOURCES if path.name in (*HEADERS, name)]
+    defined = ["#define SELFSPEC_AVX512"] * has_avx512() + ["#define SELFSPEC_TILES"] * tiles
+    return "\n".join(defined + parts)
 
 
 def _kernel_path(source: str) -> Path:

@@ -1,9 +1,13 @@
 // out = left weight^T (+ bias) for few rows, over weights that were laid out in panels (see weights.py).
 namespace {
 
+#ifdef SELFSPEC_AVX512
 constexpr int VECTORS = 3;              // vectors of outputs in a panel
-constexpr int OUTPUTS = 16 * VECTORS;   // outputs of a panel
 constexpr int ROWS = 8;                 // rows in a block: ROWS * VECTORS sums fit into registers
+#else
+constexpr int VECTORS = 1, ROWS = 4;  // more rows are slower: sums leave their registers
+#endif
+constexpr int OUTPUTS = 16 * VECTORS;   // outputs of a panel
 constexpr int64_t SMALL = 1 << 15;      // products that one thread does
 constexpr int NEAR = 1024;              // bytes ahead of what is read, fetched into the nearest cache
 
@@ -13,55 +17,48 @@ constexpr int NEAR = 1024;              // bytes ahead of what is read, fetched 
 template <int M, int V>
 void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride,
            const char* next, int64_t step) {
-  __m512 sum[M][V];
+  Floats sum[M][V];
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 3
-    for (int v = 0; v < V; v++) sum[m][v] = _mm512_setzero_ps();
+    for (int v = 0; v < V; v++) sum[m][v] = zeros();
   const char* until = next;
   for (int64_t k = 0; k < width; k += 2, weight += 32 * V) {
-    __m512i pairs[V];
+    Ints pairs[V];
 #pragma GCC unroll 3
     for (int v = 0; v < V; v++) {
-      pairs[v] = _mm512_loadu_si512(weight + 32 * v);
+      pairs[v] = pairs_at(weight + 32 * v);
       _mm_prefetch(reinterpret_cast<const char*>(weight + 32 * v) + NEAR * V, _MM_HINT_T0);
     }
     for (until += step; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T1);
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      const __m512 by = _mm512_set1_ps(left[m * width + k]);
+      const Floats by = all(left[m * width + k]);
 #pragma GCC unroll 3
-      for (int v = 0; v < V; v++) sum[m][v] = _mm512_fmadd_ps(lower(pairs[v]), by, sum[m][v]);
+      for (int v = 0; v < V; v++) sum[m][v] = fmadd(lower(pairs[v]), by, sum[m][v]);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      const __m512 by = _mm512_set1_ps(left[m * width + k + 1]);
+      const Floats by = all(left[m * width + k + 1]);
 #pragma GCC unroll 3
-      for (int v = 0; v < V; v++) sum[m][v] = _mm512_fmadd_ps(upper(pairs[v]), by, sum[m][v]);
+      for (int v = 0; v < V; v++) sum[m][v] = fmadd(upper(pairs[v]), by, sum[m][v]);
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 3
     for (int v = 0; v < V; v++) {
-      const __m512 whole = bias ? _mm512_add_ps(sum[m][v], float_of(bias + 16 * v)) : sum[m][v];
+      const Floats whole = bias ? add(sum[m][v], float_of(bias + 16 * v)) : sum[m][v];
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + m * stride + 16 * v), rounded(whole));
     }
 }
 
-template <int V>
+template <int V, int M = ROWS>
 void rows(int64_t count, const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width,
           int64_t stride, const char* next, int64_t step) {
-  switch (count) {
-    case 1: block<1, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 2: block<2, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 3: block<3, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 4: block<4, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 5: block<5, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 6: block<6, V>(left, weight, bias, out, width, stride, next, step); break;
-    case 7: block<7, V>(left, weight, bias, out, width, stride, next, step); break;
-    default: block<8, V>(left, weight, bias, out, width, stride, next, step);
-  }
+  if constexpr (M > 1)
+    if (count < M) return rows<V, M - 1>(count, left, weight, bias, out, width, stride, next, step);
+  block<M, V>(left, weight, bias, out, width, stride, next, step);
 }
 
 }  // namespace
@@ -73,7 +70,7 @@ extern "C" void kernel(const Bits* left, const Bits* weight, const Bits* bias, B
                        int64_t outputs, int64_t biased) {
   static thread_local Scratch scratch;
   float* exact = scratch.of(count * width);
-  for (int64_t i = 0; i < count * width; i += 16) _mm512_store_ps(exact + i, float_of(left + i));
+  for (int64_t i = 0; i < count * width; i += 16) store(exact + i, float_of(left + i));
   const int64_t panels = (outputs + OUTPUTS - 1) / OUTPUTS, groups = (count + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(static) if (count * outputs * width > SMALL)
   for (int64_t p = 0; p < panels; p++) {
@@ -85,11 +82,11 @@ extern "C" void kernel(const Bits* left, const Bits* weight, const Bits* bias, B
       const char* next = reinterpret_cast<const char*>(from + 16 * vectors * width) + g * step * (width / 2);
       const float* of = exact + m * width;
       Bits* to = out + m * outputs + n;
-      switch (vectors) {
-        case 1: rows<1>(each, of, from, more, to, width, outputs, next, step); break;
-        case 2: rows<2>(each, of, from, more, to, width, outputs, next, step); break;
-        default: rows<3>(each, of, from, more, to, width, outputs, next, step);
-      }
+      if (vectors == VECTORS)
+        rows<VECTORS>(each, of, from, more, to, width, outputs, next, step);
+      else if constexpr (VECTORS > 1)  // the last panel
+        vectors > 1 ? rows<2>(each, of, from, more, to, width, outputs, next, step)
+                    : rows<1>(each, of, from, more, to, width, outputs, next, step);
     }
   }
 }

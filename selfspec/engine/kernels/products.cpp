@@ -12,14 +12,14 @@ inline float float_of_one(Bits bits) {
 
 template <int M, int N>
 inline void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride) {
-  const __m512 total = products<M, N, true>(left, weight, width);
+  const Floats total = products<M, N, true>(left, weight, width);
   alignas(64) float found[WIDE * WIDE];
-  _mm512_store_ps(found, total);
+  store(found, total);
   if (bias)
     for (int m = 0; m < M; m++)
       for (int n = 0; n < N; n++) found[m * WIDE + n] += float_of_one(bias[n]);
   alignas(32) Bits nearest[WIDE * WIDE];
-  _mm256_store_si256(reinterpret_cast<__m256i*>(nearest), rounded(_mm512_load_ps(found)));
+  _mm256_store_si256(reinterpret_cast<__m256i*>(nearest), rounded(load(found)));
   for (int m = 0; m < M; m++) std::memcpy(out + m * stride, nearest + m * WIDE, N * sizeof(Bits));
 }
 

@@ -1,7 +1,7 @@
 """The kernels of `skinny_gemm` in passes that are not compiled.
 
 While such a pass runs, torch hands its linear maps and attention over to the kernels (a `TorchFunctionMode`). Models
-and torch's functions stay as they are. Without AVX-512 or a C++ compiler nothing is handed over.
+and torch's functions stay as they are. Without AVX2 or a C++ compiler nothing is handed over.
 """
 
 from __future__ import annotations

@@ -1,26 +1,11 @@
-// What the kernels share: sums of bfloat16 products in float32. See skinny_gemm.py.
-#include <immintrin.h>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
+// What the kernels share: sums of bfloat16 products in float32. See skinny_gemm.py and vectors.h, which comes first.
 namespace {
 
-using Bits = uint16_t;  // of a bfloat16
 constexpr int STEP = 32;  // products at a time
 constexpr int WIDE = 4;   // rows of either side in a block
 constexpr int TILE = 16;  // rows of a tile, and numbers of 4 bytes in one
 
-// The lower half of each 32 bits is one number, the upper half the next one.
-inline __m512 lower(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-inline __m512 upper(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
-}
-
-// 16 numbers as float32, in their order.
-inline __m512 float_of(const Bits* from) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
-}
+#ifdef SELFSPEC_AVX512
 
 inline __m512 halves(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
 
@@ -42,14 +27,6 @@ inline __m512 sums(const __m512 (&v)[16]) {
   return lanes(lanes(a, b), lanes(c, d));
 }
 
-inline __m256i rounded(__m512 sum) {  // to the nearest, ties to even; NaN stays NaN
-  const __m512i bits = _mm512_castps_si512(sum);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  const __mmask16 nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
-  return _mm512_cvtepi32_epi16(_mm512_mask_set1_epi32(_mm512_srli_epi32(up, 16), nan, 0x7fc0));
-}
-
 // M rows of the left side, spread by `spread`, times N rows of the right side: number m * WIDE + n of the result. The
 // order in which products are added is the same for every M, so a row's result does not depend on the rows beside it.
 // AHEAD: the right side comes from far, so the next block is fetched meanwhile.
@@ -64,7 +41,7 @@ inline __m512 products(const float* left, const Bits* right, int64_t width) {
     for (int n = 0; n < N; n++) {
       const Bits* at = right + n * width + k;
       if constexpr (AHEAD) _mm_prefetch(reinterpret_cast<const char*>(at + WIDE * width), _MM_HINT_T0);
-      const __m512i pairs = _mm512_loadu_si512(at);
+      const Ints pairs = pairs_at(at);
       even[n] = lower(pairs);
       odd[n] = upper(pairs);
     }
@@ -81,45 +58,75 @@ inline __m512 products(const float* left, const Bits* right, int64_t width) {
   return sums(sum);
 }
 
+#else
+
+// Number i of the result is the sum over v[i].
+inline Floats sums(const __m256 (&v)[16]) {
+  __m256 eights[2];
+  for (int i = 0; i < 2; i++) {
+    const __m256* of = v + 8 * i;
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(of[0], of[1]), _mm256_hadd_ps(of[2], of[3]));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(of[4], of[5]), _mm256_hadd_ps(of[6], of[7]));
+    eights[i] = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
+  return {eights[0], eights[1]};
+}
+
+// As `products`, N rows of the right side from `first` on, so few that the sums fit into registers.
+template <int M, int N, bool AHEAD>
+inline void partial_products(const float* left, const Bits* right, int64_t width, __m256* to) {
+  __m256 sum[M][N];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) sum[m][n] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < width; k += STEP)
+#pragma GCC unroll 2
+    for (int half = 0; half < STEP; half += STEP / 2) {
+      const float* at = left + k * M + half / 2;
+      __m256 even[N], odd[N];
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) {
+        const Bits* from = right + n * width + k + half;
+        if (AHEAD && half == 0) _mm_prefetch(reinterpret_cast<const char*>(from + WIDE * width), _MM_HINT_T0);
+        const __m256i pairs = half_at(from);
+        even[n] = lower(pairs);
+        odd[n] = upper(pairs);
+      }
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++, at += STEP) {
+        const __m256 first = _mm256_load_ps(at), second = _mm256_load_ps(at + STEP / 2);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) sum[m][n] = _mm256_fmadd_ps(even[n], first, sum[m][n]);
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) sum[m][n] = _mm256_fmadd_ps(odd[n], second, sum[m][n]);
+      }
+    }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) to[m * WIDE + n] = sum[m][n];
+}
+
+template <int M, int N, bool AHEAD>
+inline Floats products(const float* left, const Bits* right, int64_t width) {
+  __m256 sum[WIDE * WIDE] = {};
+  constexpr int FIRST = M > 2 && N > 2 ? 2 : N;
+  partial_products<M, FIRST, AHEAD>(left, right, width, sum);
+  if constexpr (FIRST < N) partial_products<M, N - FIRST, AHEAD>(left, right + FIRST * width, width, sum + FIRST);
+  return sums(sum);
+}
+
+#endif
+
 // M rows as float32: those of a block step by step, and of each step first the even numbers, then the odd ones.
 void spread(const Bits* left, float* to, int64_t M, int64_t width) {
   for (int64_t m = 0; m < M; m++)
     for (int64_t k = 0; k < width; k += STEP) {
-      const __m512i pairs = _mm512_loadu_si512(left + m * width + k);
-      _mm512_store_ps(to + k * M + m * STEP, lower(pairs));
-      _mm512_store_ps(to + k * M + m * STEP + STEP / 2, upper(pairs));
+      const Ints pairs = pairs_at(left + m * width + k);
+      store(to + k * M + m * STEP, lower(pairs));
+      store(to + k * M + m * STEP + STEP / 2, upper(pairs));
     }
-}
-
-// 16 rows of 16 numbers of 4 bytes; number i of row j becomes number j of row i.
-inline void transpose(__m512i (&v)[16]) {
-  __m512i w[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
-    v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
-    v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
-    v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    w[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-    w[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-    w[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-    w[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    v[i] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0x88);
-    v[i + 8] = _mm512_shuffle_i32x4(w[i], w[i + 8], 0xdd);
-    v[i + 4] = _mm512_shuffle_i32x4(w[i + 4], w[i + 12], 0x88);
-    v[i + 12] = _mm512_shuffle_i32x4(w[i + 4], w[i + 12], 0xdd);
-  }
 }
 
 #ifdef SELFSPEC_TILES
@@ -186,14 +193,5 @@ void tiles(const Bits* left, const Bits* weight, float* sums, int64_t width, boo
 }
 
 #endif
-
-// Numbers to write to, at the start of a cache line.
-struct Scratch {
-  std::vector<float> held;
-  float* of(size_t count) {
-    if (held.size() < count + 16) held.resize(count + 16);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + 63) / 64 * 64);
-  }
-};
 
 }  // namespace

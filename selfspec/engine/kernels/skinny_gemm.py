@@ -1,4 +1,4 @@
-"""Products of few rows with bfloat16 weights, and attention of few queries, on processors with AVX-512.
+"""Products of few rows with bfloat16 weights, and attention of few queries, on processors with AVX2 or AVX-512.
 
 There the library's product of one row with a matrix is bound by its own instructions, not by the memory that it reads.
 Products with frozen weights go to the kernel that was measured to be fastest (see `selfspec.engine.kernels.weights`).

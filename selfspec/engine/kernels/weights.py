@@ -26,11 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.engine.kernels.native import binding, has_tiles, in_place, served
+from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
 from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
-PANEL, VECTOR, STEP = 48, 16, 32  # outputs of a panel and of a vector, and inputs at a time; see packed.cpp
+VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
+PANEL = 3 * VECTOR if has_avx512() else VECTOR  # outputs of a panel
 INVARIANT = 32  # most rows of one call of oneDNN whose bits do not depend on their number (at 64 they do)
 OURS = 1.1 ** len(ROWS)  # a library's kernel is taken where it is within a tenth of ours
 # Bytes of a module's weights from which on it pays: fewer stay in a cache, and looking them up costs more.
@@ -188,14 +189,14 @@ def _by_torch(left: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     out.copy_(F.linear(left, weight, bias))
 
 
-def _avx512(outputs: int, width: int) -> bool:
+def _serves_panels(outputs: int, width: int) -> bool:
     return served() and not outputs % VECTOR and not width % STEP
 
 
 IN_PLACE = Kernel("in place", lambda weight: weight, _in_place, lambda _, width: served() and not width % STEP)
 KERNELS = (
     IN_PLACE,
-    Kernel("panels", in_panels, _in_panels, _avx512),
+    Kernel("panels", in_panels, _in_panels, _serves_panels),
     Kernel(
         "onednn",
         lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, 16),
