@@ -16,6 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
+import selfspec
 from selfspec.cli import main as cli
 from selfspec.cli.config import _folder_name, constant, flags_first
 from selfspec.cli.training_runs import run_folder
@@ -127,6 +128,38 @@ def test_a_failing_point_does_not_end_a_sweep(
     assert "no drafter at 'runs/none'" in told.err.splitlines()[-1]
     (table,) = tmp_path.glob("runs/decode/*/table.md")
     assert table.read_text().splitlines()[2].split("|")[1].strip() == "drafter"  # the name of its folder
+
+
+def test_a_drafter_is_calibrated_and_saved(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heads_folder: Path,
+    source_root: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its weights stay; one that trains nothing is saved with what was measured too."""
+    monkeypatch.chdir(tmp_path)
+    small = "calibrate.prompts=2 calibrate.prompt_tokens=8 calibrate.max_new_tokens=12 calibrate.questions=source"
+    given = (f"data.root={source_root}", *small.split())
+    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=heads", *given) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "expected acceptance length" in told[0]
+    assert told[-1].endswith("runs/heads")
+    before, after = selfspec.load(str(heads_folder)), selfspec.load("runs/heads")
+    assert before.drafter.calibration != after.drafter.calibration
+    for name, part in before.drafter.trained().items():
+        assert torch.equal(part, after.drafter.trained()[name])
+    target = after.target.name
+    assert typed(monkeypatch, "calibrate", "drafter=prompt_lookup", f"target={target}", "name=copies", *given) == 0
+    assert selfspec.load("runs/copies").drafter.kind == "prompt_lookup"
+    capsys.readouterr()
+    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=heads", *given) == 2
+    assert "runs/heads/drafter exists; choose another name=" in capsys.readouterr().err
+    joined = f"drafter={heads_folder}+prompt_lookup"
+    assert typed(monkeypatch, "calibrate", joined, "name=both", *given) == 2
+    assert "members of a tree are calibrated one by one" in capsys.readouterr().err
+    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=x", "calibrate.prompts=0", *given[:1]) == 2
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["copies", "heads"]
 
 
 # -- the logger

@@ -56,6 +56,12 @@ COMMANDS = {
         "eval/audit.py",
         "audit",
     ),
+    "calibrate": Command(
+        "measure how often a published or training-free drafter is right, and save it with that",
+        "drafter=mtp target=path/to/a/model name=calibrated",
+        "eval/calibrate.py",
+        "calibrate",
+    ),
     "limits": Command(
         "what limits a pass here, and what drafters can bring", "target=tiny-target", "eval/limits.py", "limits"
     ),

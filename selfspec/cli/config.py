@@ -24,6 +24,7 @@ from selfspec.evaluation.compare import CompareConfig
 from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.page import PageConfig
 from selfspec.evaluation.show import ShowConfig
+from selfspec.training.calibrate import CalibrateConfig
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
@@ -148,6 +149,11 @@ class AuditRun(Measurement):
     audit: AuditConfig = field(default_factory=AuditConfig)
 
 
+@dataclass
+class CalibrateRun(Measurement):
+    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
+
+
 def _folder_name(text: str) -> str:
     """A text as the name of one folder, of at most 200 bytes."""
     flat = text.replace("/", "_") or "default"
@@ -178,6 +184,7 @@ def register(drafters: bool = False) -> None:
                 print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
     nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
     nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "page": PageRun}
+    nodes["calibrate"] = CalibrateRun
     for name, node in nodes.items():
         store.store(name=f"{name}_schema", node=node)
 

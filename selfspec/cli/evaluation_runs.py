@@ -14,10 +14,10 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.api import Spec, load
-from selfspec.checkpoints.drafter_folder import shaped_as
+from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
-from selfspec.checkpoints.loading import find_drafter, load_target
-from selfspec.cli.config import AuditRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
+from selfspec.checkpoints.loading import find_drafter, load_target, members_of
+from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target
@@ -41,8 +41,9 @@ from selfspec.evaluation.points import agreement, labelled, read_points, write_p
 from selfspec.evaluation.show import show
 from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
+from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, cache_folder, write_section, write_text
+from selfspec.utils.files import Figures, cache_folder, section, write_section, write_text
 from selfspec.utils.machine import device_name
 from selfspec.utils.tracking import RunLog
 
@@ -158,10 +159,35 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
     return figures
 
 
+def run_calibrate(config: DictConfig, folder: Path) -> Figures:
+    """Calibrate a drafter on answers of its target's own, and save it in `folder`. Its weights stay as they are."""
+    run, place = typed(CalibrateRun, config), folder / "drafter"
+    if place.exists():
+        raise ValueError(f"{place} exists; choose another name=")
+    spec = _loaded(run, config)
+    target, drafter = spec.target, spec.drafter
+    if len(members_of(run.drafter, drafter)) > 1:
+        raise ValueError(f"drafter={run.drafter}: members of a tree are calibrated one by one; give one of them")
+    prompts = [prompt.ids for prompt in asked(spec, config.data, run.calibrate, {}, run.calibrate.seed)[1]]
+    figures: Figures = {}
+    with run_folder(config, folder, place):
+        for mode, temperature in TEMPERATURES.items():
+            seeds = range(run.calibrate.seed, run.calibrate.seed + len(prompts))
+            samples = write_samples(target, prompts, run.calibrate.max_new_tokens, temperature, seeds, drafter.reads)
+            figures[mode] = dict(calibrate(target, drafter, mode, samples))
+            figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.calibrate.max_new_tokens)
+        note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature; not trained."
+        save_drafter(drafter, place, target, target.name, spec.tokenizer, note)
+        write_text(folder / "calibration.json", json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
 def run_limits(config: DictConfig, folder: Path) -> Figures:
     """What limits a pass, and what drafters can bring: limits.json, table.md and plots in `folder`; see
     `selfspec.evaluation.limits`."""
     run = typed(LimitsRun, config)
+    if run.results is not None:
+        section(Path(run.results), f"limits {run.name}")  # refused before anything is measured
     makers: dict[str, Callable[[Target], Drafter]] = {}
     if run.limits.peers:
         check_peers(run.target if run.limits.config is None else run.limits.config)

@@ -18,6 +18,7 @@ _SCHEMAS = {  # of configs/NAME.yaml
     "compare": "CompareRun",
     "show": "ShowRun",
     "audit": "AuditRun",
+    "calibrate": "CalibrateRun",
     "limits": "LimitsRun",
     "page": "PageRun",
     "report": "ReportRun",

@@ -95,7 +95,7 @@ def train(config: DictConfig, folder: Path) -> None:
         _report(figures, folder)
 
 
-def _report(figures: Figures, folder: Path) -> None:
+def _acceptance(figures: Figures) -> None:
     for mode in ("greedy", "sampled"):
         top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
@@ -103,6 +103,10 @@ def _report(figures: Figures, folder: Path) -> None:
         if (decoded := figures[mode].get("decoded")) is not None:
             share = decoded / figures[mode]["tau"]["16"]
             print(f"{mode:8} decoded with 16 nodes {decoded:.2f}, {share:.2f} of what was expected")
+
+
+def _report(figures: Figures, folder: Path) -> None:
+    _acceptance(figures)
     if "step_over_forward" in figures:
         ratio = figures["step_over_forward"]
         print(f"training step: {ratio:.1f}x the time of a target forward over the same batch")
@@ -158,6 +162,12 @@ def audit(config: DictConfig, folder: Path) -> None:
 
 
 @_task
+def calibrate(config: DictConfig, folder: Path) -> None:
+    _acceptance(measures.run_calibrate(config, folder))
+    print(f"saved to {folder / 'drafter'}; it loads by the name {folder}")
+
+
+@_task
 def limits(config: DictConfig, folder: Path) -> None:
     measures.run_limits(config, folder)
 
@@ -172,4 +182,5 @@ def report(config: DictConfig, folder: Path) -> None:
     measures.run_report(config)
 
 
-TASKS = {f.__name__: f for f in (train, distill, target, decode, compare, show, audit, limits, page, report)}
+_RUN = (train, distill, target, decode, compare, show, audit, calibrate, limits, page, report)
+TASKS = {f.__name__: f for f in _RUN}

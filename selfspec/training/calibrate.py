@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -14,16 +15,30 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
+from selfspec.data.questions import Asking
 from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, itself
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.utils.progress import progress
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
 NODES = (8, 16, 32)  # tree sizes whose acceptance length is told
 _BATCH = 16  # rows the target writes at once
 _DECODED = 16  # samples that are decoded again, where nothing else calibrates a drafter
 _FACTORS = [2 ** (i / 4) for i in range(-6, 13)]  # inverse temperatures that are tried
+
+
+@dataclass
+class CalibrateConfig(Asking):
+    """seed: of the answers at temperature 1; each question is answered greedily too."""
+
+    prompts: int = 32
+    max_new_tokens: int = 96
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.check("calibrate")
 
 
 class Figures(TypedDict, total=False):
@@ -157,11 +172,12 @@ def write_samples(
     temperature: float,
     seeds: Sequence[int],
     reads: tuple[int, ...] = (),
+    quiet: bool = False,
 ) -> list[Sample]:
     """Let the target continue the prompts (each of at least 2 tokens) by plain decoding, each with its seed; keep its
     hidden states, and the outputs of the layers named by `reads`."""
     samples = []
-    for first in range(0, len(prompts), _BATCH):
+    for first in progress(range(0, len(prompts), _BATCH), desc=f"calibration texts, T={temperature:g}", disable=quiet):
         batch = prompts[first : first + _BATCH]
         own_seeds = list(seeds[first : first + len(batch)])
         options = Options(new_tokens, Sampling(temperature), own_seeds, end_tokens(target))

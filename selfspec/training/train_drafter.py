@@ -152,9 +152,9 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
 
 def _write_calibration_texts(run: DrafterRun) -> None:
     seeds = range(run.loop.seed + run.part, run.loop.seed + len(run.prompts), run.parts)
-    openings = run.prompts[run.part :: run.parts], run.config.new_tokens
+    openings, quiet = (run.prompts[run.part :: run.parts], run.config.new_tokens), not run.accelerator.is_main_process
     run.samples = {
-        mode: write_samples(run.target, *openings, temperature, seeds, run.drafter.reads)
+        mode: write_samples(run.target, *openings, temperature, seeds, run.drafter.reads, quiet)
         for mode, temperature in TEMPERATURES.items()
     }
 
