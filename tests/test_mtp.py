@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import randomize, tiny_model
-from families import FAMILIES, MLA, build
+from families import FAMILIES, MLA, MOE, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,11 +18,13 @@ from transformers.modeling_layers import MtpLayer
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.formats import mtp
+from selfspec.checkpoints.loading import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
+from selfspec.integrations.export import export
 from selfspec.training.checks import warm_start
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4]])
@@ -31,9 +33,15 @@ PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
 # final norm, and the decoder layer. {L} is the number of the target's layers.
 DEEPSEEK = [f"model.layers.{{L}}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")]
 QWEN = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."]
+FINAL = [name.replace("shared_head.norm", "final_layernorm") for name in DEEPSEEK]
+ERNIE = [f"model.mtp_{n}" for n in ("emb_norm.0", "hidden_norm.0", "linear_proj.0")] + ["", "model.mtp_block.0."]
+EXPERTS = {**MOE, "head_dim": 8, "n_group": 1, "topk_group": 1, "num_shared_experts": 1}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("glm4_moe", {k: v for k, v in MLA.items() if "lora" not in k and "head" not in k} | {"head_dim": 8}),
     "GLM-4.7-Flash": ("glm4_moe_lite", MLA),
+    "EXAONE-MoE": ("exaone_moe", EXPERTS),
+    "Mellum": ("mellum", EXPERTS | {"mtp_layer_types": ["full_attention"]}),
+    "HY-V3": ("hy_v3", EXPERTS),
 }
 SHIPPED = {
     "DeepSeek-V3 (MLA)": DEEPSEEK,
@@ -42,6 +50,10 @@ SHIPPED = {
     "Qwen3-Next": QWEN,
     "Qwen3.5": QWEN,
     "Qwen3.5-MoE": QWEN,
+    "EXAONE-MoE": QWEN,
+    "Mellum": QWEN,
+    "HY-V3": FINAL,
+    "ERNIE 4.5": ERNIE,
 }
 
 
@@ -55,7 +67,7 @@ def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
     path, names = folder / "model.safetensors", SHIPPED[name]
     count, last = model.config.num_hidden_layers, model.get_decoder().layers[-1]
     norm = next(type(m) for n, m in last.named_modules() if "layernorm" in n)
-    module = MtpLayer(model.config, type(last), norm, count - 1)
+    module = MtpLayer(model.config, type(last), norm, count - 1, use_post_norm=bool(names[3]))
     torch.manual_seed(1)
     with torch.no_grad():
         for key, part in (*module.named_parameters(), *module.named_buffers()):
@@ -71,7 +83,7 @@ def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
     prefix, at = f"model.layers.{count - 1}.", names[4].format(L=count)
     saved = load_file(folder / "as_last" / "model.safetensors")
     tensors = {at + key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
-    for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm"), names, strict=False):
+    for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm")[: 3 + bool(names[3])], names, strict=False):
         tensors[place.format(L=count) + ".weight"] = module.get_submodule(part).state_dict()["weight"].clone()
     if names is DEEPSEEK:  # copies of the target's own, which are passed over
         tensors[names[3].replace("norm", "head").format(L=model.config.num_hidden_layers) + ".weight"] = torch.zeros(2)
@@ -85,7 +97,8 @@ def judged(model: Any, module: MtpLayer, entries: Tensor) -> tuple[Tensor, Tenso
     n = entries.shape[1]
     places = torch.arange(n)[None]
     mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    turns = model.get_decoder().rotary_emb(entries, places)
+    kind = ("full_attention",) if model.config.model_type == "mellum" else ()
+    turns = model.get_decoder().rotary_emb(entries, places, *kind)
     out = module.mtp_block(entries, attention_mask=mask, position_embeddings=turns, position_ids=places)
     out = out[0] if isinstance(out, tuple) else out
     out = out if module.post_norm is None else module.post_norm(out)
@@ -176,6 +189,44 @@ def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path: Path) -> N
     kept: Any = spec.target.layers[-1].get_submodule("mlp.gate")
     assert torch.equal(kept.e_score_correction_bias, bias.to(kept.e_score_correction_bias.dtype))
     assert not torch.equal(kept.e_score_correction_bias, again.saved_buffers()[name])
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3 (MLA)", "Qwen3.5", "ERNIE 4.5", "HY-V3"])
+def test_a_trained_module_is_written_under_its_family_s_names(name: str, tmp_path: Path) -> None:
+    """In place of the one that was shipped; transformers reads the target beside it, and the reader the module."""
+    model, _ = shipped(name, tmp_path / "target")
+    names = set(load_file(tmp_path / "target" / "model.safetensors"))
+    spec = selfspec.load("mtp", target=tmp_path / "target", dtype="float32")
+    drafter = Mtp(spec.target, spec.drafter.config)  # type: ignore[arg-type]
+    randomize(drafter)
+    save_drafter(drafter.eval(), tmp_path / "drafter", spec.target, str(tmp_path / "target"), None, "")
+    lines = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
+    assert "checked: logits of two steps" in lines[1]
+    assert lines[-1].startswith("vllm serve ")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {key for key in names if "shared_head.head" not in key} == set(index)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
+    again = selfspec.load("mtp", target=tmp_path / "out", dtype="float32")
+    features = spec.target.text(TEXT, reads=drafter.reads).features
+    written, own, before = (
+        torch.stack(one.unrolled(TEXT, features, 2)) for one in (again.drafter, drafter, spec.drafter)
+    )
+    assert torch.equal(written, own)
+    assert not torch.allclose(written, before)
+
+
+def test_modules_that_no_engine_would_run_alike_are_not_written(tmp_path: Path) -> None:
+    shipped("Qwen3.5", tmp_path / "target")
+    target, _ = load_target(tmp_path / "target", "float32")
+    for config, why in ((MtpConfig(recycled="pre"), "recycled='pre': modules of"), (MtpConfig(draft_vocab=8), "vocab")):
+        place = tmp_path / config.recycled
+        save_drafter(Mtp(target, config).eval(), place, target, str(tmp_path / "target"), None, "")
+        with pytest.raises(ValueError, match=why):
+            export(str(place), "vllm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"'llama' ships no MTP module that is known here, only deepseek_v3"):
+        mtp.write(Mtp(Target(tiny_model()), MtpConfig()), Target(tiny_model()), tmp_path / "target", tmp_path / "out")
 
 
 def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.formats import block, eagle3, medusa, reference
+from selfspec.checkpoints.formats import block, eagle3, medusa, mtp, reference
 from selfspec.checkpoints.formats.files import hold, read_config, read_tensors
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
@@ -23,6 +23,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.mtp import Mtp
 from selfspec.integrations.hf_serve import OWN
 from selfspec.utils.files import atomic
 
@@ -94,6 +95,11 @@ def export(
         elif isinstance(drafter, BlockDrafter):
             block.write(drafter, loaded, scratch)
             lines.append(check_block(scratch, drafter, loaded, tokens))
+        elif isinstance(drafter, Mtp):
+            mtp.write(drafter, loaded, _source(loaded), scratch)
+            lines.append(check_mtp(scratch, drafter, loaded, tokens))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(scratch)
         elif isinstance(drafter, Medusa):
             parts = {"vllm": scratch / "vllm", "tgi": scratch / "tgi"} if to == "medusa" else {"vllm": scratch}
             medusa.write_vllm(drafter, loaded, parts["vllm"])
@@ -118,14 +124,7 @@ def write_transformers(
     trained = [member for member in members.values() if isinstance(member, Trained)]
     if len(trained) > 1:
         raise ValueError(f"{name!r} joins {len(trained)} trained drafters; a folder holds one, beside n-gram drafters")
-    source = Path(resolve(target.name))
-    if not source.is_dir():
-        source = fetch(target.name, getattr(target.model.config, "_commit_hash", None))
-    if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
-        raise ValueError(
-            f"target {target.name!r} has no config.json and safetensors files in {source}; save it there first: "
-            "model.save_pretrained(...)"
-        )
+    source = _source(target)
     folder.mkdir()
     for path in source.iterdir():
         if path.is_file() and path.suffix in _COPIED and path.name not in _OTHERS:
@@ -139,6 +138,19 @@ def write_transformers(
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(_GENERATE)
     (folder / "custom_generate/requirements.txt").write_text("selfspec\n")
+
+
+def _source(target: Target) -> Path:
+    """The target's own folder. Raises ValueError where it has no safetensors files."""
+    source = Path(resolve(target.name))
+    if not source.is_dir():
+        source = fetch(target.name, getattr(target.model.config, "_commit_hash", None))
+    if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
+        raise ValueError(
+            f"target {target.name!r} has no config.json and safetensors files in {source}; save it there first: "
+            "model.save_pretrained(...)"
+        )
+    return source
 
 
 def _link(path: Path, to: Path) -> None:
@@ -182,6 +194,13 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
                 f"drafter.layers={list(drafter.reads)}: SGLang reads states where they enter a layer, so never that of "
                 f"the last, {target.n_layers - 1}; train with lower drafter.layers, or take --to vllm"
             )
+    elif isinstance(drafter, Mtp):
+        if to != "vllm":
+            raise ValueError(
+                f"{to}: a module is written into its target's checkpoint, which vLLM reads; take --to vllm"
+            )
+        if drafter.config.draft_vocab is not None:
+            raise ValueError("engines give MTP modules the target's whole lm_head; train with drafter.draft_vocab=null")
     elif isinstance(drafter, BlockDrafter):
         if to != "vllm":
             raise ValueError(f"{to}: block drafters are written as vLLM reads them; take --to vllm")
@@ -253,6 +272,16 @@ def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Ten
 
 
 @torch.no_grad()
+def check_mtp(folder: Path, drafter: Mtp, target: Target, tokens: Tensor) -> str:
+    """Raises ValueError where the module that is read from the written checkpoint drafts other logits."""
+    tokens, again = tokens.to(target.device), mtp.read(target, folder)
+    features = target.text(tokens, False, reads=drafter.reads).features
+    ours, theirs = (torch.stack(one.unrolled(tokens, features, 2)).float() for one in (drafter, again))
+    error = _held(ours, theirs, _FOLDED if target.dtype.itemsize > 2 else _ROUGH, str(folder))
+    return f"checked: logits of two steps of the module read back within {error:.1e} of the drafter's"
+
+
+@torch.no_grad()
 def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) -> str:
     """Hold a written Medusa folder against its contract and the drafter. Raises ValueError naming what differs."""
     config = read_config(folder)
@@ -286,8 +315,11 @@ def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
 
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     """What serves the folder. A chain is drafted as deep as the drafter was trained for."""
-    assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa))
+    assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa, Mtp))
     at, name = folder.absolute(), shlex.quote(target)
+    if isinstance(drafter, Mtp):
+        method = {"method": "mtp", "num_speculative_tokens": drafter.depth}
+        return [f"vllm serve {shlex.quote(str(at))} --speculative-config {shlex.quote(json.dumps(method))}"]
     inner = at / "vllm" if to == "medusa" else at
     kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
     method = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}

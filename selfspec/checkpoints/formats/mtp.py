@@ -10,13 +10,14 @@ import json
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from selfspec.checkpoints.find import is_path
@@ -24,26 +25,38 @@ from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_FIRST, _MODULE = "model-00001.safetensors", "model-mtp.safetensors"  # of a checkpoint with a module written beside it
+_COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # as transformers holds them
 _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv_freq$")  # of the target's own
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names behind `prefix`, in which {at} is the number of layers of the target, plus the module's index; block: of
-    the decoder layer's tensors."""
+    """Names behind `prefix`, in which {at} is the number of layers of the target, plus the module's index; norm: the
+    final one (None: there is none); block: of the decoder layer's tensors; renamed: parts of their names, as published
+    and as transformers has them."""
 
     prefix: str = "model.layers.{at}."
     enorm: str = "enorm.weight"
     hnorm: str = "hnorm.weight"
     proj: str = "eh_proj.weight"
-    norm: str = "shared_head.norm.weight"
+    norm: str | None = "shared_head.norm.weight"
     block: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 _DEEPSEEK = Family()
 _NORMS = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"
 _QWEN = Family("mtp.", *_NORMS, "fc.weight", "norm.weight", "layers.0.")
+_BIAS = "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
+_HY = (
+    ("mlp.router.gate.", "mlp.gate."),
+    ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+    ("mlp.shared_mlp.", "mlp.shared_experts."),
+)
+_ERNIE = "emb_norm.0.weight", "hidden_norm.0.weight", "linear_proj.0.weight", None, "block.0."
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
@@ -51,6 +64,10 @@ FAMILIES = {
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN,
+    "exaone_moe": replace(_QWEN, renamed=(_BIAS,)),
+    "mellum": _QWEN,
+    "hy_v3": Family(norm="final_layernorm.weight", renamed=_HY),
+    "ernie4_5": Family("model.mtp_", *_ERNIE),
 }
 
 
@@ -85,9 +102,21 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         )
     if second != prefix and any(name.startswith(second) for name in index.files):
         print(f"{place} holds several MTP modules; the first one is iterated", file=sys.stderr)
-    drafter = Mtp(target, MtpConfig())
+    _check_window(target, place)
+    drafter = Mtp(target, MtpConfig(final_norm=family.norm is not None))
     _fill(drafter, family, index.tensors(parts, prefix), place)
     return drafter.eval()
+
+
+def _check_window(target: Target, place: str) -> None:
+    """Raises ValueError where the module's attention is of another kind than that of the target's last layer."""
+    config = target.model.config.get_text_config()
+    own, last = getattr(config, "mtp_layer_types", None), getattr(config, "layer_types", None)
+    if own and last and own[0] != last[-1]:
+        raise ValueError(
+            f"{place}: its MTP module has {own[0]}, the target's last layer {last[-1]}; mtp copies that layer, so "
+            "train a module instead: train/heads.py drafter=mtp"
+        )
 
 
 class _Index:
@@ -136,22 +165,30 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-@torch.no_grad()
-def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) -> None:
+def _parts(drafter: Mtp, family: Family) -> dict[str, Tensor]:
+    """A module's tensors by the family's names, those of experts together as transformers holds them."""
     layer, block = drafter.layer, drafter.layer.tail.parts[0]
-    wanted: dict[str, Tensor] = {
+    named: dict[str, Tensor] = {
         family.enorm: next(layer.enorm.parameters()),
         family.hnorm: next(layer.hnorm.parameters()),
         family.proj: layer.proj.weight,
-        family.norm: next(layer.norm.parameters()),
     }
-    wanted |= {family.block + name: part for name, part in block.state_dict(keep_vars=True).items()}
+    if family.norm is not None:
+        named[family.norm] = next(layer.norm.parameters())
+    return named | {family.block + name: part for name, part in block.state_dict(keep_vars=True).items()}
+
+
+@torch.no_grad()
+def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) -> None:
+    wanted = _parts(drafter, family)
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise ValueError(
                 f"{place}: {name} of its MTP module is {tensor.dtype}; quantized modules are not read, so give a "
                 "checkpoint in bfloat16"
             )
+    for published, name in family.renamed:
+        tensors = {part.replace(published, name): tensor for part, tensor in tensors.items()}
     tensors = _fused(tensors, wanted)
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
@@ -177,7 +214,7 @@ def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tenso
     result = dict(tensors)
     for name in wanted:
         stem, _, last = name.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
+        parts = _EXPERTS.get(last)
         if parts is None or name in tensors or f"{stem}.0.{parts[0]}.weight" not in tensors:
             continue
         experts, count = [], 0
@@ -190,3 +227,56 @@ def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tenso
                 for part in parts:
                     del result[f"{stem}.{expert}.{part}.weight"]
     return result
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of experts one by one, as checkpoints hold them."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        parts = _EXPERTS.get(last)
+        if parts is None:
+            result[name] = tensor
+            continue
+        for expert, whole in enumerate(tensor):
+            for part, weight in zip(parts, whole.chunk(len(parts)), strict=True):
+                result[f"{stem}.{expert}.{part}.weight"] = weight
+    return result
+
+
+@torch.no_grad()
+def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
+    """The checkpoint in `source`, which the target was read from, with the module under its family's names, in the new
+    folder `folder`: what serving engines read. A module that was shipped there is left out.
+
+    Raises ValueError for a family that is not in FAMILIES, and for a module that its engines would run otherwise.
+    """
+    model_type = target.model.config.get_text_config().model_type
+    if (family := FAMILIES.get(model_type)) is None:
+        raise ValueError(f"{model_type!r} ships no MTP module that is known here, only {', '.join(FAMILIES)} do")
+    usual = MtpConfig(final_norm=family.norm is not None)
+    for name in ("hidden_first", "fed", "recycled", "final_norm"):
+        if (value := getattr(drafter.config, name)) != (expected := getattr(usual, name)):
+            raise ValueError(f"drafter.{name}={value!r}: modules of {model_type!r} have {expected!r}; train with that")
+    prefix, index = family.prefix.format(at=target.n_layers), _Index(str(source), None)
+    folder.mkdir()
+    files: dict[str, str] = {}
+    for name in sorted(set(index.files.values())):
+        to = _FIRST if name == _WHOLE else name  # loaders that find the whole file look for no other
+        kept = [key for key, file in index.files.items() if file == name and not key.startswith(prefix)]
+        with _opened(source / name) as file:
+            tensors = {key: file.get_tensor(key) for key in kept}
+        save_file(tensors, folder / to, {"format": "pt"})
+        files |= dict.fromkeys(kept, to)
+    parts = _parts(drafter, family)
+    trained = {name: part.to(target.saved_dtype) for name, part in parts.items() if isinstance(part, nn.Parameter)}
+    module = {prefix + name: part.cpu().contiguous() for name, part in _apart(parts | trained).items()}
+    for published, name in family.renamed:
+        module = {key.replace(name, published): part for key, part in module.items()}
+    save_file(module, folder / _MODULE, {"format": "pt"})
+    files |= dict.fromkeys(module, _MODULE)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
+    config = json.loads((source / "config.json").read_text())
+    config[_COUNTS.get(model_type, "num_nextn_predict_layers")] = 1
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
