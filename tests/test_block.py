@@ -176,6 +176,8 @@ def test_an_export_is_held_to_a_reading_of_its_own(form: str, tmp_path: Path) ->
         ({"dflash_config": {"target_layer_ids": [0, 9]}}, r"target_layer_ids=\[0, 9\] must list layers of the target"),
         ({"dflash_config": {"target_layer_ids": [2, 0]}}, "must ascend"),
         ({"dflash_config": {"mask_token_id": 61}}, "mask_token_id=61 must be a token of the target, 0 to 60"),
+        ({"dflash_config": {"causal": "false"}}, "causal='false' must be true or false"),
+        ({"layer_types": "sliding_attention"}, "layer_types='sliding_attention' must be a list"),
         ({"layer_types": ["sliding_attention"]}, "sliding window can not be read"),
         ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type='rnn' can not be read"),
         ({"num_hidden_layers": 3}, "missing tensors"),

@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpLayer
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.formats import mtp
+from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.loading import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -200,11 +201,18 @@ def test_a_trained_module_is_written_under_its_family_s_names(name: str, tmp_pat
     drafter = Mtp(spec.target, spec.drafter.config)  # type: ignore[arg-type]
     randomize(drafter)
     save_drafter(drafter.eval(), tmp_path / "drafter", spec.target, str(tmp_path / "target"), None, "")
+    (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    (tmp_path / "target" / "model.safetensors").rename(tmp_path / "target" / "model-mtp.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-mtp.safetensors")}
+    (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
     lines = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [0, 1]}'
     assert "checked: logits of two steps" in lines[1]
     assert lines[-1].startswith("vllm serve ")
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {key for key in names if "shared_head.head" not in key} == set(index)
+    files = weight_map(tmp_path / "out" / "model.safetensors.index.json")
+    assert {key for key in names if "shared_head.head" not in key} == set(files)
+    for file in set(files.values()):
+        assert set(load_file(tmp_path / "out" / file)) == {key for key in files if files[key] == file}
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
     assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
     again = selfspec.load("mtp", target=tmp_path / "out", dtype="float32")
@@ -269,6 +277,31 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         mtp.read(Target(model), tmp_path)
     index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "shard.safetensors")}))
     assert isinstance(mtp.read(Target(model), tmp_path), Mtp)
+    for damaged in ("{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'):
+        index.write_text(damaged)
+        for read in (lambda: mtp.read(Target(model), tmp_path), lambda: load_target(tmp_path)):
+            with pytest.raises(ValueError, match=r"index\.json is damaged .*copy it again"):
+                read()
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "gone.safetensors")}))
+    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors is missing, which .*index\.json names"):
+        load_target(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    model, _ = shipped("EXAONE-MoE", tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole, bias = load_file(path), "mtp.layers.0.mlp.e_score_correction_bias"
+    save_file(whole | {bias.replace("mlp.", "mlp.gate."): whole[bias] + 1}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"holds layers\.0\.mlp\.e_score_correction_bias twice"):
+        mtp.read(Target(model), tmp_path)
+
+
+def test_a_config_of_wrong_types_is_one_line(tmp_path: Path) -> None:
+    shipped("Mellum", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mtp_layer_types": 5}))
+    with pytest.raises(ValueError, match=r"its config\.json is not read: .*mtp_layer_types"):
+        load_target(tmp_path)
 
 
 def test_odd_experts_are_refused(tmp_path: Path) -> None:

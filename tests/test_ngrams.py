@@ -312,7 +312,7 @@ def test_hybrids_that_can_not_be_are_refused(llama: Target, heads_folder: Path) 
         ("prompt_lookup+prompt_lookup", "names a drafter twice"),
         ("prompt_lookup+lookahead", r"'lookahead' \(lookahead\) can not share a tree"),
         ("prompt_lookup+hybrid", r"join the names of its members by \+"),
-        ("prompt_lookup+medusa", "train/heads.py drafter=medusa"),
+        ("prompt_lookup+medusa", "selfspec train drafter=medusa"),
         (f"prompt_lookup+{heads_folder}", "was made for target"),
         ("prompt_lookup+", r"names no drafter on one side of a \+"),
     ]:
@@ -340,7 +340,7 @@ def test_drafters_load_without_a_checkpoint(heads_folder: Path, tiny_folder: str
     for drafter, message in [
         ("prompt_lookup", "names no target; give one"),
         ("", "must be an embedded name"),
-        ("medusa", "train/heads.py drafter=medusa"),
+        ("medusa", "selfspec train drafter=medusa"),
         ("hybrid", "nothing by itself"),
         (7, "must be an embedded name"),
         (["prompt_lookup"], "must be an embedded name"),

@@ -214,6 +214,9 @@ def test_damaged_runs_are_named(name: str, content: str, message: str, tmp_path:
         page_data(PageConfig([str(tmp_path)]))
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         page_data(PageConfig([str(tmp_path / "none")]))
+    for name in ("out", "data"):
+        with pytest.raises(ValueError, match=f"page.{name}=.* is a folder; give the name of a file"):
+            PageConfig(**{name: str(tmp_path)})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{"runs": []}, {"shown": 0}, {"out": ""}, {"out": "/none/here/page.html"}])

@@ -159,6 +159,9 @@ def test_a_drafter_is_calibrated_and_saved(
     assert typed(monkeypatch, "calibrate", joined, "name=both", *given) == 2
     assert "members of a tree are calibrated one by one" in capsys.readouterr().err
     assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=x", "calibrate.prompts=0", *given[:1]) == 2
+    short = [*given, "calibrate.max_new_tokens=1"]
+    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=short", *short) == 2
+    assert "no position could be measured: the answers to 2 questions" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["copies", "heads"]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,12 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyt
         real(source, goal)
 
     monkeypatch.setattr("selfspec.utils.files.os.replace", fails)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "precious").touch()
+    with pytest.raises(ValueError, match="is a folder, which is left as it is"), atomic(tmp_path / "folder") as scratch:
+        scratch.touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "precious"]
+    shutil.rmtree(tmp_path / "folder")
     with pytest.raises(OSError, match="no"), atomic(tmp_path / "x") as scratch:
         scratch.mkdir()
     assert [p.name for p in (tmp_path / "x").iterdir()] == ["old"]

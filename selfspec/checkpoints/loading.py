@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
+from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.weights_hash import weights_hash
@@ -28,6 +31,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
+from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
 
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
@@ -73,7 +77,12 @@ def load_target(
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
             )
-        config = AutoConfig.from_pretrained(path, revision=revision, **packed)
+        try:
+            config = AutoConfig.from_pretrained(path, revision=revision, **packed)
+        except StrictDataclassError as error:  # a value of the wrong type
+            raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error)}") from error
+        if (index := Path(path) / SAFE_WEIGHTS_INDEX_NAME).is_file():
+            _check_shards(index)
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         try:
@@ -116,10 +125,7 @@ def load_target(
     if int8:
         quantize(model)
         if not has_kernel():
-            print(
-                "int8: no kernel for this processor, which has no AVX2 or AVX-512 VNNI; torch multiplies",
-                file=sys.stderr,
-            )
+            print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
     if engine != "eager" and isinstance(source, (str, Path)) and not int8:
         _align(model)
     target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
@@ -132,6 +138,13 @@ def load_target(
     except (OSError, ValueError):
         tokenizer = None
     return target, tokenizer
+
+
+def _check_shards(index: Path) -> None:
+    """Raises ValueError or FileNotFoundError for a damaged index, and for a file that it names and that is missing."""
+    for name in sorted(set(weight_map(index).values())):
+        if not (index.parent / name).is_file():
+            raise FileNotFoundError(f"{index.parent / name} is missing, which {index.name} names; copy it again")
 
 
 def _unpacked(path: str) -> tuple[str, dict[str, str]]:
@@ -181,7 +194,7 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
         return kind
     if issubclass(kind, Trained):
         raise ValueError(
-            f"drafter {name!r} is a kind that has to be trained first: train/heads.py drafter={name} name=mine, then "
+            f"drafter {name!r} is a kind that has to be trained first: selfspec train drafter={name} name=mine, then "
             "runs/mine"
         )
     return kind

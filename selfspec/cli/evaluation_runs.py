@@ -175,6 +175,11 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
             seeds = range(run.calibrate.seed, run.calibrate.seed + len(prompts))
             samples = write_samples(target, prompts, run.calibrate.max_new_tokens, temperature, seeds, drafter.reads)
             figures[mode] = dict(calibrate(target, drafter, mode, samples))
+            if not figures[mode]["positions"]:
+                raise ValueError(
+                    f"no position could be measured: the answers to {len(prompts)} questions are shorter than what is "
+                    "drafted; raise calibrate.max_new_tokens, or give other questions"
+                )
             figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.calibrate.max_new_tokens)
         note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature; not trained."
         save_drafter(drafter, place, target, target.name, spec.tokenizer, note)

@@ -97,7 +97,7 @@ def train(config: DictConfig, folder: Path) -> None:
 
 def _acceptance(figures: Figures) -> None:
     for mode in ("greedy", "sampled"):
-        top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"])
+        top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"]) or "(nothing was drafted)"
         tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
         print(f"{mode:8} top-1 by depth {top1}; expected acceptance length {tau}")
         if (decoded := figures[mode].get("decoded")) is not None:

@@ -192,6 +192,8 @@ def complete(arguments: list[str]) -> None:
     with one_line_errors():
         if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
             raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
+        if args.trace is not None and Path(args.trace).is_dir():
+            raise ValueError(f"--trace={args.trace} is a folder; give the name of a file")
         spec = selfspec.load(
             args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
         )

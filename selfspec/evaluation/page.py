@@ -47,6 +47,8 @@ class PageConfig:
         for name in ("out", "data"):
             if (path := getattr(self, name)) is not None and (not path or not Path(path).resolve().parent.is_dir()):
                 raise ValueError(f"page.{name}={path}: there is no folder for it; make it")
+            if path is not None and Path(path).is_dir():
+                raise ValueError(f"page.{name}={path} is a folder; give the name of a file")
 
 
 def page_data(config: PageConfig) -> Figures:

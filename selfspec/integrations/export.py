@@ -37,7 +37,7 @@ _WHY = {  # of kinds that no form has a place for
     "prompt_lookup": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
     "lookahead": "it has no weights; vLLM and SGLang have n-gram drafting of their own (method ngram)",
 }
-_COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja")  # of a target's folder
+_COPIED = (".json", ".model", ".txt", ".jinja", ".py")  # beside a target's weights
 _OTHERS = (EXPORTED, "drafter.json", "training.json")  # but not these, which say what lay beside it
 _GENERATE = '''"""Speculative decoding by selfspec with the drafter in this folder."""
 
@@ -72,8 +72,8 @@ def export(
     if to not in FORMATS:
         raise ValueError(f"--to {to!r} must be one of {', '.join(FORMATS)}")
     folder = Path(out)
-    if folder.exists():
-        raise ValueError(f"--out {str(out)!r} exists; give a new folder")
+    if not str(out) or folder.exists():
+        raise ValueError(f"--out {str(out)!r} {'exists' if str(out) else 'is empty'}; give a new folder")
     if not folder.absolute().parent.is_dir():
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
     if nodes is not None and (to != "transformers" or not (nodes == "auto" or (isinstance(nodes, int) and nodes > 0))):
@@ -97,9 +97,8 @@ def export(
             lines.append(check_block(scratch, drafter, loaded, tokens))
         elif isinstance(drafter, Mtp):
             mtp.write(drafter, loaded, _source(loaded), scratch)
+            _copy_rest(_source(loaded), scratch)
             lines.append(check_mtp(scratch, drafter, loaded, tokens))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(scratch)
         elif isinstance(drafter, Medusa):
             parts = {"vllm": scratch / "vllm", "tgi": scratch / "tgi"} if to == "medusa" else {"vllm": scratch}
             medusa.write_vllm(drafter, loaded, parts["vllm"])
@@ -126,9 +125,9 @@ def write_transformers(
         raise ValueError(f"{name!r} joins {len(trained)} trained drafters; a folder holds one, beside n-gram drafters")
     source = _source(target)
     folder.mkdir()
-    for path in source.iterdir():
-        if path.is_file() and path.suffix in _COPIED and path.name not in _OTHERS:
-            (_link if path.suffix == ".safetensors" else shutil.copyfile)(path.resolve(), folder / path.name)
+    _copy_rest(source, folder)
+    for path in source.glob("*.safetensors"):
+        _link(path.resolve(), folder / path.name)
     names = []
     for part, member in members.items():
         if member in trained:
@@ -138,6 +137,14 @@ def write_transformers(
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate/generate.py").write_text(_GENERATE)
     (folder / "custom_generate/requirements.txt").write_text("selfspec\n")
+
+
+def _copy_rest(source: Path, folder: Path) -> None:
+    """What lies beside a target's weights, such as its tokenizer, and is not in the folder yet."""
+    for path in source.iterdir():
+        wanted = path.is_file() and path.suffix in _COPIED and path.name not in _OTHERS
+        if wanted and not (folder / path.name).exists():
+            shutil.copyfile(path.resolve(), folder / path.name)
 
 
 def _source(target: Target) -> Path:

@@ -22,13 +22,15 @@ _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
 def atomic(path: Path) -> Iterator[Path]:
     """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
     interruption leaves the old one or the new one, never half of one. Raises OSError where the disk is full, whatever
-    the writer made of that."""
+    the writer made of that, and ValueError where a file would take the place of a folder."""
     scratch, old = (
         path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
     )
     try:
         yield scratch
         if path.is_dir():
+            if not scratch.is_dir():
+                raise ValueError(f"{path} is a folder, which is left as it is; give the name of a file")
             os.replace(path, old)
         os.replace(scratch, path)
     except Exception as error:

@@ -88,7 +88,7 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(path).items()}
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": V}.items():
         if config.get(name) != wanted:
-            raise ValueError(f"{where}: {name} is {config.get(name)}, the target's is {wanted}")
+            raise ValueError(f"{where}: {name} is {config.get(name)!r}, the target's is {wanted}")
     heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
     usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     config |= {name: value for name, value in usual.items() if config.get(name) is None}
@@ -97,6 +97,11 @@ def read(folder: Path, target: Target) -> BlockDrafter:
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
     if sorted(set(ids)) != ids:
         raise ValueError(f"{where}: {_IDS}={ids} must ascend")
+    for name in ("causal", "sample_from_anchor"):
+        if not isinstance(config.get(name, False), bool):
+            raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
+    if not isinstance(config.get("layer_types") or [], list):
+        raise ValueError(f"{where}: layer_types={config['layer_types']!r} must be a list")
     if any("sliding" in str(kind) for kind in config.get("layer_types") or []) or config.get("use_swa"):
         raise ValueError(f"{where}: layers with a sliding window can not be read; full attention can")
     plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash", "is_causal": None}

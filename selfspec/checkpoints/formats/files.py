@@ -35,6 +35,17 @@ def read_config(folder: Path, name: str = "config.json") -> Figures:
     return config
 
 
+def weight_map(path: Path) -> dict[str, str]:
+    """Which file holds which tensor, of a checkpoint's index. Raises ValueError for a damaged one."""
+    try:
+        files = json.loads(path.read_text())["weight_map"]
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise TypeError("weight_map must give a file for each tensor")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); copy it again") from error
+    return files
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
     if not path.is_file():

@@ -6,6 +6,7 @@ read them. Position 0, whose embedding some engines set to zero, is read as any 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from selfspec.checkpoints.find import is_path
+from selfspec.checkpoints.formats.files import weight_map
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_FIRST, _MODULE = "model-00001.safetensors", "model-mtp.safetensors"  # of a checkpoint with a module written beside it
+_FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
 _COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # as transformers holds them
@@ -86,7 +88,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         hint = f" (it holds {', '.join(named[:4])}, ...)" if named else ""
         raise ValueError(
             f"{place}: no MTP module is known of {model_type!r}{hint}, only of {', '.join(FAMILIES)}; train one "
-            "instead: train/heads.py drafter=mtp"
+            "instead: selfspec train drafter=mtp"
         )
     prefix, second = (family.prefix.format(at=target.n_layers + at) for at in range(2))
     parts = {name.removeprefix(prefix) for name in index.files if name.startswith(prefix)}
@@ -94,7 +96,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
     if not parts:
         raise ValueError(
             f"{place} holds no MTP weights: no tensor of {', '.join(sorted(set(index.files.values())))} begins with "
-            f"{prefix!r}; train a module instead: train/heads.py drafter=mtp"
+            f"{prefix!r}; train a module instead: selfspec train drafter=mtp"
         )
     if any(name.endswith("weight_scale_inv") for name in parts):
         raise ValueError(
@@ -115,7 +117,7 @@ def _check_window(target: Target, place: str) -> None:
     if own and last and own[0] != last[-1]:
         raise ValueError(
             f"{place}: its MTP module has {own[0]}, the target's last layer {last[-1]}; mtp copies that layer, so "
-            "train a module instead: train/heads.py drafter=mtp"
+            "train a module instead: selfspec train drafter=mtp"
         )
 
 
@@ -129,7 +131,7 @@ class _Index:
             with _opened(whole) as file:
                 self.files: dict[str, str] = dict.fromkeys(file.keys(), _WHOLE)
         elif index := self._path(_INDEX):
-            self.files = json.loads(index.read_text())["weight_map"]
+            self.files = weight_map(index)
         else:
             raise FileNotFoundError(
                 f"{place or 'a target without a checkpoint'} has neither {_WHOLE} nor {_INDEX}; mtp reads the module "
@@ -188,6 +190,8 @@ def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) 
                 "checkpoint in bfloat16"
             )
     for published, name in family.renamed:
+        if both := sorted(part for part in tensors if published in part and part.replace(published, name) in tensors):
+            raise ValueError(f"{place}: its MTP module holds {both[0]} twice, the other time as {name!r}")
         tensors = {part.replace(published, name): tensor for part, tensor in tensors.items()}
     tensors = _fused(tensors, wanted)
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
@@ -261,6 +265,9 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     prefix, index = family.prefix.format(at=target.n_layers), _Index(str(source), None)
     folder.mkdir()
     files: dict[str, str] = {}
+    own = next(
+        name for i in itertools.count() if (name := f"model-mtp{i or ''}.safetensors") not in index.files.values()
+    )
     for name in sorted(set(index.files.values())):
         to = _FIRST if name == _WHOLE else name  # loaders that find the whole file look for no other
         kept = [key for key, file in index.files.items() if file == name and not key.startswith(prefix)]
@@ -273,8 +280,8 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     module = {prefix + name: part.cpu().contiguous() for name, part in _apart(parts | trained).items()}
     for published, name in family.renamed:
         module = {key.replace(name, published): part for key, part in module.items()}
-    save_file(module, folder / _MODULE, {"format": "pt"})
-    files |= dict.fromkeys(module, _MODULE)
+    save_file(module, folder / own, {"format": "pt"})
+    files |= dict.fromkeys(module, own)
     size = sum(path.stat().st_size for path in folder.iterdir())
     (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
     config = json.loads((source / "config.json").read_text())

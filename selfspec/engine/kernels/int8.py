@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.engine.kernels.native import binding, has_avx512, served
+from selfspec.engine.kernels.native import binding, has_avx512, has_compiler, served
 from selfspec.engine.kernels.weights import pages
 
 GROUP, LANES = 32, 16  # inputs that share a scale, and outputs of a panel; see int8.cpp
@@ -55,8 +55,8 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def has_kernel() -> bool:
-    """Whether this processor runs the kernel."""
-    return served() and (torch.cpu._is_vnni_supported() or not has_avx512())
+    """Whether this processor runs the kernel, and there is a compiler for it."""
+    return served() and (torch.cpu._is_vnni_supported() or not has_avx512()) and has_compiler()
 
 
 def multiply(
