@@ -10,16 +10,16 @@ from torch import Tensor
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.feature_layer import DraftLayerCache
+from selfspec.drafters.parts.unrolled import Unrolled
 
 
 @dataclass
 class Chain:
     """Drafts chains of `length` tokens for one row. drafted: the position of each chain's root, and its tokens."""
 
-    drafter: Eagle3 | Medusa
+    drafter: Unrolled | Medusa
     length: int
     drafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class ChainSession:
         self.owner, self.cache = owner, None
         self.hidden: Tensor | None = None
         self.begun = False
-        if isinstance(owner.drafter, Eagle3):
+        if isinstance(owner.drafter, Unrolled):
             self.cache = DraftLayerCache(owner.drafter.layer)
 
     def propose(self, context: Context) -> DraftTree:

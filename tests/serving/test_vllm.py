@@ -64,10 +64,13 @@ def prompts(target: str = "tiny-target") -> dict[str, list[list[int]]]:
     return found
 
 
-def judge(folder: Path, target: str, dtype: str, asked: dict[str, list[list[int]]], speculative: Any) -> dict[str, Any]:
+def judge(
+    folder: Path, target: str, dtype: str, asked: dict[str, list[list[int]]], speculative: Any, new_tokens: int = NEW
+) -> dict[str, Any]:
     """What vLLM decodes and counts, by group."""
     job, out = folder / "job.json", folder / "out.json"
-    task = {"target": resolve(target), "dtype": dtype, "prompts": asked, "new_tokens": NEW, "speculative": speculative}
+    task = {"target": resolve(target), "dtype": dtype, "prompts": asked, "new_tokens": new_tokens}
+    task["speculative"] = speculative
     job.write_text(json.dumps(task))
     own = {
         "OMP_NUM_THREADS": str(THREADS),

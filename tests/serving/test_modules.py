@@ -1,0 +1,114 @@
+"""A real vLLM serves MTP modules that were written under their family's names: the same tokens, the same acceptance.
+
+Targets are tiny and random; a token of their text follows mostly from the one before, so that a module learns to draft
+it in a minute. `make serving` runs this; anywhere else it is skipped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chains import Chain
+from test_vllm import CLOSE, VLLM, judge
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
+from selfspec.checkpoints.loading import load_target, load_tokenizer
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.drafters.base import Batch
+from selfspec.drafters.mtp import Mtp, MtpConfig
+from selfspec.integrations.export import export
+
+NEW, STEPS, LENGTHS = 48, 100, (1, 3)
+ONE = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1}
+MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {},
+    "deepseek_v3": MLA | {"num_key_value_heads": 4, "head_dim": 32, "topk_method": "noaux_tc"},  # which vLLM asks for
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM.is_file(), reason=f"no vLLM at {VLLM}: make serving installs it"),
+    pytest.mark.timeout(1800),
+]
+
+
+def tiny(kind: str, folder: Path) -> Target:
+    """A random target of this model type on disk, with the embedded target's tokenizer."""
+    tokenizer = load_tokenizer("tiny-target")
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {"num_experts_per_tok": 2}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0) | {"tie_word_embeddings": False}
+    settings = heads | experts | sizes | ends | ONE | FAMILIES[kind]
+    config = AutoConfig.for_model(kind, max_position_embeddings=512, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    with torch.no_grad():
+        for name, part in model.named_parameters():
+            if part.ndim > 1:
+                part.normal_(std=1.0 if "embed" in name else 0.3 if "lm_head" in name else 0.05)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load_target(folder, "float32")[0]
+
+
+def trained(target: Target) -> Mtp:
+    """A module that learned from 512 texts of the target's own."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(1, target.vocab_size, (512, 2), generator=generator).split(64)
+    options = Options(46, Sampling(0.0), 0, frozenset())
+    texts = torch.cat(
+        [torch.cat([p, torch.tensor(autoregressive(target, p.tolist(), options).token_ids)], 1) for p in prompts]
+    )
+    torch.manual_seed(0)
+    drafter = Mtp(target, MtpConfig()).train()
+    optimizer = torch.optim.AdamW(drafter.trained().values(), lr=2e-3)
+    for _ in range(STEPS):
+        tokens = texts[torch.randint(0, len(texts), (16,), generator=generator)]
+        with torch.no_grad():
+            out = target.text(tokens, reads=drafter.reads)
+        features, mask = {at: states.clone() for at, states in out.features.items()}, torch.ones_like(tokens).bool()
+        loss, _ = drafter.loss(Batch(tokens, mask, out.hidden.clone(), out.logits.clone(), features, None))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_written_module_is_served(kind: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    target = tiny(kind, tmp_path / "target")
+    save_drafter(trained(target), tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
+    export(str(tmp_path / "drafter"), "vllm", tmp_path / "served")
+    shutil.rmtree(tmp_path / "target")  # what is served needs nothing of it
+    drafter = load_drafter(tmp_path / "drafter", target, None)
+    assert isinstance(drafter, Mtp)
+    prompts = torch.randint(1, target.vocab_size, (8, 6), generator=torch.Generator().manual_seed(7)).tolist()
+    options = Options(NEW, Sampling(0.0), 0, frozenset([0]))
+    wanted = [autoregressive(target, [prompt], options).token_ids[0] for prompt in prompts]
+    for length in LENGTHS:
+        method: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": length}
+        theirs = judge(tmp_path, str(tmp_path / "served"), "float32", {"all": prompts}, method, NEW)["all"]
+        assert theirs["tokens"] == wanted
+        drafts, counts = 0, [0] * length
+        on = Options(NEW + length + 1, Sampling(0.0), 0, frozenset())
+        for prompt, text in zip(prompts, wanted, strict=True):
+            chain = Chain(drafter, length)
+            assert speculative(target, [prompt], options, chain, length + 1).token_ids[0] == text
+            drafts += len(chain.drafted)
+            found = chain.accepted(prompt + autoregressive(target, [prompt], on).token_ids[0])
+            counts = [a + b for a, b in zip(counts, found, strict=True)]
+        ours, served = [n / drafts for n in counts], [n / theirs["drafts"][0] for n in theirs["accepted"]]
+        print(f"{kind}, {length}: ours {ours}, vLLM {served}")
+        assert ours[0] > 0.3, "a module that is not accepted proves nothing"
+        assert all(abs(a - b) <= CLOSE for a, b in zip(ours, served, strict=True)), (ours, served)
