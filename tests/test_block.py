@@ -15,6 +15,7 @@ from torch import Tensor
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import block
+from selfspec.checkpoints.formats.checks import check_block
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -22,7 +23,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.block import BlockConfig, BlockDrafter
-from selfspec.integrations.export import check_block, export
+from selfspec.integrations.export import export
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]

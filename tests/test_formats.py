@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import eagle3
+from selfspec.checkpoints.formats.checks import check_eagle3, check_medusa
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.generate import speculative
 from selfspec.core.options import Options
@@ -31,7 +32,7 @@ from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.views import lora_of
 from selfspec.integrations import export as exporting
-from selfspec.integrations.export import FORMATS, check_eagle3, check_medusa, export
+from selfspec.integrations.export import FORMATS, export
 
 IDS = eagle3.IDS
 CASES: dict[str, Eagle3Config] = {

@@ -67,7 +67,7 @@ class BlockConfig(DrafterConfig):
             whole(name, getattr(self, name))
         least = 2 if self.predicts == "own" else 1
         whole("size", self.size, least, 64, " (the root's row predicts nothing)" if least == 2 else "")
-        whole("correction", self.correction, 0, 4096, " (0: none)")
+        whole("correction", self.correction, 0, 4096, " (0: none)")  # published ranks: 256
         share("min_prob", self.min_prob)
         check_draft_vocab(self.draft_vocab, self.loss)
         positive("depth_decay", self.depth_decay)

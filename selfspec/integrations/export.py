@@ -8,14 +8,12 @@ import shlex
 import shutil
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.formats import block, eagle3, medusa, mtp, reference
-from selfspec.checkpoints.formats.files import hold, read_config, read_tensors
+from selfspec.checkpoints.formats import block, eagle3, medusa, mtp
+from selfspec.checkpoints.formats.checks import check_block, check_eagle3, check_medusa, check_mtp, text
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
 from selfspec.core.target import Target
@@ -47,10 +45,6 @@ from selfspec.integrations.hf_serve import generate as _generate
 def generate(inputs=None, *, model, **arguments):
     return _generate(model, inputs, **arguments)
 '''
-_TEXT = 96  # tokens of the text that a written file is checked on
-# Relative error of logits up to which a written file computes what the drafter does. Measured on random weights: 1e-6
-# in float32, 6e-3 where LoRA was folded into 16-bit weights, 2e-2 in bfloat16
-_EXACT, _FOLDED, _ROUGH = 1e-4, 0.03, 0.1
 
 
 def export(
@@ -96,8 +90,9 @@ def export(
             block.write(drafter, loaded, scratch)
             lines.append(check_block(scratch, drafter, loaded, tokens))
         elif isinstance(drafter, Mtp):
-            mtp.write(drafter, loaded, _source(loaded), scratch)
-            _copy_rest(_source(loaded), scratch)
+            source = _source(loaded)
+            mtp.write(drafter, loaded, source, scratch)
+            _copy_rest(source, scratch)
             lines.append(check_mtp(scratch, drafter, loaded, tokens))
         elif isinstance(drafter, Medusa):
             parts = {"vllm": scratch / "vllm", "tgi": scratch / "tgi"} if to == "medusa" else {"vllm": scratch}
@@ -219,105 +214,6 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
         raise ValueError(
             f"{kind} can not be exported to {to}: {_WHY.get(kind, 'no engine has a form for it')}; train drafter=eagle3"
         )
-
-
-def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
-    """Real text for checks, int64 [1, n]: this file. Random tokens where there is no tokenizer, or an empty one."""
-    most = min(_TEXT, target.max_positions or _TEXT)
-    ids: list[int] = [] if tokenizer is None else tokenizer(Path(__file__).read_text())["input_ids"]
-    if len(ids) < most:
-        return torch.randint(target.vocab_size, (1, most), generator=torch.Generator().manual_seed(0))
-    return torch.tensor([ids[:most]])
-
-
-@torch.no_grad()
-def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, to: str = "vllm") -> str:
-    """Hold a written EAGLE-3 folder against its contract and the drafter. Raises ValueError naming what differs."""
-    path = folder / "model.safetensors"
-    config, tensors = eagle3.flat(read_config(folder)), read_tensors(path)
-    layers = eagle3.layers_read(config, target.n_layers, folder)
-    has_map = drafter.layer.lm_head is not None or drafter.vocabulary is not None
-    hold(tensors, eagle3.contract(config, len(layers), has_map, folder), path)
-    tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
-    out = target.text(tokens, False, reads=drafter.reads)
-    ours = drafter.unrolled(tokens, out.features, steps)
-    root = tokens.shape[1] - steps - 2
-    readers = ["vllm"] if to == "speculators" or drafter.config.norm_before_residual else ["vllm", "sglang"]
-    worst = 0.0
-    for reader in readers:
-        theirs = reference.eagle3(folder, target.model, tokens.cpu(), reader, root, steps)
-        for step, (own_logits, read_logits) in enumerate(zip(ours, theirs, strict=True)):
-            mine = drafter.of_vocabulary(own_logits[0, root + step]).float().cpu()
-            full = read_logits if drafter.vocabulary is None else read_logits[drafter.vocabulary.cpu()]
-            what = f"{folder} as {reader} reads it, draft step {step + 1}"
-            worst = max(worst, _held(mine, full, _EXACT if target.dtype.itemsize > 2 else _ROUGH, what))
-    readings = ", ".join(f"read as {reader}" for reader in readers)
-    return f"checked: {len(tensors)} tensors; {readings}: logits of {steps} steps within {worst:.1e} of the drafter's"
-
-
-@torch.no_grad()
-def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Tensor) -> str:
-    """Hold a written DFlash or DSpark folder against its contract and the drafter. Raises ValueError naming what
-    differs."""
-    path = folder / "model.safetensors"
-    tensors = read_tensors(path)
-    own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    hold(own, block.contract(block.flat(read_config(folder)), folder), path)
-    tokens, root = tokens.to(target.device), tokens.shape[1] - drafter.depth - 1
-    stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
-    ours = drafter.along(
-        tokens, torch.tensor([[root]], device=tokens.device), stacked.to(drafter.stack.trained_stack.fc.weight.dtype)
-    )[0, 0]
-    theirs, worst = reference.block(folder, target.model, tokens.cpu(), root), 0.0
-    for depth, full in enumerate(theirs):
-        mine = drafter.corrected(ours[depth], tokens[0, root + depth]).float().cpu()
-        few = full if drafter.vocabulary is None else full[drafter.vocabulary.cpu()]
-        worst = max(
-            worst, _held(mine, few, _EXACT if target.dtype.itemsize > 2 else _ROUGH, f"{folder}, depth {depth}")
-        )
-    return f"checked: {len(tensors)} tensors; logits of {len(theirs)} depths within {worst:.1e} of the drafter's"
-
-
-@torch.no_grad()
-def check_mtp(folder: Path, drafter: Mtp, target: Target, tokens: Tensor) -> str:
-    """Raises ValueError where the module that is read from the written checkpoint drafts other logits."""
-    tokens, again = tokens.to(target.device), mtp.read(target, folder)
-    features = target.text(tokens, False, reads=drafter.reads).features
-    ours, theirs = (torch.stack(one.unrolled(tokens, features, 2)).float() for one in (drafter, again))
-    error = _held(ours, theirs, _FOLDED if target.dtype.itemsize > 2 else _ROUGH, str(folder))
-    return f"checked: logits of two steps of the module read back within {error:.1e} of the drafter's"
-
-
-@torch.no_grad()
-def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) -> str:
-    """Hold a written Medusa folder against its contract and the drafter. Raises ValueError naming what differs."""
-    config = read_config(folder)
-    if "medusa_num_heads" in config:
-        tensors = read_tensors(folder / medusa.FILE)
-    else:
-        tensors = read_tensors(folder / "model.safetensors")
-        hold(tensors, medusa.contract(config, folder), folder / "model.safetensors")
-    root = tokens.shape[1] - 1
-    hidden = target.text(tokens.to(target.device), False).hidden[0, root:]
-    ours, theirs = drafter(hidden)[:, 0].float().cpu(), reference.medusa(folder, target.model, tokens, root)
-    folded = drafter.shared is not None and target.saved_dtype.itemsize < 4
-    tolerance = _ROUGH if target.dtype.itemsize < 4 else _FOLDED if folded else _EXACT
-    worst = max(
-        _held(mine, read, tolerance, f"{folder}, head {i}")
-        for i, (mine, read) in enumerate(zip(ours, theirs, strict=True))
-    )
-    return f"checked: {len(tensors)} tensors; logits of {len(theirs)} heads within {worst:.1e} of the drafter's"
-
-
-def _held(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> float:
-    """The relative error of logits as they were read. Raises ValueError where it is beyond what rounding does."""
-    error = float((ours - theirs).norm() / ours.norm())
-    if not error <= tolerance:
-        raise ValueError(
-            f"{what}: logits differ from the drafter's by {error:.2g} of their norm; the file does not say what the "
-            "drafter computes"
-        )
-    return error
 
 
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:

@@ -9,6 +9,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ def rounded(rows: Tensor) -> Tensor:
     return (quantized * (largest / 127)).view(rows.shape)
 
 
+@cache
 def has_kernel() -> bool:
     """Whether this processor runs the kernel, and there is a compiler for it."""
     return served() and (torch.cpu._is_vnni_supported() or not has_avx512()) and has_compiler()
