@@ -128,6 +128,7 @@ TABLE = {
     "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "mtp": of(Mtp, depth=4, width=3),
+    "mtp_in_a_row": of(Mtp, modules=2, depth=4, width=3),
     "block": of(
         BlockDrafter,
         H2
@@ -142,6 +143,7 @@ TABLE = {
     "block_causal_few": of(
         BlockDrafter, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4
     ),
+    "mtp_in_a_row_few": of(Mtp, modules=3, depth=3, min_prob=0.0, draft_vocab=20, recycled="pre"),
     "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
 }

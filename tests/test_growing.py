@@ -28,6 +28,7 @@ from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.parts import expansion as growth_module
 from selfspec.drafters.parts import static_tree as plan_module
 from selfspec.drafters.parts.expansion import Growth
@@ -182,14 +183,21 @@ def test_markov_reads_the_parent_alone_and_hydra_the_whole_path(llama: Target) -
             assert torch.equal(drafter.along(hidden, drafter.embed(other))[2], last) != reads[place]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-@pytest.mark.parametrize("train", ["full", "lora"])
-def test_feature_scores_in_decoding_are_those_of_training(
-    family: str, train: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+UNROLLED: dict[str, tuple[str, type[Drafter], dict[str, Any]]] = {
+    "llama": ("llama", Feature, {"train": "full"}),
+    "gpt2": ("gpt2", Feature, {"train": "full"}),
+    "lora": ("qwen3", Feature, {"train": "lora", "rank": 4}),
+    "modules_2": ("llama", Mtp, {"modules": 2, "unroll": 2}),
+    "modules_3": ("qwen3", Mtp, {"modules": 3, "recycled": "pre"}),
+}
+
+
+@pytest.mark.parametrize("name", UNROLLED)
+def test_scores_in_decoding_are_those_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every conditional score that grew a tree, against the unrolled pass over the same path as plain text."""
+    family, kind, settings = UNROLLED[name]
     target = Target(tiny_model(family))
-    drafter = random_drafter(Feature, target, train=train, rank=4, depth=4, width=2, min_prob=0.0)
+    drafter = random_drafter(kind, target, depth=4, width=2, min_prob=0.0, **settings)
     watch, levels = Watch(drafter), []
     extend = Growth.extend
 
@@ -198,7 +206,7 @@ def test_feature_scores_in_decoding_are_those_of_training(
         extend(growth, scores, ids)
 
     monkeypatch.setattr(Growth, "extend", spy)
-    speculative(target, [PROMPT], Options(10), watch, 9)
+    speculative(target, [PROMPT[:2]], Options(14), watch, 9)  # shorter than there are modules
     assert len(levels) > 20
     for number, scores, frontier, growth in levels:
         text = watch.seen[number][0][0]

@@ -13,7 +13,8 @@ from families import FAMILIES, MLA, MOE, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import MtpLayer
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
@@ -58,38 +59,42 @@ SHIPPED = {
 }
 
 
-def shipped(name: str, folder: Path) -> tuple[Any, MtpLayer]:
-    """A checkpoint with a random module under its published names, and the module as transformers builds it."""
+def shipped(name: str, folder: Path, modules: int = 1) -> tuple[Any, list[MtpLayer]]:
+    """A checkpoint with random modules under their published names, and the modules as transformers builds them."""
     with pytest.MonkeyPatch.context() as patch:
         for more, row in MORE.items():
             patch.setitem(FAMILIES, more, row)
-        model = build(name)
+        model = build(name, **({} if modules == 1 else {"num_nextn_predict_layers": modules}))
     model.save_pretrained(folder)
-    path, names = folder / "model.safetensors", SHIPPED[name]
-    count, last = model.config.num_hidden_layers, model.get_decoder().layers[-1]
+    path, made = folder / "model.safetensors", []
+    last = model.get_decoder().layers[-1]
     norm = next(type(m) for n, m in last.named_modules() if "layernorm" in n)
-    module = MtpLayer(model.config, type(last), norm, count - 1, use_post_norm=bool(names[3]))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for key, part in (*module.named_parameters(), *module.named_buffers()):
-            if part.is_floating_point():
-                part.normal_(std=0.1 if part.ndim > 1 else 0.3)
-                part += float("norm" in key)
-    module.double().eval()
-    own = last.state_dict(keep_vars=False)
-    own = {key: tensor.clone() for key, tensor in own.items()}
-    last.load_state_dict(module.mtp_block.state_dict())
-    model.save_pretrained(folder / "as_last")  # which gives the layer's tensors their published names
-    last.load_state_dict(own)
-    prefix, at = f"model.layers.{count - 1}.", names[4].format(L=count)
-    saved = load_file(folder / "as_last" / "model.safetensors")
-    tensors = {at + key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
-    for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm")[: 3 + bool(names[3])], names, strict=False):
-        tensors[place.format(L=count) + ".weight"] = module.get_submodule(part).state_dict()["weight"].clone()
-    if names is DEEPSEEK:  # copies of the target's own, which are passed over
-        tensors[names[3].replace("norm", "head").format(L=model.config.num_hidden_layers) + ".weight"] = torch.zeros(2)
-    save_file(load_file(path) | tensors, path, {"format": "pt"})
-    return model, module
+    for k in range(modules):
+        names, count = SHIPPED[name], model.config.num_hidden_layers
+        module = MtpLayer(model.config, type(last), norm, count - 1, use_post_norm=bool(names[3]))
+        torch.manual_seed(1 + k)
+        with torch.no_grad():
+            for key, part in (*module.named_parameters(), *module.named_buffers()):
+                if part.is_floating_point():
+                    part.normal_(std=0.1 if part.ndim > 1 else 0.3)
+                    part += float("norm" in key)
+        module.double().eval()
+        own = last.state_dict(keep_vars=False)
+        own = {key: tensor.clone() for key, tensor in own.items()}
+        last.load_state_dict(module.mtp_block.state_dict())
+        model.save_pretrained(folder / "as_last")  # which gives the layer's tensors their published names
+        last.load_state_dict(own)
+        prefix, at = f"model.layers.{count - 1}.", names[4].format(L=count + k)
+        saved = load_file(folder / "as_last" / "model.safetensors")
+        tensors = {at + key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
+        for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm")[: 3 + bool(names[3])], names, strict=False):
+            weight = module.get_submodule(part).state_dict()["weight"].clone()
+            tensors[place.format(L=count + k) + ".weight"] = weight
+        if names is DEEPSEEK:  # copies of the target's own, which are passed over
+            tensors[names[3].replace("norm", "head").format(L=count + k) + ".weight"] = torch.zeros(2)
+        save_file(load_file(path) | tensors, path, {"format": "pt"})
+        made.append(module)
+    return model, made
 
 
 @torch.no_grad()
@@ -115,7 +120,7 @@ def entries_of(model: Any, module: MtpLayer, states: Tensor, tokens: Tensor) -> 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> None:
     """In float64, behind verified text and iterated."""
-    model, module = shipped(name, tmp_path)
+    model, (module,) = shipped(name, tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
     target = Target(loaded.eval())
     drafter = mtp.read(target)
@@ -137,9 +142,34 @@ def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> No
         assert torch.allclose(found[step][:, place], logits[:, -1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3 (MLA)", "Qwen3.5"])
-def test_shipped_modules_draft_losslessly(name: str, tmp_path: Path) -> None:
-    shipped(name, tmp_path)
+@pytest.mark.parametrize(("name", "error"), [("DeepSeek-V3 (MLA)", 1e-6), ("GLM-4.5", 1e-9)])
+def test_modules_in_a_row_draft_as_in_transformers(name: str, error: float, tmp_path: Path) -> None:
+    """Logits of three greedy tokens behind several texts, each by a module of its own. DeepSeek routes in float32."""
+    model, made = shipped(name, tmp_path, 3)
+    theirs = MtpModel(model, 3).double().eval()
+    for own, module in zip(theirs.layers, made, strict=True):
+        own.load_state_dict(module.state_dict())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
+    target = Target(loaded.eval())
+    drafter = mtp.read(target)
+    assert len(drafter.draft_layers) == 3
+    for n in (4, 7, 9):
+        text = TEXT[:, : n + 1]
+        cache = MtpCache(config=model.config.get_mtp_config())
+        places = torch.arange(n)[None]  # one less than theirs, as turns in float32 are not quite free of a shift
+        with torch.no_grad():
+            state = model.get_decoder()(text[:, :n]).last_hidden_state
+            tokens, logits, _ = theirs(text[:, 1:], state, None, places, cache)
+            whole = torch.cat([text, tokens], 1)
+            features = {i: target.text(whole, reads=drafter.reads).features[i] for i in drafter.reads}
+            found = drafter.unrolled(whole, features, 3)
+        for k in range(3):
+            assert torch.allclose(found[k][:, n - 1 + k], logits[:, k], rtol=0, atol=error)
+
+
+@pytest.mark.parametrize(("name", "modules"), [("DeepSeek-V3 (MLA)", 1), ("DeepSeek-V3 (MLA)", 2), ("Qwen3.5", 1)])
+def test_shipped_modules_draft_losslessly(name: str, modules: int, tmp_path: Path) -> None:
+    shipped(name, tmp_path, modules)
     spec = selfspec.load("mtp", target=tmp_path, dtype="float32")
     assert isinstance(spec.drafter, Mtp)
     for temperature in (0.0, 1.0):
@@ -153,7 +183,11 @@ def test_shipped_modules_draft_losslessly(name: str, tmp_path: Path) -> None:
 
 def test_a_module_is_trained_saved_and_read_again(tmp_path: Path) -> None:
     """From the target's last layer; compiled code sees what was trained."""
-    for config in (MtpConfig(), MtpConfig(hidden_first=True, fed="pre", recycled="pre"), MtpConfig(final_norm=False)):
+    for config in (
+        MtpConfig(),
+        MtpConfig(hidden_first=True, fed="pre", recycled="pre"),
+        MtpConfig(final_norm=False, modules=2),
+    ):
         target = Target(tiny_model(dtype=torch.float32))
         torch.manual_seed(0)
         drafter = Mtp(target, config)
@@ -192,10 +226,13 @@ def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path: Path) -> N
     assert not torch.equal(kept.e_score_correction_bias, again.saved_buffers()[name])
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3 (MLA)", "Qwen3.5", "ERNIE 4.5", "HY-V3"])
-def test_a_trained_module_is_written_under_its_family_s_names(name: str, tmp_path: Path) -> None:
-    """In place of the one that was shipped; transformers reads the target beside it, and the reader the module."""
-    model, _ = shipped(name, tmp_path / "target")
+WRITTEN = [("DeepSeek-V3 (MLA)", 1), ("DeepSeek-V3 (MLA)", 2), ("Qwen3.5", 1), ("ERNIE 4.5", 1), ("HY-V3", 1)]
+
+
+@pytest.mark.parametrize(("name", "modules"), WRITTEN)
+def test_trained_modules_are_written_under_their_family_s_names(name: str, modules: int, tmp_path: Path) -> None:
+    """In place of those that were shipped; transformers reads the target beside them, and the reader the modules."""
+    model, _ = shipped(name, tmp_path / "target", modules)
     names = set(load_file(tmp_path / "target" / "model.safetensors"))
     spec = selfspec.load("mtp", target=tmp_path / "target", dtype="float32")
     drafter = Mtp(spec.target, spec.drafter.config)  # type: ignore[arg-type]
@@ -207,7 +244,7 @@ def test_a_trained_module_is_written_under_its_family_s_names(name: str, tmp_pat
     (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
     lines = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [0, 1]}'
-    assert "checked: logits of two steps" in lines[1]
+    assert f"checked: logits of {modules + 1} steps" in lines[1]
     assert lines[-1].startswith("vllm serve ")
     files = weight_map(tmp_path / "out" / "model.safetensors.index.json")
     assert {key for key in names if "shared_head.head" not in key} == set(files)
@@ -218,7 +255,7 @@ def test_a_trained_module_is_written_under_its_family_s_names(name: str, tmp_pat
     again = selfspec.load("mtp", target=tmp_path / "out", dtype="float32")
     features = spec.target.text(TEXT, reads=drafter.reads).features
     written, own, before = (
-        torch.stack(one.unrolled(TEXT, features, 2)) for one in (again.drafter, drafter, spec.drafter)
+        torch.stack(one.unrolled(TEXT, features, 3)) for one in (again.drafter, drafter, spec.drafter)
     )
     assert torch.equal(written, own)
     assert not torch.allclose(written, before)
@@ -285,6 +322,18 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": dict.fromkeys(whole, "gone.safetensors")}))
     with pytest.raises(FileNotFoundError, match=r"gone\.safetensors is missing, which .*index\.json names"):
         load_target(tmp_path)
+
+
+def test_a_count_that_disagrees_is_refused(tmp_path: Path) -> None:
+    model, _ = shipped("GLM-4.5", tmp_path, 2)
+    model.config.num_nextn_predict_layers = 3
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 3, but it holds 2 MTP modules"):
+        mtp.read(Target(model), tmp_path)
+    with pytest.raises(ValueError, match=r"drafter\.modules=4 .*unroll is 3, and trains no more"):
+        MtpConfig(modules=4)
+    target = Target(build("Qwen3.5"))
+    with pytest.raises(ValueError, match=r"'qwen3_5_text' has one module; train with drafter.modules=1"):
+        mtp.write(Mtp(target, MtpConfig(modules=2)), target, tmp_path, tmp_path / "out")
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:

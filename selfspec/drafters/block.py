@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.masks import additive, restarting
-from selfspec.core.pass_cache import TextCache, pass_cache
+from selfspec.core.pass_cache import KV, TextCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
@@ -189,10 +189,12 @@ class BlockDrafter(Reduced):
         return BlockSession(self)
 
 
-def tree_of(drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows) -> Nodes:
+def tree_of(
+    drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows[KV]
+) -> Nodes:
     """A tree behind roots, from the features up to there; see `drafted_by`."""
     size, last = drafter.config.size, drafter.stack.last
-    kv = read_text(stack, pending.kv, stacked := pending.stacked, last).committed(pending.last + 1)
+    kv = read_text(stack, pending.layers, stacked := pending.stacked, last).committed(pending.last + 1)
     entries = kv.lengths[:, None] + torch.arange(size, device=stacked.device)
     inside = torch.arange(kv.size, device=stacked.device) - kv.lengths[:, None]  # [B, S]: row of the block
     block = drafter.below(stacked.device)[:, inside.clamp(0, size - 1)].transpose(0, 1)  # [B, size, S]

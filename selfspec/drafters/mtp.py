@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from selfspec.core.recurrent.mixers import mixers
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import one_of, pack, training_dtype
+from selfspec.drafters.base import one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.views import Tail
@@ -27,11 +27,13 @@ from selfspec.drafters.parts.vocabulary import check_head
 
 @dataclass
 class MtpConfig(UnrolledConfig):
-    """As `UnrolledConfig`, but `layers` must be left out: the last layer alone is read. Modules differ in four things.
+    """As `UnrolledConfig`, but `layers` must be left out: the last layer alone is read. modules: in a row, each reading
+    the outputs of the one before; the last is iterated. Modules differ in four things.
     hidden_first: the product reads the state first, then the embedding. fed: whether the target's state is taken behind
     its final norm (post) or before it (pre). recycled: the same choice for the module's own output, which stands for a
     drafted position. final_norm: whether the module has a final norm."""
 
+    modules: int = 1
     hidden_first: bool = False
     fed: str = "post"
     recycled: str = "post"
@@ -39,6 +41,7 @@ class MtpConfig(UnrolledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        whole("modules", self.modules, 1, self.unroll, f": drafter.unroll is {self.unroll}, and trains no more")
         if self.layers is not None:
             raise ValueError(f"drafter.layers={self.layers}: a module reads the last layer; leave layers out")
         for name in ("hidden_first", "final_norm"):
@@ -48,7 +51,7 @@ class MtpConfig(UnrolledConfig):
 
 
 class Mtp(Unrolled):
-    """One module. Parameters: those of a decoder layer, 2*H*H, and three norms."""
+    """Parameters of a module: those of a decoder layer, 2*H*H, and three norms."""
 
     config: MtpConfig
     layer: MtpLayer
@@ -56,16 +59,23 @@ class Mtp(Unrolled):
     def __init__(self, target: Target, config: MtpConfig) -> None:
         super().__init__(target, config)
         self.reads = (target.n_layers - 1,)
-        self.layer = MtpLayer(target, config, training_dtype(target.dtype))
+        self.layer, *more = (MtpLayer(target, config, training_dtype(target.dtype)) for _ in range(config.modules))
+        self.further = nn.ModuleList(more)
         check_head(self.layer.block, self.head, config.draft_vocab)
+
+    @property
+    def draft_layers(self) -> tuple[MtpLayer, ...]:
+        return (self.layer, *self.further)
 
     @property
     def head(self) -> nn.Linear:
         return self.layer.tail.parts[1]  # type: ignore[return-value]
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """With those of the decoder layer, such as the bias of a router."""
-        return super().saved_buffers() | {f"layer.{name}": part for name, part in self.layer.layer_buffers().items()}
+        """With those of the decoder layers, such as the bias of a router."""
+        named = {f"further.{k}": layer for k, layer in enumerate(self.draft_layers[1:])} | {"layer": self.layer}
+        parts = {f"{at}.{name}": part for at, layer in named.items() for name, part in layer.layer_buffers().items()}
+        return super().saved_buffers() | parts
 
 
 class MtpLayer(FeatureLayer):

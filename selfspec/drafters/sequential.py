@@ -26,7 +26,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, LastLayer, PendingRows
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, LastLayer, PendingRows
 from selfspec.drafters.parts.losses import heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
@@ -248,7 +248,9 @@ class SequentialHeads(Reduced):
         return SequentialSession(self)
 
 
-def tree_of(drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | PendingRows) -> Nodes:
+def tree_of(
+    drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | PendingRows[DraftView]
+) -> Nodes:
     """A tree behind roots from the states [B, H] before them, or what the prefix layer reads up to there; see
     `drafted_by`."""
     hidden = state if isinstance(state, Tensor) else drafter.prefix.read(state, False).hidden[:, 0]  # type: ignore[union-attr]
@@ -287,7 +289,7 @@ class SequentialSession:
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config = self.drafter, self.drafter.config
-        state: Tensor | PendingRows | None = self.hidden
+        state: Tensor | PendingRows[DraftView] | None = self.hidden
         if self.cache is not None and self.cache.ready and context.nodes > 1:
             state = self.cache.rows(context, False, drafter.depth)
         if state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet

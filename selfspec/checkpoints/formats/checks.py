@@ -81,12 +81,12 @@ def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Ten
 
 @torch.no_grad()
 def check_mtp(folder: Path, drafter: Mtp, target: Target, tokens: Tensor) -> str:
-    """Raises ValueError where the module that is read from the written checkpoint drafts other logits."""
-    tokens, again = tokens.to(target.device), mtp.read(target, folder)
+    """Raises ValueError where the modules that are read from the written checkpoint draft other logits."""
+    tokens, again, steps = tokens.to(target.device), mtp.read(target, folder), len(drafter.draft_layers) + 1
     features = target.text(tokens, False, reads=drafter.reads).features
-    ours, theirs = (torch.stack(one.unrolled(tokens, features, 2)).float() for one in (drafter, again))
+    ours, theirs = (torch.stack(one.unrolled(tokens, features, steps)).float() for one in (drafter, again))
     error = _held(ours, theirs, _FOLDED if target.dtype.itemsize > 2 else _ROUGH, str(folder))
-    return f"checked: logits of two steps of the module read back within {error:.1e} of the drafter's"
+    return f"checked: logits of {steps} steps read back within {error:.1e} of the drafter's"
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +23,11 @@ from transformers.utils import cached_file
 from selfspec.checkpoints.find import is_path
 from selfspec.checkpoints.formats.files import weight_map
 from selfspec.core.target import Target
-from selfspec.drafters.mtp import Mtp, MtpConfig
+from selfspec.drafters.mtp import Mtp, MtpConfig, MtpLayer
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
+_COUNT = "num_nextn_predict_layers"
 _COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # as transformers holds them
@@ -75,7 +75,7 @@ FAMILIES = {
 
 def read(target: Target, source: str | Path | None = None) -> Mtp:
     """The module of a target's checkpoint as a drafter. It is not calibrated. source: the checkpoint's folder or hub
-    id (None: where the target came from). Where several modules are shipped, the first is iterated.
+    id (None: where the target came from). Where several modules are shipped, they draft in a row.
 
     Raises ValueError for a family that is not in FAMILIES, a checkpoint without such weights, quantized ones, and
     tensors that are missing, too many, or of another shape; FileNotFoundError where there is no checkpoint.
@@ -90,33 +90,54 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
             f"{place}: no MTP module is known of {model_type!r}{hint}, only of {', '.join(FAMILIES)}; train one "
             "instead: selfspec train drafter=mtp"
         )
-    prefix, second = (family.prefix.format(at=target.n_layers + at) for at in range(2))
-    parts = {name.removeprefix(prefix) for name in index.files if name.startswith(prefix)}
-    parts = {name for name in parts if not _COPIES.search(name)}
-    if not parts:
+    prefixes = _prefixes(family, target, index)
+    named = [{name.removeprefix(prefix) for name in index.files if name.startswith(prefix)} for prefix in prefixes]
+    parts = [{name for name in names if not _COPIES.search(name)} for names in named]
+    if not parts[0]:
         raise ValueError(
             f"{place} holds no MTP weights: no tensor of {', '.join(sorted(set(index.files.values())))} begins with "
-            f"{prefix!r}; train a module instead: selfspec train drafter=mtp"
+            f"{prefixes[0]!r}; train a module instead: selfspec train drafter=mtp"
         )
-    if any(name.endswith("weight_scale_inv") for name in parts):
+    if any(name.endswith("weight_scale_inv") for names in parts for name in names):
         raise ValueError(
             f"{place}: its MTP module is quantized (weight_scale_inv), which is not read; give a checkpoint in bfloat16"
         )
-    if second != prefix and any(name.startswith(second) for name in index.files):
-        print(f"{place} holds several MTP modules; the first one is iterated", file=sys.stderr)
-    _check_window(target, place)
-    drafter = Mtp(target, MtpConfig(final_norm=family.norm is not None))
-    _fill(drafter, family, index.tensors(parts, prefix), place)
+    field, count = _COUNTS.get(model_type, _COUNT), len(prefixes)
+    if (expected := getattr(target.model.config.get_text_config(), field, None) or count) != count:
+        raise ValueError(f"{place}: {field} is {expected}, but it holds {count} MTP module{'s' * (count > 1)}")
+    _check_window(target, place, count)
+    usual = MtpConfig()
+    drafter = Mtp(
+        target,
+        MtpConfig(
+            modules=count,
+            unroll=max(count, usual.unroll),
+            depth=max(count, usual.depth),
+            final_norm=family.norm is not None,
+        ),
+    )
+    for layer, prefix, names in zip(drafter.draft_layers, prefixes, parts, strict=True):
+        _fill(layer, family, index.tensors(names, prefix), place)
     return drafter.eval()
 
 
-def _check_window(target: Target, place: str) -> None:
-    """Raises ValueError where the module's attention is of another kind than that of the target's last layer."""
+def _prefixes(family: Family, target: Target, index: _Index) -> list[str]:
+    """Of the names of every module that a checkpoint holds; of the first, where it holds none."""
+    prefixes = [family.prefix.format(at=target.n_layers)]
+    while (more := family.prefix.format(at=target.n_layers + len(prefixes))) not in prefixes:
+        if not any(name.startswith(more) for name in index.files):
+            break
+        prefixes.append(more)
+    return prefixes
+
+
+def _check_window(target: Target, place: str, count: int) -> None:
+    """Raises ValueError where a module's attention is of another kind than that of the target's last layer."""
     config = target.model.config.get_text_config()
     own, last = getattr(config, "mtp_layer_types", None), getattr(config, "layer_types", None)
-    if own and last and own[0] != last[-1]:
+    if last and (odd := [kind for kind in (own or [])[:count] if kind != last[-1]]):
         raise ValueError(
-            f"{place}: its MTP module has {own[0]}, the target's last layer {last[-1]}; mtp copies that layer, so "
+            f"{place}: its MTP module has {odd[0]}, the target's last layer {last[-1]}; mtp copies that layer, so "
             "train a module instead: selfspec train drafter=mtp"
         )
 
@@ -167,9 +188,9 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _parts(drafter: Mtp, family: Family) -> dict[str, Tensor]:
+def _parts(layer: MtpLayer, family: Family) -> dict[str, Tensor]:
     """A module's tensors by the family's names, those of experts together as transformers holds them."""
-    layer, block = drafter.layer, drafter.layer.tail.parts[0]
+    block = layer.tail.parts[0]
     named: dict[str, Tensor] = {
         family.enorm: next(layer.enorm.parameters()),
         family.hnorm: next(layer.hnorm.parameters()),
@@ -181,8 +202,8 @@ def _parts(drafter: Mtp, family: Family) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) -> None:
-    wanted = _parts(drafter, family)
+def _fill(layer: MtpLayer, family: Family, tensors: dict[str, Tensor], place: str) -> None:
+    wanted = _parts(layer, family)
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise ValueError(
@@ -207,9 +228,9 @@ def _fill(drafter: Mtp, family: Family, tensors: dict[str, Tensor], place: str) 
                 f"{list(part.shape)}"
             )
         part.copy_(tensor)
-        if not part.to(drafter.layer.tail.dtype).isfinite().all():
+        if not part.to(layer.tail.dtype).isfinite().all():
             raise ValueError(
-                f"{place}: {name} of its MTP module holds numbers that are not finite in {drafter.layer.tail.dtype}"
+                f"{place}: {name} of its MTP module holds numbers that are not finite in {layer.tail.dtype}"
             )
 
 
@@ -250,10 +271,10 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
-    """The checkpoint in `source`, which the target was read from, with the module under its family's names, in the new
-    folder `folder`: what serving engines read. A module that was shipped there is left out.
+    """The checkpoint in `source`, which the target was read from, with the modules under their family's names, in the
+    new folder `folder`: what serving engines read. Modules that were shipped there are left out.
 
-    Raises ValueError for a family that is not in FAMILIES, and for a module that its engines would run otherwise.
+    Raises ValueError for a family that is not in FAMILIES, and for modules that its engines would run otherwise.
     """
     model_type = target.model.config.get_text_config().model_type
     if (family := FAMILIES.get(model_type)) is None:
@@ -262,7 +283,13 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     for name in ("hidden_first", "fed", "recycled", "final_norm"):
         if (value := getattr(drafter.config, name)) != (expected := getattr(usual, name)):
             raise ValueError(f"drafter.{name}={value!r}: modules of {model_type!r} have {expected!r}; train with that")
-    prefix, index = family.prefix.format(at=target.n_layers), _Index(str(source), None)
+    prefixes = [family.prefix.format(at=target.n_layers + k) for k in range(len(drafter.draft_layers))]
+    if len(set(prefixes)) < len(prefixes):
+        raise ValueError(
+            f"drafter.modules={len(prefixes)}: {model_type!r} has one module; train with drafter.modules=1"
+        )
+    index = _Index(str(source), None)
+    replaced = tuple({*prefixes, *_prefixes(family, target, index)})
     folder.mkdir()
     files: dict[str, str] = {}
     own = next(
@@ -270,20 +297,22 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     )
     for name in sorted(set(index.files.values())):
         to = _FIRST if name == _WHOLE else name  # loaders that find the whole file look for no other
-        kept = [key for key, file in index.files.items() if file == name and not key.startswith(prefix)]
+        kept = [key for key, file in index.files.items() if file == name and not key.startswith(replaced)]
         with _opened(source / name) as file:
             tensors = {key: file.get_tensor(key) for key in kept}
         save_file(tensors, folder / to, {"format": "pt"})
         files |= dict.fromkeys(kept, to)
-    parts = _parts(drafter, family)
-    trained = {name: part.to(target.saved_dtype) for name, part in parts.items() if isinstance(part, nn.Parameter)}
-    module = {prefix + name: part.cpu().contiguous() for name, part in _apart(parts | trained).items()}
+    modules: dict[str, Tensor] = {}
+    for prefix, layer in zip(prefixes, drafter.draft_layers, strict=True):
+        parts = _parts(layer, family)
+        trained = {name: part.to(target.saved_dtype) for name, part in parts.items() if isinstance(part, nn.Parameter)}
+        modules |= {prefix + name: part.cpu().contiguous() for name, part in _apart(parts | trained).items()}
     for published, name in family.renamed:
-        module = {key.replace(name, published): part for key, part in module.items()}
-    save_file(module, folder / own, {"format": "pt"})
-    files |= dict.fromkeys(module, own)
+        modules = {key.replace(name, published): part for key, part in modules.items()}
+    save_file(modules, folder / own, {"format": "pt"})
+    files |= dict.fromkeys(modules, own)
     size = sum(path.stat().st_size for path in folder.iterdir())
     (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
     config = json.loads((source / "config.json").read_text())
-    config[_COUNTS.get(model_type, "num_nextn_predict_layers")] = 1
+    config[_COUNTS.get(model_type, _COUNT)] = len(prefixes)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

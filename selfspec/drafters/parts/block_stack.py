@@ -161,7 +161,7 @@ class FeatureStack(FeatureReader):
         return self.target.device
 
 
-class BlockCache(FeatureCache[FeatureStack]):
+class BlockCache(FeatureCache[FeatureStack, KV]):
     """Keys and values of a stack in one call, and features of verified positions that it has not read."""
 
     def _open(self, rows: int, verified: KVCache) -> KVCache:
@@ -171,8 +171,8 @@ class BlockCache(FeatureCache[FeatureStack]):
         shape = rows, verified.capacity, verified.limit, verified.engine, stack.device
         return KVCache([(like, like)] * stack.count, *shape)
 
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[None, KV, None]:
-        return None, cache.view(0, self.layer.count, entries), None
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> KV:
+        return cache.view(0, self.layer.count, entries)
 
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         width, engine = max(count), cache.engine

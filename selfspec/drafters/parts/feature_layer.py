@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +89,22 @@ class FeatureLayer(FeatureReader):
     def device(self) -> torch.device:
         return self.block.target.device
 
-    def read(self, pending: PendingRows, logits: bool) -> RootState:
+    def read(self, pending: PendingRows[DraftView], logits: bool) -> RootState:
         """Read pending rows, up to each row's root. Runs inside a function of the engine."""
         entering = self.entry(self.fused(pending.stacked), pending.tokens)
-        _, outputs, _ = tree_pass(pending.part, pending.kv, entering, pending.tokens, None)
-        at = pending.last[:, None, None].expand(-1, 1, self.width)
-        hidden, output = outputs[-1].gather(1, at), outputs[self.block.layer].gather(1, at)
-        logits_at_root = self.block.text(output, pending.tokens[:, :1], block=False).logits if logits else None
-        kv = pending.kv.committed(pending.last + 1)
-        return RootState(logits_at_root, hidden, self.carried(output, hidden), pending.drafting, kv)
+        return self.read_entries(pending.layers, entering, pending.tokens, pending.last, logits)[0]
+
+    def read_entries(
+        self, view: DraftView, entering: Tensor, tokens: Tensor, last: Tensor, logits: bool
+    ) -> tuple[RootState, Tensor]:
+        """Read what enters the decoder layer, [B, t, H], up to entry `last`, int64 [B], of each row, with the tokens
+        after it, int64 [B, t]. The other result is the layer's output, [B, t, H]."""
+        _, outputs, _ = tree_pass(view.part, view.kv, entering, tokens, None)
+        at, output = last[:, None, None].expand(-1, 1, self.width), outputs[self.block.layer]
+        hidden, own = outputs[-1].gather(1, at), output.gather(1, at)
+        logits_at_root = self.block.text(own, tokens[:, :1], block=False).logits if logits else None
+        states, kv = self.carried(own, hidden), view.kv.committed(last + 1)
+        return RootState(logits_at_root, hidden, states, view.drafting, kv), self.carried(output, outputs[-1])
 
     def step(
         self, root: RootState, states: Tensor, tree: DraftTree, count: int
@@ -167,15 +174,24 @@ class LastLayer(FeatureLayer):
         return outputs
 
 
-class PendingRows(NamedTuple):
-    """Features of verified positions that draft layers have not read yet, up to each row's root. part, kv: one layer
-    without lm_head, and the KV cache; drafting: the part that later steps run (both None where a stack drafts at once);
-    features: [B, n, H] of each layer read; paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after
-    them; last: int64 [B], which of the t is the root's."""
+class DraftView(NamedTuple):
+    """One draft layer in a pass. part, kv: the layer without lm_head, and its KV cache; drafting: the part that later
+    steps run."""
 
-    part: Any
+    part: Part
     kv: KV
-    drafting: Any
+    drafting: Part
+
+
+V = TypeVar("V")  # what a function that drafts is given of the layers: a `DraftView`, several, or a cache alone
+
+
+class PendingRows(NamedTuple, Generic[V]):
+    """Features of verified positions that draft layers have not read yet, up to each row's root. features: [B, n, H] of
+    each layer read; paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after them; last: int64 [B],
+    which of the t is the root's."""
+
+    layers: V
     features: tuple[Tensor, ...]
     paths: Tensor
     tokens: Tensor
@@ -203,7 +219,7 @@ class RootState(NamedTuple):
 L = TypeVar("L", bound=FeatureReader)
 
 
-class FeatureCache(Generic[L], ABC):
+class FeatureCache(Generic[L, V], ABC):
     """The KV cache of draft layers in one call, and their pending rows: features of verified positions that they have
     not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them."""
 
@@ -216,7 +232,7 @@ class FeatureCache(Generic[L], ABC):
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass accepted."""
         if self.cache is not None and len(accepted.rows) < len(accepted.hidden):
-            self.cache.select(torch.tensor(accepted.rows, device=accepted.hidden.device))
+            self._select(torch.tensor(accepted.rows, device=accepted.hidden.device))
         self._settle()
         self.late = accepted
 
@@ -237,7 +253,7 @@ class FeatureCache(Generic[L], ABC):
         self._settle()
         return bool(self.pending) and min(map(len, self.pending)) > 0
 
-    def rows(self, context: Context, logits: bool, depth: int, more: int = 0) -> PendingRows:
+    def rows(self, context: Context, logits: bool, depth: int, more: int = 0) -> PendingRows[V]:
         """The pending rows of a pass, for the function that drafts. A long backlog, such as a prompt, is read at once
         but for the last rows, of which a walk through `depth` levels accepts no more. logits: whether later steps want
         them; more: entries that drafting writes. In compiled passes shapes depend on the budget and the depth alone."""
@@ -262,23 +278,33 @@ class FeatureCache(Generic[L], ABC):
         read = engine.size(max(count), most)
         places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
         tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
-        part, kv, drafting = self._view(self.cache, read + more, logits)
-        self.cache.commit([list(range(n)) for n in count])
+        layers = self._view(self.cache, read + more, logits)
+        self._commit(count)
         self.pending, self.late = [], None
         padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
-        return PendingRows(part, kv, drafting, tuple(padded[:-3]), *padded[-3:])
+        return PendingRows(layers, tuple(padded[:-3]), *padded[-3:])
 
     @abstractmethod
     def _open(self, rows: int, verified: KVCache) -> KVCache:
         """A cache for so many rows, of the target's capacity."""
 
     @abstractmethod
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[Any, KV, Any]:
-        """What reads rows, its cache with room for `entries` more, and what later steps run."""
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> V:
+        """What reads rows and drafts, with room for `entries` more in its cache."""
 
     @abstractmethod
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         """Read the next `count` positions of each row."""
+
+    def _commit(self, count: list[int]) -> None:
+        """So many positions of each row were read."""
+        assert self.cache is not None
+        self.cache.commit([list(range(n)) for n in count])
+
+    def _select(self, rows: Tensor) -> None:
+        """Keep these rows, int64."""
+        assert self.cache is not None
+        self.cache.select(rows)
 
     def _read_but(self, context: Context, few: int) -> None:
         """Read what is pending until no row has more than `few` left."""
@@ -286,7 +312,7 @@ class FeatureCache(Generic[L], ABC):
         while max(map(len, self.pending)) > few:
             count = [min(PREFILL, len(part) - 1) for part in self.pending]
             self._enter(context, self.cache, count)
-            self.cache.commit([list(range(n)) for n in count])
+            self._commit(count)
             self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
     def _stacked(self, count: list[int], width: int) -> Tensor:
@@ -304,23 +330,26 @@ class FeatureCache(Generic[L], ABC):
         return torch.tensor(ids, device=self.layer.device)
 
 
-class DraftLayerCache(FeatureCache[FeatureLayer]):
+class DraftLayerCache(FeatureCache[FeatureLayer, DraftView]):
     """The cache of one draft layer."""
 
     def _open(self, rows: int, verified: KVCache) -> KVCache:
         return self.layer.block.target.cache(rows, verified.capacity, verified.limit)
 
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[Part, KV, Part]:
-        """The layer without lm_head, its cache, and the part with lm_head where logits are wanted."""
-        block = self.layer.block
-        layers, target = (block.layer, block.layer + 1), block.target
-        part = target.part(*layers, (block.layer,), logits=False)
-        drafting = target.part(*layers, (block.layer,)) if logits else part
-        target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
-        return part, cache.view(*layers, entries), drafting
+    def _view(self, cache: KVCache, entries: int, logits: bool) -> DraftView:
+        return draft_view(self.layer.block, cache, entries, logits)
 
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         block, tokens = self.layer.block, self._tokens(context, count, max(count))
         entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
         layers = block.layer, block.layer + 1
         block.target.forward(chain(tokens), cache, False, layers, entering, (block.layer,), prompt=True)
+
+
+def draft_view(block: Block, cache: KVCache, entries: int, logits: bool) -> DraftView:
+    """A draft layer with room for `entries` more in its cache; drafting parts have lm_head where logits are wanted."""
+    layers, target = (block.layer, block.layer + 1), block.target
+    part = target.part(*layers, (block.layer,), logits=False)
+    drafting = target.part(*layers, (block.layer,)) if logits else part
+    target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+    return DraftView(part, cache.view(*layers, entries), drafting)

@@ -26,8 +26,9 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, FeatureLayer, PendingRows, check_layers
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, FeatureLayer, PendingRows, check_layers
 from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
+from selfspec.drafters.parts.modules import ModulesSession
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -63,13 +64,18 @@ class UnrolledConfig(DrafterConfig):
 
 
 class Unrolled(Reduced):
-    """A drafter of one such layer. layer: reads and continues features."""
+    """A drafter of one such layer, or of several in a row (`draft_layers`). layer: reads and continues features."""
 
     config: UnrolledConfig
     layer: FeatureLayer
 
     def __init__(self, target: Target, config: UnrolledConfig) -> None:
         super().__init__(target, config, config.depth, config.draft_vocab)
+
+    @property
+    def draft_layers(self) -> tuple[FeatureLayer, ...]:
+        """Step 0 is the first's, step 1 the second's, and so on; the last is iterated."""
+        return (self.layer,)
 
     @property
     @abstractmethod
@@ -91,36 +97,43 @@ class Unrolled(Reduced):
 
         Index t of step s forecasts token t + 2 with the layer's own outputs in place of the last s features; it holds
         for t >= s. An entry sees what it would see in decoding: verified entries up to t - s, then s - 1 drafted ones
-        and itself (EAGLE-3's training-time test), which is attention over a tree.
+        and itself (EAGLE-3's training-time test), which is attention over a tree. With layers in a row that is so for
+        the steps of the last; the others' entries see all of their own layer, which begin at entry s.
         """
         n, after = tokens.shape[1] - 1, tokens[:, 1:]
         states = self.layer.fused(self.layer.stacked({layer: part[:, :n] for layer, part in features.items()}))
         at = torch.arange(n, device=tokens.device)
-        cache, result = TextCache(self.layer.block.layer + 1, kept=True), []
-        few = self.rows_of(self.head)
+        result: list[Tensor] = []
+        few, own = self.rows_of(self.head), at[:, None] == at
+        documents = None if documents is None else documents[:, :n]
+        places = at[None] if documents is None else restarting(documents)
         for step in range(steps):
+            which = min(step, len(self.draft_layers) - 1)
+            layer, repeated = self.draft_layers[which], step - which
+            if not repeated:
+                cache = TextCache(layer.block.layer + 1, kept=True)
             behind = at[:, None] - at  # how far before a position another is
-            # verified entries, then one block for each step, this one the last
-            seen = torch.cat([behind >= step, *(behind == step - j for j in range(1, step + 1))], 1)
-            far = torch.cat([behind] * (step + 1), 1)
-            places = at[None]
+            exists = (places[:, None] >= which) | own
+            # verified entries, then one block for each step of the layer, this one the last
+            blocks = [(behind >= repeated) & exists]
+            blocks += [(behind == repeated - j).expand_as(exists) for j in range(1, repeated + 1)]
+            seen = torch.cat(blocks, 2)
+            far = torch.cat([behind] * (repeated + 1), 1)
             if documents is not None:
-                of_rows = documents[:, :n]
-                places = restarting(of_rows)
-                seen = seen & (of_rows[:, :, None] == of_rows[:, None]).repeat(1, 1, step + 1)
-            masks = self.layer.block.target.per_type(partial(self._mask, seen, far))
-            entering = self.layer.entry(states, after)
-            out = self.layer.block.text(entering, after, True, few is None, cache, masks, places)
+                seen = seen & (documents[:, :, None] == documents[:, None]).repeat(1, 1, repeated + 1)
+            masks = layer.block.target.per_type(partial(self._mask, seen, far))
+            entering = layer.entry(states, after)
+            out = layer.block.text(entering, after, True, few is None, cache, masks, places)
             logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
             assert logits is not None
             result.append(logits)
-            carried = self.layer.carried(out.features[self.layer.block.layer], out.hidden)
+            carried = layer.carried(out.features[layer.block.layer], out.hidden)
             states = F.pad(carried[:, :-1], (0, 0, 1, 0))
         return result
 
     def _mask(self, seen: Tensor, far: Tensor, window: int | None) -> Tensor:
         seen = seen if window is None else seen & (far < window)
-        return additive(seen if seen.ndim == 3 else seen[None], self.layer.block.dtype)[:, None]
+        return additive(seen, self.layer.block.dtype)[:, None]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
@@ -137,11 +150,11 @@ class Unrolled(Reduced):
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
         return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
-    def session(self, target: Target, rows: int) -> UnrolledSession:
-        return UnrolledSession(self)
+    def session(self, target: Target, rows: int) -> UnrolledSession | ModulesSession:
+        return UnrolledSession(self) if len(self.draft_layers) == 1 else ModulesSession(self)
 
 
-def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows) -> Nodes:
+def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[DraftView]) -> Nodes:
     """A tree behind roots, from what the layer reads up to there; see `drafted_by`."""
     vocabulary, draft_head = drafter.vocabulary, drafter.draft_head
     root = drafter.layer.read(pending, draft_head is None)
