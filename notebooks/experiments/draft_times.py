@@ -25,6 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "feature": {},
     "eagle3": {},
     "mask": {},
+    "mtp": {},
+    "block": {},
 }
 
 

@@ -36,11 +36,11 @@ from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 class BlockConfig(DrafterConfig):
     """layers: whose outputs are the features (None: three, low, in the middle and high); stack: decoder layers; size:
     rows of a block, the last token's included; predicts: own, a row's token is at its own place (DFlash), or next
-    (DSpark); causal: whether a row reads only those before it; correction: rank of the parent token's correction, 0
-    for none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded;
-    anchors: blocks per row of a batch in training; loss: kl, ce, tv, lk, accept, or a function of yours; depth_decay:
-    weight of each depth's loss relative to the one before; draft_vocab: how many tokens can be drafted, the most
-    frequent of the training text (None: all); llama: what the layers have of their own, see `Eagle3Config`.
+    (DSpark); causal: whether a row reads only those before it; correction: rank of the parent token's correction, 0 for
+    none; width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded; anchors:
+    blocks per row of a batch in training; loss: see `losses.distance`; depth_decay: weight of each depth's loss
+    relative to the one before; draft_vocab: how many tokens can be drafted, the most frequent of the training text
+    (None: all); llama: what the layers have of their own, see `Eagle3Config`.
 
     Raises ValueError for values outside their range.
     """
@@ -189,20 +189,24 @@ class BlockDrafter(Reduced):
         return BlockSession(self)
 
 
-def tree_of(
-    drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows[KV]
-) -> Nodes:
-    """A tree behind roots, from the features up to there; see `drafted_by`."""
-    size, last = drafter.config.size, drafter.stack.last
-    kv = read_text(stack, pending.layers, stacked := pending.stacked, last).committed(pending.last + 1)
+def forecast(drafter: BlockDrafter, roots: Tensor, stack: BlockStack, pending: PendingRows[KV]) -> Tensor:
+    """Logits [B, depth, V'] of a block behind roots, int64 [B], from the features up to there; not corrected."""
+    size, last, stacked = drafter.config.size, drafter.stack.last, pending.stacked
+    kv = read_text(stack, pending.layers, stacked, last).committed(pending.last + 1)
     entries = kv.lengths[:, None] + torch.arange(size, device=stacked.device)
     inside = torch.arange(kv.size, device=stacked.device) - kv.lengths[:, None]  # [B, S]: row of the block
     block = drafter.below(stacked.device)[:, inside.clamp(0, size - 1)].transpose(0, 1)  # [B, size, S]
     seen = (inside < 0)[:, None] | (block & ((inside >= 0) & (inside < size))[:, None])
-    entering = drafter.entering(growth.tokens[:, 0], stack.mask)
+    entering = drafter.entering(roots, stack.mask)
     cache = pass_cache(kv, entries, None, None)
-    hidden = stack(entering, entries.clamp(max=last), additive(seen, entering.dtype)[:, None], cache)
-    logits, vocabulary = drafter.forecasts(hidden), drafter.vocabulary
+    return drafter.forecasts(stack(entering, entries.clamp(max=last), additive(seen, entering.dtype)[:, None], cache))
+
+
+def tree_of(
+    drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows[KV]
+) -> Nodes:
+    """A tree behind roots, from the features up to there; see `drafted_by`."""
+    logits, vocabulary = forecast(drafter, growth.tokens[:, 0], stack, pending), drafter.vocabulary
     ids = None if vocabulary is None else vocabulary.expand(len(logits), -1)
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,9 @@ from torch import Tensor
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.drafters.block import BlockDrafter, forecast
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.parts.block_stack import BlockCache
 from selfspec.drafters.parts.feature_layer import DraftLayerCache
 from selfspec.drafters.parts.unrolled import Unrolled
 
@@ -19,7 +21,7 @@ from selfspec.drafters.parts.unrolled import Unrolled
 class Chain:
     """Drafts chains of `length` tokens for one row. drafted: the position of each chain's root, and its tokens."""
 
-    drafter: Unrolled | Medusa
+    drafter: Unrolled | Medusa | BlockDrafter
     length: int
     drafted: list[tuple[int, list[int]]] = field(default_factory=list)
 
@@ -44,11 +46,14 @@ class Chain:
 
 class ChainSession:
     def __init__(self, owner: Chain) -> None:
-        self.owner, self.cache = owner, None
+        self.owner = owner
+        self.cache: DraftLayerCache | BlockCache | None = None
         self.hidden: Tensor | None = None
         self.begun = False
         if isinstance(owner.drafter, Unrolled):
             self.cache = DraftLayerCache(owner.drafter.layer)
+        elif isinstance(owner.drafter, BlockDrafter):
+            self.cache = BlockCache(owner.drafter.stack)
 
     def propose(self, context: Context) -> DraftTree:
         if not self.begun:  # vLLM verifies no draft in the pass behind the prompt
@@ -65,7 +70,16 @@ class ChainSession:
             assert self.hidden is not None
             best = drafter(self.hidden, self.owner.length).argmax(-1)  # [K, 1]
             return torch.cat([tokens, best.T], 1)
-        assert self.cache is not None
+        if isinstance(drafter, BlockDrafter):
+            assert isinstance(self.cache, BlockCache)
+            assert drafter.stack.ready is not None
+            rows = self.cache.rows(context, False, self.owner.length, drafter.config.size)
+            block = forecast(drafter, tokens[:, 0], drafter.stack.ready, rows)
+            for depth in range(self.owner.length):
+                best = drafter.corrected(block[:, depth], tokens[:, -1]).argmax(-1)
+                tokens = torch.cat([tokens, best[:, None]], 1)
+            return tokens
+        assert isinstance(self.cache, DraftLayerCache)
         root = drafter.layer.read(self.cache.rows(context, True, self.owner.length, self.owner.length), True)
         logits, states = root.logits, root.states
         for step in range(self.owner.length):

@@ -1,7 +1,8 @@
-"""A real vLLM serves MTP modules that were written under their family's names: the same tokens, the same acceptance.
+"""A real vLLM serves MTP modules that were written under their family's names, and written block drafters: the same
+tokens, the same acceptance.
 
-Targets are tiny and random; a token of their text follows mostly from the one before, so that a module learns to draft
-it in a minute. `make serving` runs this; anywhere else it is skipped.
+Targets are tiny and random; a token of their text follows mostly from the one before, so that a drafter learns it in a
+minute. `make serving` runs this; anywhere else it is skipped.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch
+from selfspec.drafters.base import Batch, DrafterConfig
+from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.mtp import Mtp, MtpConfig
 from selfspec.integrations.export import export
 
-NEW, STEPS, LENGTHS = 48, 100, (1, 3)
+NEW, STEPS = 48, 100
 ONE = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1}
-KIND = "glm4_moe"  # vLLM's latent attention takes no heads as small as these, on the CPU
+CASES: dict[str, tuple[str, type[Mtp] | type[BlockDrafter], DrafterConfig, tuple[int, ...]]] = {
+    "mtp": ("glm4_moe", Mtp, MtpConfig(), (1, 3)),  # vLLM's latent attention takes no heads as small as these
+    "dflash": ("llama", BlockDrafter, BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1]), (4,)),
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,16 +42,16 @@ pytestmark = [
 ]
 
 
-def tiny(folder: Path) -> Target:
+def tiny(folder: Path, kind: str) -> Target:
     """A random target on disk, with the embedded target's tokenizer."""
     tokenizer = load_tokenizer("tiny-target")
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4) | {"num_experts_per_tok": 2}
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0) | {"tie_word_embeddings": False}
-    config = AutoConfig.for_model(KIND, max_position_embeddings=512, **heads, **experts, **sizes, **ends, **ONE)
+    config = AutoConfig.for_model(kind, max_position_embeddings=512, **heads, **experts, **sizes, **ends, **ONE)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, part in model.named_parameters():
             if part.ndim > 1:
@@ -56,8 +61,8 @@ def tiny(folder: Path) -> Target:
     return load_target(folder, "float32")[0]
 
 
-def trained(target: Target) -> Mtp:
-    """A module that learned from 512 texts of the target's own."""
+def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any) -> Mtp | BlockDrafter:
+    """A drafter that learned from 512 texts of the target's own."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, target.vocab_size, (512, 2), generator=generator).split(64)
     options = Options(46, Sampling(0.0), 0, frozenset())
@@ -65,7 +70,7 @@ def trained(target: Target) -> Mtp:
         [torch.cat([p, torch.tensor(autoregressive(target, p.tolist(), options).token_ids)], 1) for p in prompts]
     )
     torch.manual_seed(0)
-    drafter = Mtp(target, MtpConfig()).train()
+    drafter = kind(target, config).train()
     optimizer = torch.optim.AdamW(drafter.trained().values(), lr=2e-3)
     for _ in range(STEPS):
         tokens = texts[torch.randint(0, len(texts), (16,), generator=generator)]
@@ -79,20 +84,26 @@ def trained(target: Target) -> Mtp:
     return drafter.eval()
 
 
-def test_a_written_module_is_served(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", CASES)
+def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    target = tiny(tmp_path / "target")
-    save_drafter(trained(target), tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
+    family, kind, config, lengths = CASES[method]
+    target = tiny(tmp_path / "target", family)
+    save_drafter(trained(target, kind, config), tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
     export(str(tmp_path / "drafter"), "vllm", tmp_path / "served")
-    shutil.rmtree(tmp_path / "target")  # what is served needs nothing of it
+    whole = kind is Mtp  # a checkpoint with the module in it; else the drafter alone
+    if whole:
+        shutil.rmtree(tmp_path / "target")  # what is served needs nothing of it
     drafter = load_drafter(tmp_path / "drafter", target, None)
-    assert isinstance(drafter, Mtp)
+    assert isinstance(drafter, (Mtp, BlockDrafter))
     prompts = torch.randint(1, target.vocab_size, (8, 6), generator=torch.Generator().manual_seed(7)).tolist()
     options = Options(NEW, Sampling(0.0), 0, frozenset([0]))
     wanted = [autoregressive(target, [prompt], options).token_ids[0] for prompt in prompts]
-    for length in LENGTHS:
-        method: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": length}
-        theirs = judge(tmp_path, str(tmp_path / "served"), "float32", {"all": prompts}, method, NEW)["all"]
+    for length in lengths:
+        speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": length}
+        speculation |= {} if whole else {"model": str(tmp_path / "served")}
+        folder = str(tmp_path / ("served" if whole else "target"))
+        theirs = judge(tmp_path, folder, "float32", {"all": prompts}, speculation, NEW)["all"]
         assert theirs["tokens"] == wanted
         drafts, counts = 0, [0] * length
         on = Options(NEW + length + 1, Sampling(0.0), 0, frozenset())
@@ -104,5 +115,5 @@ def test_a_written_module_is_served(tmp_path: Path) -> None:
             counts = [a + b for a, b in zip(counts, found, strict=True)]
         ours, served = [n / drafts for n in counts], [n / theirs["drafts"][0] for n in theirs["accepted"]]
         print(f"{length} drafted: ours {ours}, vLLM {served}")
-        assert ours[0] > 0.3, "a module that is not accepted proves nothing"
+        assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"
         assert all(abs(a - b) <= CLOSE for a, b in zip(ours, served, strict=True)), (ours, served)

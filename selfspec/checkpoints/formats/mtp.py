@@ -84,8 +84,8 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
     place = str(source or target.model.config.name_or_path)
     index = _Index(place, None if source else getattr(target.model.config, "_commit_hash", None))
     if (family := FAMILIES.get(model_type)) is None:
-        named = sorted(name for name in index.files if "mtp" in name or "nextn" in name)
-        hint = f" (it holds {', '.join(named[:4])}, ...)" if named else ""
+        odd = sorted(name for name in index.files if "mtp" in name or "nextn" in name)
+        hint = f" (it holds {', '.join(odd[:4])}, ...)" if odd else ""
         raise ValueError(
             f"{place}: no MTP module is known of {model_type!r}{hint}, only of {', '.join(FAMILIES)}; train one "
             "instead: selfspec train drafter=mtp"

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from selfspec.drafters.base import Batch, itself
 
-LOSSES = ("kl", "ce", "tv", "lk", "accept")
+LOSSES = ("kl", "ce", "tv", "ce_tv", "lk", "accept")
 _CHUNK = 2**17  # logits at a time, so that they stay in the processor's cache
 
 
@@ -159,10 +159,13 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
 
     kl: KL(target || draft) to the target's own next-token distribution, from its logits [..., V];
     ce: cross-entropy to the text's next token, int64 [...];
-    tv: total variation, which is how often a draw is rejected; lk: KL turning into total variation (arXiv 2602.23881);
+    tv: total variation, which is how often a draw is rejected; ce_tv: 0.1 ce + 0.9 tv (DSpark, arXiv 2607.05147);
+    lk: KL turning into total variation (arXiv 2602.23881);
     accept: minus the logarithm of how often the two pick alike under shared noise, by which drafts are verified here;
     package.module.function: yours, of log probabilities [N, V] of the draft and the target, in nats [N].
     """
+    if loss == "ce_tv":
+        return 0.1 * distance("ce", draft, target, tokens) + 0.9 * distance("tv", draft, target, tokens)
     if loss == "kl":
         losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
     elif loss == "ce":
