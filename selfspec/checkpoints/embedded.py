@@ -13,7 +13,8 @@ from selfspec.checkpoints.smollm2 import NAME, smollm2
 
 TARGETS = ("tiny-target", "tiny-draft", NAME)
 DRAFTERS = (
-    *("tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-sequential"),
+    *("tiny-block", "tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-mtp"),
+    "tiny-sequential",
     *("smollm2-medusa", "smollm2-eagle3"),
 )
 

@@ -28,11 +28,13 @@ from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.mtp import Mtp, MtpConfig
 from selfspec.integrations.export import export
 
-NEW, STEPS = 48, 100
+NEW = 48
 ONE = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1}
-CASES: dict[str, tuple[str, type[Mtp] | type[BlockDrafter], DrafterConfig, tuple[int, ...]]] = {
-    "mtp": ("glm4_moe", Mtp, MtpConfig(), (1, 3)),  # vLLM's latent attention takes no heads as small as these
-    "dflash": ("llama", BlockDrafter, BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1]), (4,)),
+BLOCK = BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1], loss="ce")
+# The target's family, the drafter, steps of training, and lengths of chains
+CASES: dict[str, tuple[str, type[Mtp] | type[BlockDrafter], DrafterConfig, int, tuple[int, ...]]] = {
+    "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),  # vLLM's latent attention takes no heads as small as these
+    "dflash": ("llama", BlockDrafter, BLOCK, 300, (4,)),
 }
 
 pytestmark = [
@@ -61,7 +63,7 @@ def tiny(folder: Path, kind: str) -> Target:
     return load_target(folder, "float32")[0]
 
 
-def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any) -> Mtp | BlockDrafter:
+def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any, steps: int) -> Mtp | BlockDrafter:
     """A drafter that learned from 512 texts of the target's own."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, target.vocab_size, (512, 2), generator=generator).split(64)
@@ -72,7 +74,7 @@ def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any) -
     torch.manual_seed(0)
     drafter = kind(target, config).train()
     optimizer = torch.optim.AdamW(drafter.trained().values(), lr=2e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         tokens = texts[torch.randint(0, len(texts), (16,), generator=generator)]
         with torch.no_grad():
             out = target.text(tokens, reads=drafter.reads)
@@ -87,9 +89,9 @@ def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any) -
 @pytest.mark.parametrize("method", CASES)
 def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    family, kind, config, lengths = CASES[method]
+    family, kind, config, steps, lengths = CASES[method]
     target = tiny(tmp_path / "target", family)
-    save_drafter(trained(target, kind, config), tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
+    save_drafter(trained(target, kind, config, steps), tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
     export(str(tmp_path / "drafter"), "vllm", tmp_path / "served")
     whole = kind is Mtp  # a checkpoint with the module in it; else the drafter alone
     if whole:
