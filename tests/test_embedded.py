@@ -13,7 +13,7 @@ from selfspec.data.cut_prompts import cut_prompts
 pytestmark = pytest.mark.slow
 
 
-TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask"]
+TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-block"]
 OTHERS = ["prompt_lookup", "lookahead", "tiny-feature+prompt_lookup"]
 
 
