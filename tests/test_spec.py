@@ -198,7 +198,7 @@ def test_embedded_assets_are_small() -> None:
     assets = Path(selfspec.__file__).parent / "assets"
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
     drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
-    kinds = ("medusa", "early-exit", "sequential", "feature", "eagle3", "mask")
+    kinds = ("medusa", "early-exit", "sequential", "feature", "eagle3", "mask", "mtp", "block")
     real = {"smollm2-medusa", "smollm2-eagle3"}
     assert {folder.name for folder in drafters} == {f"tiny-{kind}" for kind in kinds} | real
     sizes = {folder.name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) for folder in drafters}

@@ -8,7 +8,6 @@ Every layer has a cache of its own, and runs over all nodes above those whose ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,9 +26,7 @@ from selfspec.drafters.parts.feature_layer import (
     draft_view,
 )
 from selfspec.drafters.parts.tree_function import drafted_by
-
-if TYPE_CHECKING:
-    from selfspec.drafters.parts.unrolled import Unrolled
+from selfspec.drafters.parts.unrolled import Unrolled
 
 
 def behind(k: int, starts: Tensor, carried: Tensor, outputs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
@@ -28,7 +28,6 @@ from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, FeatureLayer, PendingRows, check_layers
 from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
-from selfspec.drafters.parts.modules import ModulesSession
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -150,8 +149,8 @@ class Unrolled(Reduced):
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
         return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
-    def session(self, target: Target, rows: int) -> UnrolledSession | ModulesSession:
-        return UnrolledSession(self) if len(self.draft_layers) == 1 else ModulesSession(self)
+    def session(self, target: Target, rows: int) -> Session:
+        return UnrolledSession(self)
 
 
 def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[DraftView]) -> Nodes:
