@@ -15,6 +15,7 @@ from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
 from selfspec.api import Spec
+from selfspec.checkpoints.embedded import DRAFTERS
 from selfspec.checkpoints.loading import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.contract import Context, Session
@@ -204,6 +205,15 @@ def test_embedded_assets_are_small() -> None:
     sizes = {folder.name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) for folder in drafters}
     assert all(size <= 10e6 for name, size in sizes.items() if name not in real)
     assert sum(sizes[name] for name in real) <= 30e6
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith("tiny-")])
+def test_every_embedded_drafter_loads_and_drafts(name: str) -> None:
+    spec = selfspec.load(name, dtype="float32", engine="eager")
+    plain = spec.autoregressive("def main():", 12)
+    found = spec.generate("def main():", 12, nodes=8)
+    assert found.token_ids == plain.token_ids
+    assert found.stats.calls < plain.stats.calls
 
 
 def test_command_line(heads_folder: Path) -> None:
