@@ -117,5 +117,5 @@ def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
             counts = [a + b for a, b in zip(counts, found, strict=True)]
         ours, served = [n / drafts for n in counts], [n / theirs["drafts"][0] for n in theirs["accepted"]]
         print(f"{length} drafted: ours {ours}, vLLM {served}")
-        assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"
+        assert ours[0] > 0.2, "a drafter that is not accepted proves nothing"
         assert all(abs(a - b) <= CLOSE for a, b in zip(ours, served, strict=True)), (ours, served)
