@@ -179,7 +179,8 @@ def _chunk(
         open_rows = [everyone[i] for i in at]
         written = _texts(target, open_rows, config.question_temperature, seeds, config.question_tokens, question_ends)
         for i, new in zip(at, written, strict=True):
-            everyone[i].going = new[-1] in question_ends and usable(new[:-1], tokenizer)
+            given = [] if turn else everyone[i].tokens[len(template.opening) :]
+            everyone[i].going = new[-1] in question_ends and usable(given + new[:-1], tokenizer)
             if everyone[i].going:
                 everyone[i].add(new[:-1] + template.answer, False)
             elif turn:  # it ends with the answer before
