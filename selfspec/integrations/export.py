@@ -186,6 +186,9 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
             raise ValueError("the target's lm_head has a bias, which no draft model has; train with drafter.head=own")
         if to == "medusa":
             raise ValueError("an EAGLE-3 layer is no Medusa head; take --to vllm, sglang or speculators")
+        if to == "sglang" and (drafter.config.parallel or drafter.config.qk_norm):
+            what = "drafts with masks" if drafter.config.parallel else "has norms of queries and keys"
+            raise ValueError(f"SGLang reads no EAGLE-3 layer that {what}; take --to vllm")
         if to == "sglang" and drafter.config.norm_before_residual:
             raise ValueError(
                 "SGLang adds the state as it is, whatever norm_before_residual says; train with "
@@ -221,11 +224,13 @@ def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa, Mtp))
     at, name = folder.absolute(), shlex.quote(target)
     if isinstance(drafter, Mtp):
-        method = {"method": "mtp", "num_speculative_tokens": drafter.depth}
-        return [f"vllm serve {shlex.quote(str(at))} --speculative-config {shlex.quote(json.dumps(method))}"]
+        whole = {"method": "mtp", "num_speculative_tokens": drafter.depth}
+        return [f"vllm serve {shlex.quote(str(at))} --speculative-config {shlex.quote(json.dumps(whole))}"]
     inner = at / "vllm" if to == "medusa" else at
     kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
-    method = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
+    method: dict[str, object] = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
+    if isinstance(drafter, Eagle3) and drafter.config.parallel:
+        method |= {"method": "eagle3", "parallel_drafting": True}
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):
         lines = [f"{vllm}   # vLLM up to 0.32"]

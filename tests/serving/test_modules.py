@@ -1,5 +1,5 @@
-"""A real vLLM serves MTP modules that were written under their family's names, and written block drafters: the same
-tokens, the same acceptance.
+"""A real vLLM serves MTP modules that were written under their family's names, and written block and P-EAGLE drafters:
+the same tokens, the same acceptance.
 
 Targets are tiny and random; a token of their text follows mostly from the one before, so that a drafter learns it in a
 minute. `make serving` runs this; anywhere else it is skipped.
@@ -25,6 +25,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig
 from selfspec.drafters.block import BlockConfig, BlockDrafter
+from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.mtp import Mtp, MtpConfig
 from selfspec.integrations.export import export
 
@@ -32,9 +33,11 @@ NEW = 48
 ONE = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1}
 BLOCK = BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1], loss="ce")
 # The target's family, the drafter, steps of training, and lengths of chains
-CASES: dict[str, tuple[str, type[Mtp] | type[BlockDrafter], DrafterConfig, int, tuple[int, ...]]] = {
+Kind = Mtp | BlockDrafter | Eagle3
+CASES: dict[str, tuple[str, type[Kind], DrafterConfig, int, tuple[int, ...]]] = {
     "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),  # vLLM's latent attention takes no heads as small as these
     "dflash": ("llama", BlockDrafter, BLOCK, 300, (4,)),
+    "eagle3": ("llama", Eagle3, Eagle3Config(layers=[0, 1], parallel=True, depth=4, loss="ce"), 300, (4,)),
 }
 
 pytestmark = [
@@ -63,7 +66,7 @@ def tiny(folder: Path, kind: str) -> Target:
     return load_target(folder, "float32")[0]
 
 
-def trained(target: Target, kind: type[Mtp] | type[BlockDrafter], config: Any, steps: int) -> Mtp | BlockDrafter:
+def trained(target: Target, kind: type[Kind], config: Any, steps: int) -> Kind:
     """A drafter that learned from 512 texts of the target's own."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, target.vocab_size, (512, 2), generator=generator).split(64)
@@ -97,13 +100,14 @@ def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
     if whole:
         shutil.rmtree(tmp_path / "target")  # what is served needs nothing of it
     drafter = load_drafter(tmp_path / "drafter", target, None)
-    assert isinstance(drafter, (Mtp, BlockDrafter))
+    assert isinstance(drafter, Kind)
     prompts = torch.randint(1, target.vocab_size, (8, 6), generator=torch.Generator().manual_seed(7)).tolist()
     options = Options(NEW, Sampling(0.0), 0, frozenset([0]))
     wanted = [autoregressive(target, [prompt], options).token_ids[0] for prompt in prompts]
     for length in lengths:
         speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": length}
         speculation |= {} if whole else {"model": str(tmp_path / "served")}
+        speculation |= {"parallel_drafting": True} if kind is Eagle3 else {}
         folder = str(tmp_path / ("served" if whole else "target"))
         theirs = judge(tmp_path, folder, "float32", {"all": prompts}, speculation, NEW)["all"]
         assert theirs["tokens"] == wanted

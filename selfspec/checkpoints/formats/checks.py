@@ -35,20 +35,25 @@ def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
 def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, to: str = "vllm") -> str:
     """Hold a written EAGLE-3 folder against its contract and the drafter. Raises ValueError naming what differs."""
     path = folder / "model.safetensors"
-    config, tensors = eagle3.flat(read_config(folder)), read_tensors(path)
+    config, tensors = eagle3.flat(read_config(folder)), eagle3.named(read_tensors(path))
     layers = eagle3.layers_read(config, target.n_layers, folder)
-    has_map = drafter.layer.lm_head is not None or drafter.vocabulary is not None
-    hold(tensors, eagle3.contract(config, len(layers), has_map, folder), path)
+    head = ["lm_head.weight"] if drafter.layer.lm_head is not None or drafter.vocabulary is not None else []
+    own = {name.removeprefix("layer.") for name in drafter.trained()}
+    hold(tensors, eagle3.contract(config, len(layers), own.union(head), folder), path)
     tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
     out = target.text(tokens, False, reads=drafter.reads)
-    ours = drafter.unrolled(tokens, out.features, steps)
     root = tokens.shape[1] - steps - 2
-    readers = ["vllm"] if to == "speculators" or drafter.config.norm_before_residual else ["vllm", "sglang"]
+    if drafter.config.parallel:
+        ours = list(drafter.along(tokens, out.features, torch.tensor([[root]], device=tokens.device))[0, 0])
+    else:
+        ours = [one[0, root + step] for step, one in enumerate(drafter.unrolled(tokens, out.features, steps))]
+    vllm_alone = to == "speculators" or drafter.config.norm_before_residual or drafter.config.qk_norm
+    readers = ["vllm"] if vllm_alone or drafter.config.parallel else ["vllm", "sglang"]
     worst = 0.0
     for reader in readers:
         theirs = reference.eagle3(folder, target.model, tokens.cpu(), reader, root, steps)
-        for step, (own_logits, read_logits) in enumerate(zip(ours, theirs, strict=True)):
-            mine = drafter.of_vocabulary(own_logits[0, root + step]).float().cpu()
+        for step, (own_logits, read_logits) in enumerate(zip(ours, theirs, strict=False)):
+            mine = drafter.of_vocabulary(own_logits).float().cpu()
             full = read_logits if drafter.vocabulary is None else read_logits[drafter.vocabulary.cpu()]
             what = f"{folder} as {reader} reads it, draft step {step + 1}"
             worst = max(worst, _held(mine, full, _EXACT if target.dtype.itemsize > 2 else _ROUGH, what))

@@ -1,5 +1,5 @@
-"""EAGLE-3 draft models as serving engines read them: the plain form (vLLM, SGLang, TensorRT-LLM) and vLLM's own
-speculators form.
+"""EAGLE-3 and P-EAGLE draft models as serving engines read them: the plain form (vLLM, SGLang, TensorRT-LLM) and
+vLLM's own speculators form.
 
 Which of the target's states are read is written twice, since readers differ: `eagle_aux_hidden_state_layer_ids` at the
 top counts states from the embeddings on (v: the state after v layers; vLLM), the list inside `eagle_config` counts
@@ -8,10 +8,13 @@ layers (v - 1; SGLang, SpecForge, ModelOpt).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
@@ -21,16 +24,23 @@ from selfspec.utils.files import Figures
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+MASK, _MASK_TOKENS = "mask_hidden", ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE
+DEPTH = "speculative_tokens"  # of a tree; the plain form has no such key, so it is ours there
+EMBEDDINGS, _QUERY_NORM = "embedding", "midlayer.self_attn.q_norm.weight"
 _MAPS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 
 
 def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name: str) -> None:
     """Write config.json and model.safetensors. form: plain or speculators; target_name: where engines find the target.
 
-    What is written is in the target's saved dtype; embeddings are left out, and lm_head where it is the target's.
+    What is written is in the target's saved dtype; embeddings and lm_head are left out where they are the target's.
     """
     dtype = target.saved_dtype
-    state = {name.removeprefix("layer."): p.detach().to(dtype) for name, p in drafter.trained().items()}
+    shared = form == "plain" and not drafter.config.parallel and not drafter.config.qk_norm
+    first = "midlayer" if shared else "layers.0"  # SGLang knows the one, speculators the other, vLLM both
+    state = {_theirs(name, first): p.detach().to(dtype) for name, p in drafter.trained().items()}
+    if drafter.config.parallel:
+        state[MASK] = state[MASK].view(1, 1, -1)
     vocabulary = drafter.vocabulary
     if vocabulary is not None:
         ids = vocabulary.cpu()
@@ -48,15 +58,22 @@ def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype
     llama, config = drafter.layer.config, drafter.config
     rope: dict[str, Any] = {**(llama.rope_parameters or {})}
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    form = "Qwen3" if config.qk_norm else "Llama"
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [
+            f"Peagle{form}ForCausalLM"
+            if config.parallel
+            else "Eagle3Qwen3ForCausalLM"
+            if config.qk_norm
+            else "LlamaForCausalLMEagle3"
+        ],
+        "model_type": form.lower(),
         "hidden_size": llama.hidden_size,
         "intermediate_size": llama.intermediate_size,
         "num_attention_heads": llama.num_attention_heads,
         "num_key_value_heads": llama.num_key_value_heads,
         "head_dim": llama.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.stack,
         "hidden_act": "silu",
         "rms_norm_eps": llama.rms_norm_eps,
         "max_position_embeddings": llama.max_position_embeddings,
@@ -72,16 +89,24 @@ def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype
         **{name: getattr(config, name) for name in FLAGS},
         IDS: [layer + 1 for layer in drafter.reads],
         "eagle_config": {"use_aux_hidden_state": True, IDS: list(drafter.reads)},
+        **(
+            {**dict.fromkeys(_MASK_TOKENS, drafter.layer.form.mask_token), DEPTH: drafter.depth}
+            if config.parallel
+            else {}
+        ),
     }
 
 
 def _speculators(plain: Figures, target: Target, target_name: str, depth: int) -> Figures:
     outer = ("architectures", "draft_vocab_size", "tie_word_embeddings", "rope_theta", "rope_scaling", "eagle_config")
-    inner = [name for name in plain if name not in (*outer, *FLAGS, IDS)]
-    steps = {"proposal_type": "greedy", "speculative_tokens": depth}
+    parallel = "mask_token_id" in plain
+    kind = "peagle" if parallel else "eagle3"
+    inner = [name for name in plain if name not in (*outer, *FLAGS, *_MASK_TOKENS, DEPTH, IDS)]
+    architectures = target.model.config.architectures or [type(target.model).__name__]
+    steps = {"proposal_type": "greedy", DEPTH: depth}
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "draft_vocab_size": plain["draft_vocab_size"] or plain["vocab_size"],
         "target_hidden_size": None,
@@ -89,12 +114,13 @@ def _speculators(plain: Figures, target: Target, target_name: str, depth: int) -
         "torch_dtype": plain["torch_dtype"],
         **{name: plain[name] for name in FLAGS},
         IDS: plain[IDS],
+        **({"mask_token_id": plain["mask_token_id"]} if parallel else {}),
         "transformer_layer_config": {name: plain[name] for name in inner},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [steps],
-            "verifier": {"name_or_path": target_name, "architectures": target.model.config.architectures},
+            "verifier": {"name_or_path": target_name, "architectures": architectures},
         },
     }
 
@@ -104,13 +130,15 @@ def flat(config: Figures) -> Figures:
     if "speculators_model_type" not in config:
         return {**dict.fromkeys(FLAGS, False), **config}
     inner = config.get("transformer_layer_config")
-    if config["speculators_model_type"] != "eagle3" or not isinstance(inner, dict):
+    kind = config["speculators_model_type"]
+    if kind not in ("eagle3", "peagle") or not isinstance(inner, dict):
         raise ValueError(
-            f"speculators_model_type={config['speculators_model_type']!r}: only eagle3 with a transformer_layer_config "
-            "can be read"
+            f"speculators_model_type={kind!r}: only eagle3 and peagle with a transformer_layer_config can be read"
         )
-    outer = {name: config[name] for name in (*FLAGS, IDS, "draft_vocab_size") if name in config}
-    return {**dict.fromkeys(FLAGS, False), "norm_before_residual": True, **inner, **outer}
+    outer = {name: config[name] for name in (*FLAGS, *_MASK_TOKENS, IDS, "draft_vocab_size") if name in config}
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    usual = {"norm_before_residual": kind == "eagle3", DEPTH: methods[0].get(DEPTH)}
+    return {**dict.fromkeys(FLAGS, False), **usual, **inner, **outer}
 
 
 def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
@@ -137,8 +165,9 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
     return [v - 1 for v in states]
 
 
-def contract(config: Figures, aux: int, head: bool, folder: Path) -> Contract:
-    """Names, shapes and dtypes of a draft model's tensors, from its flat config. head: whether lm_head is its own."""
+def contract(config: Figures, aux: int, held: Collection[str], folder: Path) -> Contract:
+    """Names, shapes and dtypes of a draft model's tensors, by the names of `named`, from its flat config. held: names
+    in the file, of which it may have some or not: a head, embeddings, norms of queries and keys, masks' features."""
     H, inner, heads, keys, width, V = (
         number(config, name, folder)
         for name in (
@@ -146,27 +175,27 @@ def contract(config: Figures, aux: int, head: bool, folder: Path) -> Contract:
         )
     )  # fmt: skip
     few = config.get("draft_vocab_size") or V
-    shapes: dict[str, list[int]] = {
-        "fc.weight": [H, aux * H],
-        "midlayer.self_attn.q_proj.weight": [heads * width, 2 * H],
-        "midlayer.self_attn.k_proj.weight": [keys * width, 2 * H],
-        "midlayer.self_attn.v_proj.weight": [keys * width, 2 * H],
-        "midlayer.self_attn.o_proj.weight": [H, heads * width],
-        "midlayer.mlp.gate_proj.weight": [inner, H],
-        "midlayer.mlp.up_proj.weight": [inner, H],
-        "midlayer.mlp.down_proj.weight": [H, inner],
-        "midlayer.hidden_norm.weight": [H],
-        "midlayer.input_layernorm.weight": [H],
-        "midlayer.post_attention_layernorm.weight": [H],
-        "norm.weight": [H],
-    }
-    if config.get("attention_bias"):
-        shapes |= {f"midlayer.{name}.bias": shapes[f"midlayer.{name}.weight"][:1] for name in _MAPS}
+    shapes: dict[str, list[int]] = {"fc.weight": [H, aux * H], "norm.weight": [H], "midlayer.hidden_norm.weight": [H]}
+    layers = ["midlayer", *(f"further.{i}" for i in range(config.get("num_hidden_layers", 1) - 1))]
+    for layer in layers:
+        read = H if layer != "midlayer" else 2 * H
+        wide = dict(zip(_MAPS, ([heads * width, read], *[[keys * width, read]] * 2, [H, heads * width]), strict=True))
+        wide |= {"mlp.gate_proj": [inner, H], "mlp.up_proj": [inner, H], "mlp.down_proj": [H, inner]}
+        wide |= {"input_layernorm": [H], "post_attention_layernorm": [H]}
+        if _QUERY_NORM in held:
+            wide |= {"self_attn.q_norm": [width], "self_attn.k_norm": [width]}
+        shapes |= {f"{layer}.{name}.weight": shape for name, shape in wide.items()}
+        if config.get("attention_bias"):
+            shapes |= {f"{layer}.{name}.bias": wide[name][:1] for name in _MAPS}
+    if EMBEDDINGS in held:
+        shapes[EMBEDDINGS] = [V, H]
+    if MASK in held:
+        shapes[MASK] = [1, 1, aux * H]
     if config["norm_before_fc"]:
         shapes["input_norm.weight"] = [aux * H]
     if config["fc_norm"]:
         shapes |= {f"fc_norm.{i}.weight": [H] for i in range(aux)}
-    if head or few < V:
+    if "lm_head.weight" in held or few < V:
         shapes["lm_head.weight"] = [few, H]
     shapes_wanted: Contract = {name: (shape, None) for name, shape in shapes.items()}
     if few < V:
@@ -175,13 +204,14 @@ def contract(config: Figures, aux: int, head: bool, folder: Path) -> Contract:
 
 
 def read(folder: Path, target: Target) -> Eagle3:
-    """The draft model of a folder as a drafter, in either form, with `midlayer.` or `layers.0.` names. It is not
-    calibrated: train/heads.py with drafter=eagle3 and train.init_from does that.
+    """The draft model of a folder as a drafter, in either form, with `midlayer.` or `layers.0.` names: P-EAGLE's where
+    it holds `mask_hidden`. It is not calibrated: `selfspec calibrate` does that.
 
-    Raises ValueError for what is not one EAGLE-3 layer on this target: other layers, sizes, activations or keys.
+    Raises ValueError for what is no EAGLE-3 layer on this target: other layers, sizes, activations or keys.
     """
     config, path = flat(read_config(folder)), folder / "model.safetensors"
-    tensors = {_plain(name): t for name, t in read_tensors(path).items()}
+    tensors = named(read_tensors(path))
+    parallel = MASK in tensors
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{folder}/config.json: {name} is {config.get(name)}, the target's is {wanted}")
@@ -193,21 +223,22 @@ def read(folder: Path, target: Target) -> Eagle3:
         raise ValueError(
             f"{folder}/config.json: draft_vocab_size={few!r} must lie between 1 and {target.vocab_size}, or be null"
         )
-    if config.get("num_hidden_layers", 1) != 1 or config.get("hidden_act", "silu") != "silu":
+    stack, act = config.get("num_hidden_layers", 1), config.get("hidden_act", "silu")
+    if type(stack) is not int or stack < 1 or act != "silu":
         raise ValueError(
-            f"{folder}/config.json: num_hidden_layers={config.get('num_hidden_layers')}, hidden_act="
-            f"{config.get('hidden_act')!r}; one layer with silu can be read"
+            f"{folder}/config.json: num_hidden_layers={stack!r}, hidden_act={act!r}; layers with silu can be read"
         )
+    if "sliding_attention" in (config.get("layer_types") or []):
+        raise ValueError(f"{folder}/config.json: layers with a sliding window can not be read; full attention can")
     heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
     usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     config |= {name: value for name, value in usual.items() if config.get(name) is None}
     layers = layers_read(config, target.n_layers, folder)
-    embeddings = tensors.pop("embed_tokens.weight", None)
     theirs = target.model.get_input_embeddings().weight
-    if embeddings is not None and not torch.equal(embeddings.to(theirs), theirs):
-        raise ValueError(
-            f"{path}: embed_tokens.weight differs from the target's; selfspec drafts with the target's own"
-        )
+    if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
+        del tensors[EMBEDDINGS]  # a copy
+    if parallel and tensors[MASK].numel() == len(layers) * target.hidden_size:
+        tensors[MASK] = tensors[MASK].view(1, 1, -1)
     if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
@@ -218,15 +249,22 @@ def read(folder: Path, target: Target) -> Eagle3:
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"].to(torch.int64)
-    hold(tensors, contract(config, len(layers), "lm_head.weight" in tensors, folder), path)
-    drafter_config = Eagle3Config(
-        layers=layers,
-        draft_vocab=few if few < target.vocab_size else None,
-        head="own" if "lm_head.weight" in tensors else "shared",
-        llama=own_settings(config),
+    hold(tensors, contract(config, len(layers), tensors, folder), path)
+    settings: dict[str, Any] = {
+        "layers": layers,
+        "draft_vocab": few if few < target.vocab_size else None,
+        "head": "own" if "lm_head.weight" in tensors else "shared",
+        "embeddings": "own" if EMBEDDINGS in tensors else "shared",
+        "qk_norm": _QUERY_NORM in tensors,
+        "stack": stack,
+        "llama": own_settings(config),
         **{name: config[name] for name in FLAGS},
-    )
-    drafter = Eagle3(target, drafter_config)
+    }
+    if parallel:
+        settings |= {"parallel": True, "mask_token": _mask_token(config, target, folder)}
+        settings |= {"depth": config.get(DEPTH) or Eagle3Config.depth, "unroll": 1}
+        tensors[MASK] = tensors[MASK].flatten()
+    drafter = Eagle3(target, Eagle3Config(**settings))
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)
     with torch.no_grad():
@@ -238,7 +276,33 @@ def read(folder: Path, target: Target) -> Eagle3:
     return drafter.eval()
 
 
-def _plain(name: str) -> str:
-    """A tensor's name without the prefixes that writers differ in."""
+def _mask_token(config: Figures, target: Target, folder: Path) -> int:
+    """The token that masks are embedded as. Raises ValueError for one that does not exist."""
+    token = next((config[name] for name in _MASK_TOKENS if config.get(name) is not None), None)
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise ValueError(
+            f"{folder}/config.json: mask_token_id={token!r} must be a token of the target, 0 to {target.vocab_size - 1}"
+        )
+    return token
+
+
+def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a file by the names that the drafter has for them."""
+    return {_ours(name): tensor for name, tensor in tensors.items()}
+
+
+def _ours(name: str) -> str:
+    """A tensor's name as the drafter has it, without the prefixes that writers differ in."""
     name = name.removeprefix("model.")
-    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+    if found := re.match(r"layers\.(\d+)\.(.*)", name):
+        layer = int(found[1])
+        return f"midlayer.{found[2]}" if layer == 0 else f"further.{layer - 1}.{found[2]}"
+    return EMBEDDINGS if name == "embed_tokens.weight" else name
+
+
+def _theirs(name: str, first: str) -> str:
+    """A drafter's parameter as files name it. first: what they call the first layer."""
+    name = re.sub(r"^midlayer\.", f"{first}.", name.removeprefix("layer."))
+    if found := re.match(r"further\.(\d+)\.(.*)", name):
+        return f"layers.{int(found[1]) + 1}.{found[2]}"
+    return "embed_tokens.weight" if name == EMBEDDINGS else name

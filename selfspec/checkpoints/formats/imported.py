@@ -11,8 +11,8 @@ from selfspec.drafters.base import Drafter
 
 
 def published(folder: Path) -> str | None:
-    """The form of a folder: eagle3 (plain or speculators), block (DFlash or DSpark, in either form), medusa (vLLM's,
-    TGI's or FasterDecoding's), uno (a PEFT adapter), or None."""
+    """The form of a folder: eagle3 (also P-EAGLE; plain or speculators), block (DFlash or DSpark, in either form),
+    medusa (vLLM's, TGI's or FasterDecoding's), uno (a PEFT adapter), or None."""
     if (folder / uno.NAME).is_file() and not (folder / "config.json").is_file():
         return "uno"
     if not (folder / "config.json").is_file():
@@ -23,7 +23,7 @@ def published(folder: Path) -> str | None:
     if block.kind_of(config) is not None:
         return "block"
     names = f"{config.get('architectures')} {config.get('speculators_model_type')}"
-    return "eagle3" if "eagle3" in names.lower() else None
+    return "eagle3" if "eagle3" in names.lower() or "peagle" in names.lower() else None
 
 
 def read(folder: Path, target: Target) -> Drafter:

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 @torch.no_grad()
 def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, root: int, steps: int) -> list[Tensor]:
-    """Logits [V] of `steps` draft steps of an EAGLE-3 folder, in float32. The first follows `tokens`[:root + 2]; each
-    later step appends the text's next token, as if it had been drafted. reader: vllm, or sglang, which takes the layers
-    from another key and knows no normed residual."""
+    """Logits [V] of `steps` draft steps of an EAGLE-3 or P-EAGLE folder, in float32. The first follows
+    `tokens`[:root + 2]; each later step appends the text's next token, as if it had been drafted, or a mask. reader:
+    vllm, or sglang, which takes the layers from another key and knows no normed residual."""
     config, w = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     w = {name: t.float() if t.is_floating_point() else t for name, t in w.items()}
     inner = config.get("transformer_layer_config", config)
@@ -37,35 +37,48 @@ def eagle3(folder: Path, model: PreTrainedModel, tokens: Tensor, reader: str, ro
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[f"{name}.weight"]
 
     def project(x: Tensor, name: str) -> Tensor:
-        return linear(x, w[f"midlayer.{name}.weight"], w.get(f"midlayer.{name}.bias"))
+        return linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
-    f = torch.cat(aux, -1)
-    f = norm(f, "input_norm") if flags["norm_before_fc"] else f
-    if flags["fc_norm"]:
-        f = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(f.chunk(len(aux), -1))], -1)
-    states = linear(f, w["fc.weight"])
+    def fused(f: Tensor) -> Tensor:
+        f = norm(f, "input_norm") if flags["norm_before_fc"] else f
+        if flags["fc_norm"]:
+            f = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(f.chunk(len(aux), -1))], -1)
+        return linear(f, w["fc.weight"])
+
+    states, names = fused(torch.cat(aux, -1)), [f"layers.{i}" for i in range(inner["num_hidden_layers"])]
+    w = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in w.items()}
     heads, keys, width = (inner[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    embed = next(model.get_input_embeddings().parameters()).float().cpu()
-    past: list[tuple[Tensor, Tensor]] = []
+    embed = w.get("embed_tokens.weight", next(model.get_input_embeddings().parameters()).float().cpu())
+    past: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
     entering, after, result = states, tokens[0, 1 : root + 2], []
     for step in range(steps):
         positions = torch.arange(len(entering))[None] if step == 0 else torch.tensor([[root + step]])
         cos, sin = turns(config, inner, positions)
-        e, n = norm(embedding(after, embed), "midlayer.input_layernorm"), norm(entering, "midlayer.hidden_norm")
-        both = torch.cat([e, n], -1)
-        q = rotated(project(both, "self_attn.q_proj").unflatten(-1, (heads, width)).transpose(0, 1), cos, sin)
-        k = rotated(project(both, "self_attn.k_proj").unflatten(-1, (keys, width)).transpose(0, 1), cos, sin)
-        v = project(both, "self_attn.v_proj").unflatten(-1, (keys, width)).transpose(0, 1)
-        past.append((k, v))
-        k, v = (torch.cat([pair[i] for pair in past], 1).repeat_interleave(heads // keys, 0) for i in (0, 1))
-        a = scaled_dot_product_attention(q, k, v, is_causal=step == 0)  # [heads, n, width]
-        r = (n if before else entering) + project(a.transpose(0, 1).flatten(1), "self_attn.o_proj")
-        x = norm(r, "midlayer.post_attention_layernorm")
-        r = r + project(silu(project(x, "mlp.gate_proj")) * project(x, "mlp.up_proj"), "mlp.down_proj")
+        e, r = norm(embedding(after, embed), "layers.0.input_layernorm"), entering
+        for at in names:
+            n = norm(r, f"{at}.hidden_norm" if at == "layers.0" else f"{at}.input_layernorm")
+            read = torch.cat([e, n], -1) if at == "layers.0" else n
+            q, k, v = (
+                project(read, f"{at}.self_attn.{name}_proj").unflatten(-1, (count, width)).transpose(0, 1)
+                for name, count in (("q", heads), ("k", keys), ("v", keys))
+            )
+            if f"{at}.self_attn.q_norm.weight" in w:
+                q, k = norm(q, f"{at}.self_attn.q_norm"), norm(k, f"{at}.self_attn.k_norm")
+            past[at].append((rotated(k, cos, sin), v))
+            k, v = (torch.cat([pair[i] for pair in past[at]], 1).repeat_interleave(heads // keys, 0) for i in (0, 1))
+            a = scaled_dot_product_attention(rotated(q, cos, sin), k, v, is_causal=step == 0)  # [heads, n, width]
+            r = n if before and at == "layers.0" else r
+            r = r + project(a.transpose(0, 1).flatten(1), f"{at}.self_attn.o_proj")
+            x = norm(r, f"{at}.post_attention_layernorm")
+            gated = silu(project(x, f"{at}.mlp.gate_proj")) * project(x, f"{at}.mlp.up_proj")
+            r = r + project(gated, f"{at}.mlp.down_proj")
         out = norm(r, "norm")
         result.append(logits(out[-1], model, w))
-        entering = (out if flags["norm_output"] else r)[-1:]
-        after = tokens[0, root + 2 + step : root + 3 + step]
+        if "mask_hidden" in w:
+            entering, after = fused(w["mask_hidden"].view(1, -1)), torch.tensor([config["mask_token_id"]])
+        else:
+            entering = (out if flags["norm_output"] else r)[-1:]
+            after = tokens[0, root + 2 + step : root + 3 + step]
     return result
 
 

@@ -1,18 +1,27 @@
 """The decoder layer of EAGLE-3 (arXiv 2503.01840) as vLLM, SGLang and TensorRT-LLM compute it.
 
 Row t reads the state of position t (features fused, or its own output) and the embedding of token t + 1, each behind a
-norm of its own, side by side: queries, keys and values are maps of 2H numbers. The residual is the state alone.
+norm of its own, side by side: queries, keys and values are maps of 2H numbers. The residual is the state alone. Further
+layers behind it (P-EAGLE has them) are stock ones.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -20,6 +29,22 @@ from selfspec.drafters.base import pack
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.views import Block
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
+
+
+class Form(NamedTuple):
+    """What published layers differ in, most of it by the names of vLLM's config. stack: layers; qk_norm: queries and
+    keys have norms, as Qwen3's; own_head, own_embeddings: trained, where the target's serve otherwise; mask_token: what
+    P-EAGLE's masks are embedded as (None: there are none)."""
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+    own_head: bool = False
+    own_embeddings: bool = False
+    stack: int = 1
+    mask_token: int | None = None
 
 
 class _NoEmbedding(nn.Module):
@@ -46,17 +71,17 @@ class DraftLayer(nn.Module):
     """Layer 1: reads embeddings and states [B, n, 2H] behind their norms, and the states as residual. Parameters:
     2H * (heads + 2 key heads) * D + heads * D * H + 3 * H * I + 3 * H."""
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+    def __init__(self, config: LlamaConfig, form: Form) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.head_dim
         keys = config.num_key_value_heads
         assert width is not None
         assert keys is not None
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual = form.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, 1)
+        self.self_attn = (Qwen3Attention if form.qk_norm else LlamaAttention)(config, 1)  # type: ignore[arg-type]
         for name, count in {"q_proj": config.num_attention_heads, "k_proj": keys, "v_proj": keys}.items():
             setattr(self.self_attn, name, nn.Linear(2 * hidden, count * width, bias=config.attention_bias))
         self.mlp = LlamaMLP(config)
@@ -72,18 +97,18 @@ class DraftLayer(nn.Module):
 
 
 class _DraftBlock(Block):
-    """The layer with its final norm and lm_head, as a stock model of which only these run."""
+    """The layers with their final norm and lm_head, as a stock model of which only these run."""
 
-    full = True
+    full, first = True, 1
 
     def __init__(
-        self, target: Target, config: LlamaConfig, layer: DraftLayer, norm: LlamaRMSNorm, head: nn.Module
+        self, target: Target, config: LlamaConfig, layers: Sequence[nn.Module], norm: LlamaRMSNorm, head: nn.Module
     ) -> None:
         super().__init__()
-        self.layer, self.dtype, self.adapters = 1, target.dtype, {}
+        self.layer, self.dtype, self.adapters = len(layers), target.dtype, {}
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        model.model.layers = nn.ModuleList([_Read(), layer])
+        model.model.layers = nn.ModuleList([_Read(), *layers])
         model.model.norm = norm
         model.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.device)
         model.set_input_embeddings(_NoEmbedding(config.hidden_size, norm))
@@ -106,7 +131,7 @@ class _DraftBlock(Block):
         if not mode:  # built before it takes the place of the old, which a call may be using
             trained, old = self._views[True], self._views.get(False)
             model = view(trained.model)
-            for module in (model.model.layers[1], model.model.norm, model.lm_head):
+            for module in (*model.model.layers[1:], model.model.norm, model.lm_head):
                 cast_parameters(module, self.dtype)
             self._views[False] = self._target(model, trained)
             if old is not None:
@@ -117,57 +142,61 @@ class _DraftBlock(Block):
 class Eagle3Layer(FeatureLayer):
     """`midlayer`, `fc` and the norms of an EAGLE-3 draft model, by the names that its files have.
 
-    Parameters: F*H*H for F features, those of `DraftLayer`, H of the final norm, F*H for norms of features where asked
-    for, and those of a head of its own.
+    Parameters: F*H*H for F features, those of `DraftLayer` and of further layers, H of the final norm, F*H for norms of
+    features where asked for, F*H of masks, and those of a head and of embeddings of its own.
     """
 
     packed_fc: Tensor | None
+    mask_hidden: nn.Parameter | None
 
     def __init__(
-        self,
-        target: Target,
-        layers: tuple[int, ...],
-        config: LlamaConfig,
-        dtype: torch.dtype,
-        norm_before_residual: bool,
-        norm_before_fc: bool,
-        fc_norm: bool,
-        norm_output: bool,
-        own_head: bool,
+        self, target: Target, layers: tuple[int, ...], config: LlamaConfig, dtype: torch.dtype, form: Form
     ) -> None:
-        """config: see `parts.llama_config`; dtype: of what is trained; the flags are those of vLLM's config."""
+        """config: see `parts.llama_config`; dtype: of what is trained."""
         super().__init__()
-        self.layers, self.norm_output, self.config, hidden = layers, norm_output, config, target.hidden_size
+        self.layers, self.form, self.config, hidden = layers, form, config, target.hidden_size
+        config.num_hidden_layers = 1 + form.stack  # the first stands for what is read
         place: dict[str, Any] = {"device": target.device, "dtype": dtype}
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
-        self.midlayer = DraftLayer(config, norm_before_residual)
+        self.midlayer = DraftLayer(config, form)
+        stock: Any = Qwen3DecoderLayer if form.qk_norm else LlamaDecoderLayer
+        self.further = nn.ModuleList(stock(config, i) for i in range(2, 1 + form.stack))
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-        self.input_norm = LlamaRMSNorm(len(layers) * hidden, config.rms_norm_eps) if norm_before_fc else None
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in layers if fc_norm)
-        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if own_head else None
+        masked = form.mask_token is not None
+        self.mask_hidden = nn.Parameter(torch.randn(len(layers) * hidden)) if masked else None
+        self.input_norm = LlamaRMSNorm(len(layers) * hidden, config.rms_norm_eps) if form.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in layers if form.fc_norm)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if form.own_head else None
+        theirs = target.model.get_input_embeddings().weight
+        self.embedding = nn.Parameter(theirs.detach().clone() if form.own_embeddings else theirs, form.own_embeddings)
         self.to(**place)
         self.start_from(target)
-        self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
+        if not form.own_embeddings:
+            self.embedding = nn.Parameter(theirs, requires_grad=False)
         self.target_head = view(target.lm_head)
-        self.draft = _DraftBlock(target, config, self.midlayer, self.norm, self.head)
+        self.draft = _DraftBlock(target, config, [self.midlayer, *self.further], self.norm, self.head)
         pack(self, packed_fc=None)
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
-        """Initial weights: the target's last layer, applied to the highest feature. Weights that read the next token's
+        """Initial weights: the target's last layers, applied to the highest feature. Weights that read the next token's
         embedding start at zero, and matrices without a counterpart of the same shape at random."""
         hidden = target.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
-        theirs = dict(target.layers[-1].named_modules())
-        for name, module in self.midlayer.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            wide = name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-            into = module.weight[:, hidden:] if wide else module.weight
-            start_linear(module, into, theirs.get(name), hidden**-0.5)
-        copy_scale(self.midlayer.hidden_norm, theirs.get("input_layernorm"), target.dtype)
-        copy_scale(self.midlayer.post_attention_layernorm, norm_before_mlp(theirs), target.dtype)
+        last = list(target.layers)[-1 - len(self.further) :]
+        for layer, counterpart in zip([self.midlayer, *self.further], last, strict=False):
+            theirs = dict(counterpart.named_modules())
+            for name, module in layer.named_modules():
+                if not isinstance(module, nn.Linear):
+                    continue
+                wide = layer is self.midlayer and name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+                into = module.weight[:, hidden:] if wide else module.weight
+                start_linear(module, into, theirs.get(name), hidden**-0.5)
+            reading = self.midlayer.hidden_norm if layer is self.midlayer else layer.input_layernorm
+            copy_scale(reading, theirs.get("input_layernorm"), target.dtype)
+            after = layer.post_attention_layernorm
+            copy_scale(after, norm_before_mlp(theirs), target.dtype)
         copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
 
     @property
@@ -199,8 +228,15 @@ class Eagle3Layer(FeatureLayer):
             stacked = torch.cat([normed(norm, part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return F.linear(stacked, self.fc.weight.to(stacked.dtype) if self.packed_fc is None else self.packed_fc)
 
+    def masks(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
+        """What so many masks of each row enter with: states [rows, count, H], and tokens, int64 [rows, count]."""
+        assert self.mask_hidden is not None
+        packed, token = self.packed_fc, self.form.mask_token or 0
+        states = self.fused(self.mask_hidden.to(self.fc.weight if packed is None else packed))
+        return states.expand(rows, count, -1), torch.full((rows, count), token, device=states.device)
+
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([F.embedding(tokens.to(self.embedding.device), self.embedding).to(states), states], -1)
 
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
-        return hidden if self.norm_output else outputs
+        return hidden if self.form.norm_output else outputs

@@ -342,13 +342,13 @@ class DraftLayerCache(FeatureCache[FeatureLayer, DraftView]):
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         block, tokens = self.layer.block, self._tokens(context, count, max(count))
         entering = self.layer.entry(self.layer.fused(self._stacked(count, max(count))), tokens)
-        layers = block.layer, block.layer + 1
+        layers = block.first, block.layer + 1
         block.target.forward(chain(tokens), cache, False, layers, entering, (block.layer,), prompt=True)
 
 
 def draft_view(block: Block, cache: KVCache, entries: int, logits: bool) -> DraftView:
     """A draft layer with room for `entries` more in its cache; drafting parts have lm_head where logits are wanted."""
-    layers, target = (block.layer, block.layer + 1), block.target
+    layers, target = (block.first, block.layer + 1), block.target
     part = target.part(*layers, (block.layer,), logits=False)
     drafting = target.part(*layers, (block.layer,)) if logits else part
     target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph

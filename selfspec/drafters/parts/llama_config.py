@@ -100,7 +100,7 @@ def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
     config = LlamaConfig(
         hidden_size=hidden,
         vocab_size=tokens,
-        num_hidden_layers=2,  # the first stands for what is read
+        num_hidden_layers=1,
         hidden_act="silu",
         tie_word_embeddings=False,
         **found,

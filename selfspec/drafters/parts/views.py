@@ -104,12 +104,17 @@ def _rows(head: nn.Linear, count: int) -> nn.Linear:
 
 
 class Block(Adapted, ABC):
-    """A decoder layer, final norm and lm_head that can be fed with any hidden states. layer: its index in `target`, of
-    which it is the last; dtype: of decoding; full: whether the layer's own weights are trained."""
+    """A decoder layer, or several, with final norm and lm_head, that can be fed with any hidden states. layer: index in
+    `target` of the last, which is the target's last; first: of the first of them; dtype: of decoding; full: whether the
+    layers' own weights are trained."""
 
     layer: int
     dtype: torch.dtype
     full: bool
+
+    @property
+    def first(self) -> int:
+        return self.layer
 
     @property
     @abstractmethod
@@ -127,9 +132,9 @@ class Block(Adapted, ABC):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Pass:
-        """The layer on whole texts, reading `hidden` [B, S, ...]; tokens int64 [B, S]. The layer's output is among the
-        pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
-        start = self.layer if block else self.layer + 1
+        """The layers on whole texts, reading `hidden` [B, S, ...]; tokens int64 [B, S]. The last one's output is among
+        the pass's features. Without `block` the final norm reads `hidden` itself. See `Target.text`."""
+        start = self.first if block else self.layer + 1
         reads = (self.layer,) if block else ()
         return self.target.text(
             tokens, logits, (start, self.layer + 1), hidden, reads, cache, masks, positions, documents

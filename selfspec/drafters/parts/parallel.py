@@ -1,0 +1,93 @@
+"""EAGLE-3's layers draft all depths in one pass, with masks in place of drafted tokens (P-EAGLE, arXiv 2602.01469).
+
+Entry t of the layers' cache is EAGLE-3's: the target's features at position t and token t + 1. Behind the root's entry
+come masks, a token and features that are learned, each reading the text and the masks before it. Rows do not know which
+tokens were drafted before them, so all nodes of a depth have the same children's scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from selfspec.core.contract import Accepted, Context
+from selfspec.core.masks import additive, restarting
+from selfspec.core.pass_cache import TextCache
+from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
+from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
+from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, PendingRows
+from selfspec.drafters.parts.tree_function import drafted_by
+from selfspec.drafters.parts.unrolled import Unrolled
+
+
+def hidden_along(
+    layer: Eagle3Layer,
+    depth: int,
+    tokens: Tensor,
+    features: dict[int, Tensor],
+    hosts: Tensor,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Hidden states [B, A, depth, H] of the drafts behind entries `hosts`, int64 [B, A], of whole texts: tokens int64
+    [B, S], features [B, S, H] by layer. documents: int64 [B, S], see `Batch`."""
+    n, (rows, count), more, block = tokens.shape[1] - 1, hosts.shape, depth - 1, layer.block
+    states = layer.fused(layer.stacked({i: part[:, :n] for i, part in features.items()}))
+    after, device = tokens[:, 1:], tokens.device
+    at = torch.arange(n, device=device)
+    documents = torch.zeros_like(after) if documents is None else documents[:, :n]
+    places, cache = restarting(documents), TextCache(block.layer + 1, kept=True)
+    seen = (at[:, None] >= at) & (documents[:, :, None] == documents[:, None])
+    mask = additive(seen, block.dtype)[:, None]
+    out = block.text(layer.entry(states, after), after, True, False, cache, mask, places).hidden
+    hidden = out.gather(1, hosts[:, :, None].expand(-1, -1, out.shape[-1]))[:, :, None]
+    if not more:
+        return hidden
+    text = seen.gather(1, hosts[:, :, None].expand(-1, -1, n)).repeat_interleave(more, 1)
+    own = torch.block_diag(*[torch.ones(more, more, device=device).tril()] * count).bool()
+    mask = additive(torch.cat([text, own.expand(rows, -1, -1)], 2), block.dtype)[:, None]
+    behind = (places.gather(1, hosts)[:, :, None] + torch.arange(1, more + 1, device=device)).flatten(1)
+    states, masks = layer.masks(rows, count * more)
+    out = block.text(layer.entry(states, masks), masks, True, False, cache, mask, behind).hidden
+    return torch.cat([hidden, out.unflatten(1, (count, more))], 2)
+
+
+def tree_of(
+    drafter: Unrolled, growth: Growth, ranking: Ranking, layer: Eagle3Layer, pending: PendingRows[DraftView]
+) -> Nodes:
+    """A tree behind roots, from what the layers read up to there; see `drafted_by`."""
+    vocabulary, draft_head, rows = drafter.vocabulary, drafter.draft_head, len(pending.tokens)
+    root = layer.read(pending, draft_head is None)
+    logits, hidden = root.logits, root.hidden
+    if drafter.depth > 1:
+        states, masks = layer.masks(rows, drafter.depth - 1)
+        more, behind, _ = layer.step(root, states, chain(masks), drafter.depth - 1)
+        hidden = torch.cat([hidden, behind], 1)
+        logits = None if logits is None or more is None else torch.cat([logits, more], 1)
+    scores = logits if draft_head is None else F.linear(hidden, draft_head)
+    assert scores is not None
+    ids = None if vocabulary is None else vocabulary.expand(rows, -1)
+
+    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
+        return scores[:, d, None].expand(-1, growth.frontier.shape[1], -1), ids
+
+    return grow(growth, step, drafter.depth, ranking).best()
+
+
+class ParallelSession:
+    """What one call keeps: the layers' cache."""
+
+    def __init__(self, drafter: Unrolled, layer: Eagle3Layer) -> None:
+        self.drafter, self.layer, self.cache = drafter, layer, DraftLayerCache(layer)
+
+    def propose(self, context: Context) -> DraftTree:
+        drafter, config = self.drafter, self.drafter.config
+        if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
+            return chain(context.roots[:, None])
+        pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth)
+        given = self.layer, pending
+        return trusted(*drafted_by(tree_of, drafter, context, given, config.width, config.min_prob))
+
+    def observe(self, accepted: Accepted) -> None:
+        self.cache.observe(accepted)
