@@ -15,8 +15,12 @@ from conftest import randomize, tiny_model
 from safetensors.torch import load_file
 
 from selfspec.checkpoints.formats import eagle3
+from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
+from selfspec.core.tree import chain
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
+from selfspec.drafters.parts.feature_layer import DraftLayerCache
+from selfspec.drafters.parts.parallel import forecast
 
 peagle_core: Any = pytest.importorskip("speculators.models.peagle.core", reason="speculators is not installed")
 
@@ -62,3 +66,21 @@ def test_p_eagle_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monk
     theirs = torch.cat([logits[0][:, hosts, None], logits[0][:, n:].unflatten(1, (3, 3)).transpose(1, 2)], 2)
     ours = drafter.along(TEXT, features, hosts[None])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", P_EAGLES)
+@torch.no_grad()
+def test_p_eagle_decodes_what_it_was_trained_for(form: str) -> None:
+    target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
+    drafter = Eagle3(target, Eagle3Config(layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form]))
+    randomize(drafter)
+    drafter.eval()
+    features = target.text(TEXT, False, reads=drafter.reads).features
+    for at in (1, 5, 10):
+        cache, read = target.cache(1, 64, 64), DraftLayerCache(drafter.layer)
+        rows = target.forward(chain(TEXT[:, :at]), cache, False, reads=drafter.reads, prompt=True)
+        cache.commit([list(range(at))])
+        read.observe(Accepted(rows.hidden, rows.features, [0], [list(range(at))]))
+        context = Context(TEXT[:, at], [at], [TEXT[0, : at + 1].tolist()], 8, 0.0, None, target, cache)
+        ours = forecast(drafter, drafter.layer, read.rows(context, True, drafter.depth, drafter.depth))
+        torch.testing.assert_close(ours, drafter.along(TEXT, features, torch.tensor([[at - 1]]))[0])

@@ -11,9 +11,11 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.block import BlockDrafter, forecast
+from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.block_stack import BlockCache
 from selfspec.drafters.parts.feature_layer import DraftLayerCache
+from selfspec.drafters.parts.parallel import forecast as forecast_of_masks
 from selfspec.drafters.parts.unrolled import Unrolled
 
 
@@ -80,6 +82,10 @@ class ChainSession:
                 tokens = torch.cat([tokens, best[:, None]], 1)
             return tokens
         assert isinstance(self.cache, DraftLayerCache)
+        if isinstance(drafter, Eagle3) and drafter.config.parallel:
+            rows = self.cache.rows(context, True, self.owner.length, drafter.depth)
+            best = forecast_of_masks(drafter, drafter.layer, rows)[:, : self.owner.length].argmax(-1)
+            return torch.cat([tokens, best], 1)
         root = drafter.layer.read(self.cache.rows(context, True, self.owner.length, self.owner.length), True)
         logits, states = root.logits, root.states
         for step in range(self.owner.length):

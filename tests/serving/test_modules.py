@@ -37,7 +37,13 @@ Kind = Mtp | BlockDrafter | Eagle3
 CASES: dict[str, tuple[str, type[Kind], DrafterConfig, int, tuple[int, ...]]] = {
     "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),  # vLLM's latent attention takes no heads as small as these
     "dflash": ("llama", BlockDrafter, BLOCK, 300, (4,)),
-    "eagle3": ("llama", Eagle3, Eagle3Config(layers=[0, 1], parallel=True, depth=4, loss="ce"), 300, (4,)),
+    "eagle3": (
+        "llama",
+        Eagle3,
+        Eagle3Config(layers=[0, 1], parallel=True, depth=4, min_prob=0.0, loss="ce"),
+        300,
+        (4,),
+    ),
 }
 
 pytestmark = [

@@ -58,16 +58,9 @@ def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype
     llama, config = drafter.layer.config, drafter.config
     rope: dict[str, Any] = {**(llama.rope_parameters or {})}
     scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
-    form = "Qwen3" if config.qk_norm else "Llama"
     return {
-        "architectures": [
-            f"Peagle{form}ForCausalLM"
-            if config.parallel
-            else "Eagle3Qwen3ForCausalLM"
-            if config.qk_norm
-            else "LlamaForCausalLMEagle3"
-        ],
-        "model_type": form.lower(),
+        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": llama.hidden_size,
         "intermediate_size": llama.intermediate_size,
         "num_attention_heads": llama.num_attention_heads,

@@ -53,21 +53,27 @@ def hidden_along(
     return torch.cat([hidden, out.unflatten(1, (count, more))], 2)
 
 
-def tree_of(
-    drafter: Unrolled, growth: Growth, ranking: Ranking, layer: Eagle3Layer, pending: PendingRows[DraftView]
-) -> Nodes:
-    """A tree behind roots, from what the layers read up to there; see `drafted_by`."""
-    vocabulary, draft_head, rows = drafter.vocabulary, drafter.draft_head, len(pending.tokens)
+def forecast(drafter: Unrolled, layer: Eagle3Layer, pending: PendingRows[DraftView]) -> Tensor:
+    """Logits [B, depth, V'] of all depths, from what the layers read up to each root."""
+    draft_head = drafter.draft_head
     root = layer.read(pending, draft_head is None)
     logits, hidden = root.logits, root.hidden
     if drafter.depth > 1:
-        states, masks = layer.masks(rows, drafter.depth - 1)
+        states, masks = layer.masks(len(hidden), drafter.depth - 1)
         more, behind, _ = layer.step(root, states, chain(masks), drafter.depth - 1)
         hidden = torch.cat([hidden, behind], 1)
         logits = None if logits is None or more is None else torch.cat([logits, more], 1)
     scores = logits if draft_head is None else F.linear(hidden, draft_head)
     assert scores is not None
-    ids = None if vocabulary is None else vocabulary.expand(rows, -1)
+    return scores
+
+
+def tree_of(
+    drafter: Unrolled, growth: Growth, ranking: Ranking, layer: Eagle3Layer, pending: PendingRows[DraftView]
+) -> Nodes:
+    """A tree behind roots, from what the layers read up to there; see `drafted_by`."""
+    scores, vocabulary = forecast(drafter, layer, pending), drafter.vocabulary
+    ids = None if vocabulary is None else vocabulary.expand(len(scores), -1)
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         return scores[:, d, None].expand(-1, growth.frontier.shape[1], -1), ids
