@@ -11,6 +11,7 @@ import torch
 from conftest import randomize, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
@@ -31,6 +32,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "dflash": {"predicts": "own", "correction": 0},
     "dspark": {"correction": 4, "draft_vocab": 20},
     "causal": {"causal": True, "correction": 0},
+    "gated": {"correction": 4, "correction_form": "gated", "confidence": "parents"},
+    "rnn": {"correction": 4, "correction_form": "rnn", "confidence": "rows", "draft_vocab": 20},
+    "sliding": {"predicts": "own", "correction": 0, "sliding": [1], "window": 6},
+    "sliding_both_ways": {"correction": 4, "sliding": [0, 1], "window": 5, "sliding_causal": False},
 }
 
 
@@ -82,7 +87,7 @@ def test_drafts_are_those_of_transformers_layers(tmp_path: Path) -> None:
     stacked = drafter.stack.stacked(out.features)
     for at in (1, 5, 11):
         wanted = target.lm_head(by_transformers(tmp_path, target, stacked[:, :at], int(TEXT[0, at]))[1:])
-        logits = drafter.along(TEXT, torch.tensor([[at]]), stacked)[0, 0]
+        logits = drafter.along(TEXT, torch.tensor([[at]]), stacked).logits[0, 0]
         assert torch.allclose(logits, wanted, atol=1e-5)
         # Decoding: the first child at each depth of a greedy chain is the judge's token.
         session, cache = drafter.session(target, 1), target.cache(1, 64, 64)
@@ -93,6 +98,40 @@ def test_drafts_are_those_of_transformers_layers(tmp_path: Path) -> None:
         tree = session.propose(context)
         children = tree.tokens[0, tree.parents[0] == 0]
         assert int(children[0]) == int(wanted[0].argmax())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_trees_are_scored_along_their_paths(form: str) -> None:
+    """A node's probability is that of its path by the rows that a whole text gives, confidence included."""
+    target = target_of()
+    drafter = drafter_of(target, min_prob=0.0, width=3, **FORMS[form])
+    at = 7
+    stacked = drafter.stack.stacked(target.text(TEXT, True, reads=drafter.reads).features)
+    session, cache = drafter.session(target, 1), target.cache(1, 64, 64)
+    rows = target.forward(chain(TEXT[:, :at]), cache, False, reads=drafter.reads, prompt=True)
+    cache.commit([list(range(at))])
+    session.observe(Accepted(rows.hidden, rows.features, [0], [list(range(at))]))
+    context = Context(TEXT[:, at], [at], [TEXT[0, : at + 1].tolist()], 200, 0.0, None, target, cache)
+    tree = session.propose(context)
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    vocabulary = list(range(61)) if drafter.vocabulary is None else drafter.vocabulary.tolist()
+    forecast = drafter.along(TEXT, torch.tensor([[at]]), stacked)
+    deepest = 0
+    for node in range(1, len(tokens)):
+        path, up = [tokens[node]], node
+        while (up := parents[up]) >= 0:
+            path.insert(0, tokens[up])
+        deepest = max(deepest, len(path) - 1)
+        above = torch.tensor([*path[:-1], *[0] * (drafter.depth - len(path) + 1)])[: drafter.depth]
+        logits, odds = drafter.behind(forecast, above[None, None])
+        wanted = 0.0
+        for d, token in enumerate(path[1:]):
+            wanted += float(torch.log_softmax(logits[0, 0, d].float(), -1)[vocabulary.index(token)])
+            wanted += float(F.logsigmoid(odds[d])) if odds else 0.0
+        assert tree.scores is not None
+        assert float(tree.scores[0, node].log()) == pytest.approx(wanted, abs=1e-3)
+    assert deepest > 1
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,9 +152,10 @@ def test_what_is_written_is_read_again(form: str, tmp_path: Path) -> None:
     outer = {"speculators_model_type": "dspark" if "markov_rank" in config else "dflash"}
     outer |= {"aux_hidden_state_layer_ids": states, "mask_token_id": nested["mask_token_id"]}
     outer |= {"sample_from_anchor": nested["sample_from_anchor"], "sliding_window_non_causal": True}
-    outer |= {key: config[key] for key in ("block_size", "markov_rank", "draft_vocab_size") if key in config}
+    keys = ("block_size", "markov_rank", "markov_head_type", "draft_vocab_size", "confidence_head_with_markov")
+    outer |= {key: config[key] for key in keys if key in config}
     (tmp_path / "config.json").write_text(json.dumps({**outer, "transformer_layer_config": inner}))
-    if form == "causal":
+    if form in ("causal", "sliding"):
         return  # which that form has no key for
     again = block.read(tmp_path, target)
     assert all(torch.equal(p, again.trained()[name]) for name, p in found.trained().items())
@@ -134,16 +174,14 @@ def test_an_older_config_is_read_by_its_own_rotary_base(tmp_path: Path) -> None:
     assert (found.rope_parameters["rope_theta"], found.head_dim, found.rms_norm_eps) == (777.0, 8, 1e-6)
 
 
-def test_a_published_folder_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_published_folder_drafts(tmp_path: Path) -> None:
     target = target_of(torch.float32)
     drafter = drafter_of(target, **FORMS["dspark"])
     block.write(drafter, target, tmp_path / "drafter")
     path = tmp_path / "drafter" / "model.safetensors"
-    more = {"confidence_head.proj.weight": torch.zeros(1, 36), "confidence_head.proj.bias": torch.zeros(1)}
-    save_file({**load_file(path), **more, "embed_tokens.weight": target.model.get_input_embeddings().weight}, path)
+    save_file({**load_file(path), "embed_tokens.weight": target.model.get_input_embeddings().weight}, path)
     target.model.save_pretrained(tmp_path / "target")
     spec = selfspec.load(tmp_path / "drafter", target=tmp_path / "target", dtype="float32")
-    assert "its confidence head is left out" in capsys.readouterr().err
     plain = spec.autoregressive(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3)
     assert spec.generate(PROMPTS[0], max_new_tokens=20, temperature=0.7, seed=3).token_ids == plain.token_ids
 
@@ -158,12 +196,12 @@ def test_an_export_is_held_to_a_reading_of_its_own(form: str, tmp_path: Path) ->
     save_drafter(drafter, tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
     told = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
     assert "checked: " in told[1]
-    assert f'"method": "{"dspark" if form == "dspark" else "dflash"}"' in told[-1]
+    assert f'"method": "{"dspark" if drafter.config.correction else "dflash"}"' in told[-1]
     for to in ("sglang", "speculators", "medusa"):
         with pytest.raises(ValueError, match="take --to vllm"):
             export(str(tmp_path / "drafter"), to, tmp_path / "no")
     path, right = tmp_path / "out" / "config.json", json.loads((tmp_path / "out" / "config.json").read_text())
-    for planted in ({"target_layer_ids": [0, 1]}, {"causal": not right["dflash_config"]["causal"]}):
+    for planted in ({"target_layer_ids": [0, 1]}, {"causal": not right["dflash_config"].get("causal", False)}):
         path.write_text(json.dumps({**right, "dflash_config": {**right["dflash_config"], **planted}}))
         with pytest.raises(ValueError, match="the file does not say what the drafter computes"):
             check_block(tmp_path / "out", drafter, target, torch.arange(2, 32)[None])
@@ -178,9 +216,10 @@ def test_an_export_is_held_to_a_reading_of_its_own(form: str, tmp_path: Path) ->
         ({"dflash_config": {"target_layer_ids": [2, 0]}}, "must ascend"),
         ({"dflash_config": {"mask_token_id": 61}}, "mask_token_id=61 must be a token of the target, 0 to 60"),
         ({"dflash_config": {"causal": "false"}}, "causal='false' must be true or false"),
-        ({"layer_types": "sliding_attention"}, "layer_types='sliding_attention' must be a list"),
-        ({"layer_types": ["sliding_attention"]}, "sliding window can not be read"),
-        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type='rnn' can not be read"),
+        ({"layer_types": "sliding_attention"}, "layer_types='sliding_attention' must list"),
+        ({"layer_types": ["sliding_attention"]}, "must list full_attention or sliding_attention 2 times"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None; give positions"),
+        ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' must be one of vanilla, gated, rnn"),
         ({"num_hidden_layers": 3}, "missing tensors"),
         ({"draft_vocab_size": 900}, "draft_vocab_size=900 must lie between 1 and 61"),
     ],
@@ -213,7 +252,21 @@ def test_planted_errors_change_the_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"size": 1, "predicts": "own"}, {"size": 65}, {"predicts": "last"}, {"stack": 0}, {"layers": [1, 1]}]
+    "settings",
+    [
+        {"size": 1, "predicts": "own"},
+        {"size": 65},
+        {"predicts": "last"},
+        {"stack": 0},
+        {"layers": [1, 1]},
+        {"sliding": [0]},
+        {"sliding": [2], "window": 8},
+        {"sliding": [0], "window": 7},
+        {"causal": True, "sliding_causal": False},
+        {"correction_form": "rnn", "predicts": "own"},
+        {"correction": 0, "confidence": "parents"},
+        {"confidence": "yes"},
+    ],
 )
 def test_settings_are_checked(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="drafter\\."):

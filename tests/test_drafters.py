@@ -169,6 +169,21 @@ TABLE = {
     "block_causal_few": of(
         BlockDrafter, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4
     ),
+    "block_gated": of(
+        BlockDrafter, size=4, correction=4, correction_form="gated", confidence="parents", stack=1, anchors=4
+    ),
+    "block_rnn_sliding": of(
+        BlockDrafter,
+        size=4,
+        correction=4,
+        correction_form="rnn",
+        confidence="rows",
+        draft_vocab=20,
+        sliding=[1],
+        window=6,
+        min_prob=0.0,
+        anchors=4,
+    ),
     "mtp_in_a_row_few": of(Mtp, modules=3, depth=3, min_prob=0.0, draft_vocab=20, recycled="pre"),
     "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),

@@ -14,14 +14,17 @@ import torch
 from conftest import randomize, tiny_model
 from safetensors.torch import load_file
 
-from selfspec.checkpoints.formats import eagle3
+from selfspec.checkpoints.formats import block, eagle3
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
+from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.feature_layer import DraftLayerCache
 from selfspec.drafters.parts.parallel import forecast
 
+dflash_core: Any = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
+dspark_core: Any = pytest.importorskip("speculators.models.dspark.core", reason="speculators is not installed")
 peagle_core: Any = pytest.importorskip("speculators.models.peagle.core", reason="speculators is not installed")
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
@@ -66,6 +69,65 @@ def test_p_eagle_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monk
     theirs = torch.cat([logits[0][:, hosts, None], logits[0][:, n:].unflatten(1, (3, 3)).transpose(1, 2)], 2)
     ours = drafter.along(TEXT, features, hosts[None])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "vanilla": {"correction": 4, "confidence": "parents"},
+    "gated": {"correction": 4, "correction_form": "gated", "confidence": "rows"},
+    "rnn": {"correction": 4, "correction_form": "rnn", "confidence": "parents", "draft_vocab": 20},
+    # Windows that reach beyond the text: at their edges vLLM counts from each row, speculators from the block.
+    "sliding": {"correction": 4, "sliding": [1], "window": 30, "confidence": "rows"},
+    "sliding_both_ways": {"correction": 4, "sliding": [0], "window": 30, "sliding_causal": False},
+}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@torch.no_grad()
+def test_dspark_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
+    drafter = BlockDrafter(target, BlockConfig(size=5, layers=[0, 2], **BLOCKS[form]))
+    randomize(drafter)
+    if drafter.vocabulary is not None:
+        drafter.drafts_only(torch.arange(3, 43, 2))
+    block.write(drafter.eval(), target, tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    keys = ("block_size", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    config = dspark_core.DSparkSpeculatorConfig(
+        **{key: found[key] for key in (*keys, "mask_token_id", "sample_from_anchor")},
+        draft_vocab_size=found["draft_vocab_size"] or found["vocab_size"],
+        aux_hidden_state_layer_ids=[layer + 1 for layer in found["target_layer_ids"]],
+        sliding_window_non_causal=not drafter.config.sliding_causal,
+        transformer_layer_config={**found, "use_sliding_window": True},
+    )
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = dspark_core.DSparkDraftModel(config).double()
+    tensors = load_file(tmp_path / "model.safetensors")
+    embeddings = target.model.get_input_embeddings().weight.detach().clone()
+    embeddings[found["mask_token_id"]] = torch.load(tmp_path / "mask_embedding.pt")
+    tensors = {"embed_tokens.weight": embeddings, "lm_head.weight": target.lm_head.weight, **tensors}
+    told = model.load_state_dict(tensors, strict=False)
+    assert not told.unexpected_keys
+    assert all(name.startswith("verifier_") or name == "t2d" for name in told.missing_keys)
+    anchors, n = torch.tensor([1, 4, 6]), TEXT.shape[1]
+    monkeypatch.setattr(dflash_core, "select_anchors", lambda *given: (anchors, torch.ones(3).bool()))
+    told_by: list[Any] = []
+    monkeypatch.setattr(
+        dspark_core,
+        "compute_metrics",
+        lambda logits, wanted, odds, *given, **more: told_by.extend([logits, odds]) or (0, {}),
+    )
+    features = target.text(TEXT, False, reads=drafter.reads).features
+    stacked = drafter.stack.stacked(features)
+    model.verifier_lm_head.weight.zero_()
+    given = stacked, TEXT, torch.ones(1, n), torch.zeros(1, n, 32).double(), torch.zeros(1, n, dtype=torch.long)
+    model(*given, max_anchors=3)
+    logits, odds = told_by[0].view(1, 3, 5, -1), told_by[1]
+    parents = TEXT[0, anchors[:, None] + torch.arange(5)][None]
+    ours, sure = drafter.behind(drafter.along(TEXT, anchors[None], stacked), parents)
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+    assert (odds is None) == (not sure)
+    if sure:
+        torch.testing.assert_close(torch.stack(sure, -1), odds.view(1, 3, 5), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", P_EAGLES)

@@ -77,8 +77,11 @@ class ChainSession:
             assert drafter.stack.ready is not None
             rows = self.cache.rows(context, False, self.owner.length, drafter.config.size)
             block = forecast(drafter, tokens[:, 0], drafter.stack.ready, rows)
+            state = drafter.start(block.hidden[:, 0])
             for depth in range(self.owner.length):
-                best = drafter.corrected(block[:, depth], tokens[:, -1]).argmax(-1)
+                logits, hidden = (part[:, depth] for part in block)
+                logits, state = drafter.corrected(logits, hidden, tokens[:, -1], state)
+                best = logits.argmax(-1)
                 tokens = torch.cat([tokens, best[:, None]], 1)
             return tokens
         assert isinstance(self.cache, DraftLayerCache)

@@ -7,7 +7,6 @@ mask_embedding.pt where there is one.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
+from selfspec.drafters.parts import markov
 from selfspec.drafters.parts.llama_config import OWN, own_settings
 from selfspec.utils.files import Figures
 
@@ -24,6 +24,8 @@ MASK_FILE = "mask_embedding.pt"
 _KINDS = ("dflash", "dspark")
 _IDS, _STATES = "target_layer_ids", "aux_hidden_state_layer_ids"
 _MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+_JOINT = {"vanilla": (), "gated": ("markov_head.gate_proj",), "rnn": ("markov_head.joint_proj",)}
+_SURE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 _PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
@@ -44,13 +46,40 @@ def flat(config: Figures) -> Figures:
     merged = {**config, **(config.get("transformer_layer_config") or {})}
     if isinstance(states := config.get(_STATES), list):
         merged[_IDS] = [state - 1 for state in states]
-    # Its sliding_window_non_causal is of sliding layers, which are refused; full attention was trained both ways.
-    return {"sample_from_anchor": False, "causal": False, **merged, "draft_vocab_size": config.get("draft_vocab_size")}
+    merged["draft_vocab_size"] = config.get("draft_vocab_size")
+    return {"sample_from_anchor": False, "sliding_window_non_causal": False, **merged}
+
+
+def attention(config: Figures, where: str) -> Figures:
+    """What a flat config says of the layers' masks, as `BlockConfig` has it, by vLLM's rules.
+
+    Raises ValueError for kinds of layers that are not known, and a window that is missing.
+    """
+    count, kinds, swa = config["num_hidden_layers"], config.get("layer_types"), bool(config.get("use_swa"))
+    known = {"full_attention", "sliding_attention"}
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= known):
+        raise ValueError(f"{where}: layer_types={kinds!r} must list full_attention or sliding_attention {count} times")
+    sliding = [i for i, kind in enumerate(kinds or []) if kind == "sliding_attention"]
+    if swa and not sliding:
+        sliding = list(range(count))
+    causal = config.get("is_causal") if config.get("is_causal") is not None else config.get("causal")
+    usual = "sliding_attention" in (kinds or []) and not config.get("sliding_window_non_causal")
+    read: Figures = {"causal": bool(causal), "sliding_causal": usual if causal is None else causal}
+    if not sliding:
+        return {"causal": bool(causal)}
+    window = config.get("swa_window_size") or config.get("sliding_window")
+    if type(window) is not int or window < 1:
+        raise ValueError(f"{where}: layers slide, but swa_window_size or sliding_window is {window!r}; give positions")
+    return {**read, "sliding": sliding, "window": window}
+
+
+def markov_names(form: str) -> list[str]:
+    """What files call the parameters of a correction, in the drafter's order."""
+    return [*_MARKOV, *(f"{name}.{part}" for name in _JOINT[form] for part in ("weight", "bias"))]
 
 
 def contract(config: Figures, folder: Path) -> Contract:
-    """Names and shapes of a drafter's tensors, from its flat config; without embeddings, lm_head and a confidence
-    head."""
+    """Names and shapes of a drafter's tensors, from its flat config; without embeddings and lm_head."""
     H, inner, heads, keys, width, V, layers = (
         number(config, name, folder)
         for name in (
@@ -70,18 +99,21 @@ def contract(config: Figures, folder: Path) -> Contract:
         shapes[f"layers.{i}.mlp.down_proj.weight"] = [H, inner]
         shapes |= {f"layers.{i}.{name}.weight": [H] for name in ("input_layernorm", "post_attention_layernorm")}
     few = config.get("draft_vocab_size") or V
-    if rank := config.get("markov_rank"):
-        shapes |= dict(zip(_MARKOV, ([V, rank], [few, rank]), strict=True))
+    rank, form = config.get("markov_rank") or 0, config.get("markov_head_type", "vanilla")
+    if rank:
+        shapes |= dict(zip(markov_names(form), markov.shapes(form, rank, H, V, few), strict=True))
+    if config.get("enable_confidence_head"):
+        with_markov = config.get("confidence_head_with_markov", False)
+        shapes |= dict(zip(_SURE, ([1, H + (rank if with_markov else 0)], [1]), strict=True))
     tensors: Contract = {name: (shape, None) for name, shape in shapes.items()}
     return tensors | ({"d2t": ([few], torch.int64)} if few < V else {})
 
 
 def read(folder: Path, target: Target) -> BlockDrafter:
-    """A published drafter of this target, in either form. It is not calibrated. A confidence head is left out, with a
-    line: trees are ranked by the drafter's own scores.
+    """A published drafter of this target, in either form. It is not calibrated.
 
-    Raises ValueError for what this target or `drafter=block` can not have: other sizes, sliding layers, gated or
-    recurrent corrections, features or masks that do not exist, tensors that are missing or too many.
+    Raises ValueError for what this target or `drafter=block` can not have: other sizes, features or masks that do not
+    exist, tensors that are missing or too many.
     """
     config, path = flat(read_config(folder)), folder / "model.safetensors"
     where, V = f"{folder}/config.json", target.vocab_size
@@ -97,22 +129,25 @@ def read(folder: Path, target: Target) -> BlockDrafter:
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
     if sorted(set(ids)) != ids:
         raise ValueError(f"{where}: {_IDS}={ids} must ascend")
-    for name in ("causal", "sample_from_anchor"):
-        if not isinstance(config.get(name, False), bool):
+    for name in ("causal", "is_causal", "sample_from_anchor"):
+        if not isinstance(config.get(name) or False, bool):
             raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
-    if not isinstance(config.get("layer_types") or [], list):
-        raise ValueError(f"{where}: layer_types={config['layer_types']!r} must be a list")
-    if any("sliding" in str(kind) for kind in config.get("layer_types") or []) or config.get("use_swa"):
-        raise ValueError(f"{where}: layers with a sliding window can not be read; full attention can")
-    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash", "is_causal": None}
+    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
     for name, readable in plain.items():
         if config.get(name) not in (None, readable):
             raise ValueError(f"{where}: {name}={config[name]!r} can not be read")
-    if config.get("markov_rank") and config.get("markov_head_type", "vanilla") != "vanilla":
-        raise ValueError(f"{where}: markov_head_type={config['markov_head_type']!r} can not be read; vanilla can")
+    form = config.get("markov_head_type", "vanilla")
+    if config.get("markov_rank") and form not in markov.FORMS:
+        raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")
     if not isinstance(few, int) or not 0 < few <= V:
         raise ValueError(f"{where}: draft_vocab_size={few!r} must lie between 1 and {V}, or be null")
     tensors = _without_copies(tensors, target, few, path)
+    config["enable_confidence_head"] = _SURE[0] in tensors  # as engines do, which need none
+    if _SURE[0] in tensors:
+        tensors.setdefault(_SURE[1], torch.zeros(1))
+    with_markov = bool(config.get("confidence_head_with_markov", "speculators_model_type" in config))
+    config["confidence_head_with_markov"] = with_markov
+    sure = None if _SURE[0] not in tensors else "parents" if with_markov else "rows"
     hold(tensors, contract(config, folder), path)
     drafter = BlockDrafter(
         target,
@@ -121,19 +156,22 @@ def read(folder: Path, target: Target) -> BlockDrafter:
             stack=config["num_hidden_layers"],
             size=number(config, "block_size", folder),
             predicts="next" if config["sample_from_anchor"] else "own",
-            causal=bool(config.get("causal", False)),
             correction=config.get("markov_rank") or 0,
+            correction_form=form if config.get("markov_rank") else "vanilla",
+            confidence=sure,
             draft_vocab=few if few < V else None,
             llama=own_settings(config),
+            **attention(config, where),
         ),
     )
     with torch.no_grad():
         parameters = drafter.trained()
         if "d2t" in tensors:
             drafter.drafts_only(tensors.pop("d2t") + torch.arange(few))
-        for place, name in enumerate(_MARKOV):
-            if name in tensors:
-                parameters[f"corrections.{place}"].copy_(tensors.pop(name))
+        for part, names in (("corrections", markov_names(form)), ("confidence", _SURE)):
+            for place, name in enumerate(names):
+                if name in tensors:
+                    parameters[f"{part}.{place}"].copy_(tensors.pop(name))
         for name, tensor in tensors.items():
             parameters[f"stack.trained_stack.{name}"].copy_(tensor)
         parameters["stack.trained_stack.mask"].copy_(_mask(config, target, folder))
@@ -162,12 +200,9 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
 
 
 def _without_copies(tensors: dict[str, Tensor], target: Target, few: int, path: Path) -> dict[str, Tensor]:
-    """Without the copies of the target's embeddings and lm_head that files may hold, and a confidence head. Raises
+    """Without the copies of the target's embeddings and lm_head that files may hold. Raises
     ValueError for embeddings or a head of a drafter's own, and for a map of the draft vocabulary that leads nowhere."""
-    own = {name: t for name, t in tensors.items() if name != "t2d" and not name.startswith("confidence_head.")}
-    if len(own) < len(tensors) - ("t2d" in tensors):
-        print(f"{path}: its confidence head is left out", file=sys.stderr)
-    ids = None
+    own, ids = {name: tensor for name, tensor in tensors.items() if name != "t2d"}, None
     if "d2t" in own:
         own["d2t"] = own["d2t"].to(torch.int64)
         ids = own["d2t"] + torch.arange(len(own["d2t"]))
@@ -190,7 +225,10 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     config, dtype, stack = drafter.config, target.saved_dtype, drafter.stack.trained_stack
     shape = drafter.stack.config
     tensors = {name: p.detach().to(dtype) for name, p in stack.named_parameters() if name != "mask"}
-    tensors |= {name: p.detach().to(dtype) for name, p in zip(_MARKOV, drafter.corrections, strict=False)}
+    if config.correction:
+        names = zip(markov_names(config.correction_form), drafter.corrections, strict=True)
+        tensors |= {name: p.detach().to(dtype) for name, p in names}
+    tensors |= {name: p.detach().to(dtype) for name, p in zip(_SURE, drafter.confidence, strict=False)}
     if drafter.vocabulary is not None:
         ids = drafter.vocabulary.cpu()
         tensors["lm_head.weight"] = drafter.head.weight.detach()[drafter.vocabulary].to(dtype)
@@ -200,11 +238,16 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     own = {name: getattr(shape, name) for name in OWN if name != "rope_parameters"}
     rope = dict(shape.rope_parameters or {})
     ids_read = {"mask_token_id": last, _IDS: list(drafter.reads)}
-    markov = {
+    sliding = [i in (config.sliding or []) for i in range(config.stack)]
+    slides: Figures = {"layer_types": [f"{'sliding' if slide else 'full'}_attention" for slide in sliding]}
+    slides |= {"sliding_window": config.window} if any(sliding) else {}
+    # Without it sliding layers alone are causal.
+    causal = {"causal": config.causal} if config.causal == config.sliding_causal or not any(sliding) else {}
+    spark_config = {
         "markov_rank": config.correction,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": False,
+        "markov_head_type": config.correction_form,
+        "enable_confidence_head": config.confidence is not None,
+        "confidence_head_with_markov": config.confidence == "parents",
         **ids_read,
     }
     written = {
@@ -221,10 +264,11 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
         "rope_parameters": rope,
         "draft_vocab_size": config.draft_vocab,
         "block_size": config.size,
-        "dflash_config": {**ids_read, "causal": config.causal, "sample_from_anchor": config.predicts == "next"},
+        "dflash_config": {**ids_read, **causal, "sample_from_anchor": config.predicts == "next"},
+        **slides,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "sample_from_anchor": config.predicts == "next",
-        **(markov if spark else {}),
+        **(spark_config if spark else {}),
     }
     write_files(folder, written, tensors)
     torch.save(stack.mask.detach().to(dtype).cpu(), folder / MASK_FILE)

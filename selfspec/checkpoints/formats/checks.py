@@ -73,10 +73,11 @@ def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Ten
     stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
     ours = drafter.along(
         tokens, torch.tensor([[root]], device=tokens.device), stacked.to(drafter.stack.trained_stack.fc.weight.dtype)
-    )[0, 0]
+    )
     theirs, worst = reference.block(folder, target.model, tokens.cpu(), root), 0.0
+    logits, _ = drafter.behind(ours, tokens[:, None, root : root + drafter.depth])
     for depth, full in enumerate(theirs):
-        mine = drafter.corrected(ours[depth], tokens[0, root + depth]).float().cpu()
+        mine = logits[0, 0, depth].float().cpu()
         few = full if drafter.vocabulary is None else full[drafter.vocabulary.cpu()]
         worst = max(
             worst, _held(mine, few, _EXACT if target.dtype.itemsize > 2 else _ROUGH, f"{folder}, depth {depth}")

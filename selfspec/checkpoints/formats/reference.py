@@ -105,10 +105,11 @@ def block(folder: Path, model: PreTrainedModel, tokens: Tensor, root: int) -> li
     text = norm(linear(features, w["fc.weight"]), "hidden_norm")
     x = torch.cat([embed[tokens[0, root]][None], mask.expand(size - 1, -1)])
     before, own = (turns(config, config, at[None]) for at in (torch.arange(root), torch.arange(root, root + size)))
-    allowed = torch.ones(size, root + size, dtype=torch.bool)
-    if nested.get("causal"):
-        allowed[:, root:] = allowed[:, root:].tril()
+    far = torch.arange(root, root + size)[:, None] - torch.arange(root + size)
     for i in range(config["num_hidden_layers"]):
+        slides = config["layer_types"][i] == "sliding_attention"
+        allowed = (far < config["sliding_window"]) if slides else torch.ones_like(far, dtype=torch.bool)
+        allowed = allowed & (far >= 0) if nested.get("causal", slides) else allowed
         at = f"layers.{i}.self_attn"
         n = norm(x, f"layers.{i}.input_layernorm")
         parts = [(text, before), (n, own)]
@@ -122,11 +123,21 @@ def block(folder: Path, model: PreTrainedModel, tokens: Tensor, root: int) -> li
         gated = silu(linear(n, w[f"{mlp}.gate_proj.weight"])) * linear(n, w[f"{mlp}.up_proj.weight"])
         x = x + linear(gated, w[f"{mlp}.down_proj.weight"])
     rows = norm(x, "norm")[0 if nested["sample_from_anchor"] else 1 :]
-    result = []
+    result, head = [], "markov_head"
+    carried = torch.zeros(config.get("markov_rank", 0))
     for depth, row in enumerate(rows):
         scores = logits(row, model, w)
-        if "markov_head.markov_w1.weight" in w:
-            added = w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][tokens[0, root + depth]]
+        if f"{head}.markov_w1.weight" in w:
+            factor = w[f"{head}.markov_w1.weight"][tokens[0, root + depth]]
+            if config["markov_head_type"] == "gated":
+                gate = w[f"{head}.gate_proj.weight"] @ torch.cat([row, factor]) + w[f"{head}.gate_proj.bias"]
+                factor = factor / (1 + (-gate).exp())
+            elif config["markov_head_type"] == "rnn":
+                z = w[f"{head}.joint_proj.weight"] @ torch.cat([carried, factor, row]) + w[f"{head}.joint_proj.bias"]
+                keep, new, out = z.split(len(carried))
+                carried = torch.lerp(new.tanh(), carried, 1 / (1 + (-keep).exp()))
+                factor = out.tanh()
+            added = w[f"{head}.markov_w2.weight"] @ factor
             ids = torch.arange(len(added)) + w.get("d2t", 0)
             scores = scores.index_add(0, ids, added)
         result.append(scores)

@@ -76,14 +76,15 @@ class BlockLayer(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """The stack by the names that DFlash's files have. mask: [H], what a mask row enters with.
+    """The stack by the names that DFlash's files have. mask: [H], what a mask row enters with; sliding: layers with a
+    window.
 
     Parameters: F*H*H for F features, those of the layers, 3*H.
     """
 
-    def __init__(self, config: LlamaConfig, features: int, count: int) -> None:
+    def __init__(self, config: LlamaConfig, features: int, count: int, sliding: Sequence[int] = ()) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, self.sliding = config.hidden_size, tuple(sliding)
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(count))
@@ -116,11 +117,12 @@ class BlockStack(nn.Module):
         for i, layer in enumerate(self.layers):
             cache.update(*layer.self_attn.keys_values(states, rotary), i)  # type: ignore[operator, union-attr]
 
-    def forward(self, states: Tensor, positions: Tensor, mask: Tensor, cache: PassCache) -> Tensor:
-        """Outputs [B, n, H], behind the final norm, of blocks of rows that enter as states [B, n, H]."""
+    def forward(self, states: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: PassCache) -> Tensor:
+        """Outputs [B, n, H], behind the final norm, of blocks of rows that enter as states [B, n, H]. masks: of layers
+        that read all, and of sliding ones."""
         rotary = self.rotary(states, positions)
         for i, layer in enumerate(self.layers):
-            states = layer(states, rotary, mask, cache, i)
+            states = layer(states, rotary, masks[i in self.sliding], cache, i)
         return self.norm(states)  # type: ignore[no-any-return]
 
 
@@ -131,7 +133,13 @@ class FeatureStack(FeatureReader):
     ready: BlockStack | None
 
     def __init__(
-        self, target: Target, layers: Sequence[int], config: LlamaConfig, count: int, dtype: torch.dtype
+        self,
+        target: Target,
+        layers: Sequence[int],
+        config: LlamaConfig,
+        count: int,
+        dtype: torch.dtype,
+        sliding: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.layers, self.count, self.dtype, self.config, self.target = (
@@ -142,7 +150,7 @@ class FeatureStack(FeatureReader):
             target,
         )
         self.last = (target.max_positions or 2**62) - 1
-        self.trained_stack = BlockStack(config, len(layers), count).to(target.device, dtype)
+        self.trained_stack = BlockStack(config, len(layers), count, sliding).to(target.device, dtype)
         self.trained_stack.start_from(target)
         self.ready = None
 

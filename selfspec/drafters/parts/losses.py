@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -221,17 +221,27 @@ def hosts_loss(
     depth: int,
     decay: float,
     vocabulary: Tensor | None,
+    odds: Sequence[Tensor] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of guesses behind positions `hosts`, int64 [B, A], at the tokens 2, 3, ... places later. draft: from a
-    depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64."""
-    (few, drafted), losses, counts = drafted_logits(batch.logits, vocabulary), [], []
+    depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64. odds:
+    log odds [B, A] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
+    (few, drafted), losses, counts, doubts = drafted_logits(batch.logits, vocabulary), [], [], []
     for d in range(depth):
         at = hosts + 1 + d
         parents, truth = batch.tokens.gather(1, at), batch.tokens.gather(1, at + 1)
         wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
-        losses.append(distance(loss, draft(d, parents), wanted, truth))
+        losses.append(distance(loss, guess := draft(d, parents), wanted, truth))
         counts.append((batch.counted(2 + d) & drafted[:, 1 + d : -1]).gather(1, hosts))
-    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)
+        if odds:
+            accepted = 1 - distance("tv", guess.detach(), wanted, truth)
+            doubts.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
+    counted = torch.stack(counts)
+    whole, told = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
+    if odds:
+        doubt, more = decayed("confidence", masked_mean(torch.stack(doubts), counted, batch.average), decay)
+        whole, told = whole + doubt, told | more
+    return whole, told
 
 
 def heads_loss(
