@@ -37,14 +37,15 @@ from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 class BlockConfig(DrafterConfig):
     """layers: whose outputs are the features (None: three, low, in the middle and high); stack: decoder layers; size:
     rows of a block, the last token's included; predicts: own, a row's token is at its own place (DFlash), or next
-    (DSpark); causal: whether a row reads only those before it; sliding: layers of the stack that read `window`
-    positions alone, their own included, and whose rows read only those before with sliding_causal; correction: rank of
-    the parent token's correction, 0 for none; correction_form: see `parts.markov`; confidence: whether a head says how
-    sure a row's children are, rows, from its hidden state, or parents, from the parent token beside (null: no head);
-    width: nodes expanded per depth at most; min_prob: a node with less path probability is not expanded; anchors:
-    blocks per row of a batch in training; loss: see `losses.distance`; depth_decay: weight of each depth's loss
-    relative to the one before; draft_vocab: how many tokens can be drafted, the most frequent of the training text
-    (None: all); llama: what the layers have of their own, see `Eagle3Config`.
+    (DSpark); causal: whether a row reads only those before it; sliding: layers of the stack with a window (null: none);
+    window: positions that these read, their own included; sliding_causal: whether their rows read only those before;
+    correction: rank of the parent token's correction, 0 for none; correction_form: vanilla, gated by the row's hidden
+    state, or rnn, with a state carried from parent to child; confidence: a head that says how sure a row's children
+    are, rows, from its hidden state, or parents, from the parent token beside (null: none); width: nodes expanded per
+    depth at most; min_prob: a node with less path probability is not expanded; anchors: blocks per row of a batch in
+    training; loss: see `losses.distance`; depth_decay: weight of each depth's loss relative to the one before;
+    draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all); llama: what the
+    layers have of their own, see `Eagle3Config`.
 
     Raises ValueError for values outside their range.
     """
