@@ -11,7 +11,6 @@ import torch
 from conftest import randomize, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
@@ -103,7 +102,7 @@ def test_drafts_are_those_of_transformers_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_trees_are_scored_along_their_paths(form: str) -> None:
-    """A node's probability is that of its path by the rows that a whole text gives, confidence included."""
+    """A node's probability is that of its path by the rows that a whole text gives."""
     target = target_of()
     drafter = drafter_of(target, min_prob=0.0, width=3, **FORMS[form])
     at = 7
@@ -124,11 +123,10 @@ def test_trees_are_scored_along_their_paths(form: str) -> None:
             path.insert(0, tokens[up])
         deepest = max(deepest, len(path) - 1)
         above = torch.tensor([*path[:-1], *[0] * (drafter.depth - len(path) + 1)])[: drafter.depth]
-        logits, odds = drafter.behind(forecast, above[None, None])
+        logits, _ = drafter.behind(forecast, above[None, None])
         wanted = 0.0
         for d, token in enumerate(path[1:]):
             wanted += float(torch.log_softmax(logits[0, 0, d].float(), -1)[vocabulary.index(token)])
-            wanted += float(F.logsigmoid(odds[d])) if odds else 0.0
         assert tree.scores is not None
         assert float(tree.scores[0, node].log()) == pytest.approx(wanted, abs=1e-3)
     assert deepest > 1

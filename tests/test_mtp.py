@@ -142,9 +142,9 @@ def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> No
         assert torch.allclose(found[step][:, place], logits[:, -1], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "error"), [("DeepSeek-V3 (MLA)", 1e-6), ("GLM-4.5", 1e-9)])
+@pytest.mark.parametrize(("name", "error"), [("DeepSeek-V3 (MLA)", 1e-6), ("GLM-4.5", 1e-6)])
 def test_modules_in_a_row_draft_as_in_transformers(name: str, error: float, tmp_path: Path) -> None:
-    """Logits of three greedy tokens behind several texts, each by a module of its own. DeepSeek routes in float32."""
+    """Logits of three greedy tokens behind several texts, each by a module of its own. Both route in float32."""
     model, made = shipped(name, tmp_path, 3)
     theirs = MtpModel(model, 3).double().eval()
     for own, module in zip(theirs.layers, made, strict=True):

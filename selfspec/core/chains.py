@@ -81,7 +81,14 @@ class _Unread(nn.ModuleList):
         self.name = name
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise ValueError(f"{self.name} has no single stack of layers, which this drafter reads")
+        raise self._unread
+
+    def __iter__(self) -> NoReturn:
+        raise self._unread
+
+    @property
+    def _unread(self) -> ValueError:
+        return ValueError(f"{self.name} has no single stack of layers, which this drafter reads")
 
 
 class ChainTarget(Target):

@@ -2,9 +2,9 @@
 
 DFlash (arXiv 2602.06036): the last token and masks read the text's features in every layer, and each other; each row
 predicts the token at its own place. DSpark (arXiv 2607.05147): each row predicts the next one, the parent token
-corrects it at low rank, and a head says how sure that is. Both are configurations of this drafter. Apart from the
-correction its rows do not know which tokens were drafted before them. Trees over them are grown best first, ranked by
-the target's noise; published code drafts one chain.
+corrects it at low rank, and a head, which engines read, says how sure that is. Both are configurations of this drafter.
+Apart from the correction its rows do not know which tokens were drafted before them. Trees over them are grown best
+first, ranked by the target's noise; published code drafts one chain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BlockConfig(DrafterConfig):
     window: positions that these read, their own included; sliding_causal: whether their rows read only those before;
     correction: rank of the parent token's correction, 0 for none; correction_form: vanilla, gated by the row's hidden
     state, or rnn, with a state carried from parent to child; confidence: a head that says how sure a row's children
-    are, rows, from its hidden state, or parents, from the parent token beside (null: none); width: nodes expanded per
+    are, rows, from its hidden state, or parents, from the parent token beside (null: none), for engines that read it:
+    trees here are not ranked by it; width: nodes expanded per
     depth at most; min_prob: a node with less path probability is not expanded; anchors: blocks per row of a batch in
     training; loss: see `losses.distance`; depth_decay: weight of each depth's loss relative to the one before;
     draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all); llama: what the
@@ -301,8 +302,6 @@ def tree_of(
             carried = state
         scores, state = drafter.corrected(logits, hidden, parents, carried)
         before = growth.frontier
-        if (sure := drafter.sure(hidden, parents)) is not None:
-            growth.sure = F.logsigmoid(sure)
         return scores, ids
 
     return grow(growth, step, drafter.depth, ranking).best()

@@ -55,8 +55,6 @@ class Growth:
         self.scores = torch.zeros_like(self.tokens, dtype=torch.float64)  # log of the path probability
         self.frontier = torch.zeros_like(self.tokens)  # [B, m]: what is expanded next
         self.expanded = self.frontier[:, :0]
-        # [B, m]: log of the probability that a child of the frontier is accepted, where a step knows of one
-        self.sure: Tensor | None = None
 
     def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
         """Children of the frontier: scores [B, m, C], already calibrated; ids int64 [B, C]: whose scores they are (by
@@ -64,9 +62,7 @@ class Growth:
         children = torch.log_softmax(scores.float(), -1).topk(min(self.nodes - 1, scores.shape[-1]), -1)
         # A certain child would tie with its parent, and might then be taken without it.
         log_probs = children.values.nan_to_num(nan=-1e30, neginf=-1e30).clamp_(max=-1e-4)
-        path = self.scores.gather(1, self.frontier)
-        path, self.sure = (path if self.sure is None else path + self.sure), None
-        total = (log_probs + path[:, :, None]).flatten(1)
+        total = (log_probs + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
         best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
         tokens = children.indices.flatten(1).gather(1, best.indices)
         above = self.frontier.gather(1, best.indices // children.values.shape[-1])
