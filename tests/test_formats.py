@@ -350,6 +350,14 @@ def test_a_damaged_folder_is_refused(change: Any, message: str, folder: Path) ->
         find_drafter(str(out), target)
 
 
+def test_masks_that_were_lost_are_missed(folder: Path) -> None:
+    out, target = published(folder, CASES["parallel"])
+    found = load_file(out / "model.safetensors")
+    save_file({name: t for name, t in found.items() if name != "mask_hidden"}, out / "model.safetensors")
+    with pytest.raises(ValueError, match="mask_hidden is missing"):
+        find_drafter(str(out), target)
+
+
 def test_a_map_that_leads_nowhere_is_refused(folder: Path) -> None:
     out, target = published(folder, CASES["few"])
     found = load_file(out / "model.safetensors")

@@ -91,7 +91,7 @@ class BlockConfig(DrafterConfig):
         if (self.sliding is None) != (self.window is None):
             raise ValueError("drafter.sliding names layers and drafter.window what they read; give both or neither")
         if self.window is not None:
-            whole("window", self.window, self.size, why=f": a block has drafter.size={self.size} rows")
+            whole("window", self.window, self.size, 2**31 - 1, f": a block has drafter.size={self.size} rows")
         if self.causal and not self.sliding_causal:
             raise ValueError("drafter.sliding_causal=false with drafter.causal=true: no published form has that")
         if not self.correction and (self.correction_form != "vanilla" or self.confidence == "parents"):

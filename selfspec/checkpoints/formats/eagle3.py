@@ -205,6 +205,10 @@ def read(folder: Path, target: Target) -> Eagle3:
     config, path = flat(read_config(folder)), folder / "model.safetensors"
     tensors = named(read_tensors(path))
     parallel = MASK in tensors
+    if not parallel and any(config.get(name) is not None for name in _MASK_TOKENS):
+        raise ValueError(
+            f"{path}: {MASK} is missing, and {folder}/config.json names a mask token; copy the folder again"
+        )
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{folder}/config.json: {name} is {config.get(name)}, the target's is {wanted}")
