@@ -234,6 +234,15 @@ def test_folders_that_do_not_fit_are_refused(change: dict[str, Any], message: st
         block.read(tmp_path, target)
 
 
+@pytest.mark.parametrize("mask", [torch.full((32,), torch.nan), torch.zeros(32).long(), torch.zeros(8)])
+def test_masks_that_are_none_are_refused(mask: Tensor, tmp_path: Path) -> None:
+    target = target_of(torch.float32)
+    block.write(drafter_of(target, **FORMS["dflash"]), target, tmp_path)
+    torch.save(mask, tmp_path / "mask_embedding.pt")
+    with pytest.raises(ValueError, match="must hold 32 finite numbers"):
+        block.read(tmp_path, target)
+
+
 def test_planted_errors_change_the_drafts(tmp_path: Path) -> None:
     """Feature layers one off, and a norm left out: what the judge finds must differ."""
     target = target_of()

@@ -326,6 +326,12 @@ def check_eagle3_of(out: Path, spec: Any) -> None:
         (lambda p: altered(p, hidden_size=64), "hidden_size is 64, the target's is 32"),
         (lambda p: altered(p, vocab_size=60), "vocab_size is 60"),
         (lambda p: altered(p, num_hidden_layers=0), "layers with silu"),
+        (lambda p: altered(p, num_hidden_layers=10**9), "1 to 64 layers with silu"),
+        (
+            lambda p: altered(p, speculative_tokens=10**6),
+            "speculative_tokens=1000000 must be a whole number from 1 to 64",
+        ),
+        (lambda p: altered(p, layer_types=["foo"]), r"layer_types=\['foo'\] can not be read"),
         (lambda p: altered(p, hidden_act="gelu"), "layers with silu"),
         (lambda p: altered(p, **{IDS: ["a"]}), "must be a list of whole numbers"),
         (lambda p: altered(p, norm_before_residual="false"), "norm_before_residual='false' must be true or false"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
+from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.parts import markov
@@ -124,6 +124,8 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
     usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     config |= {name: value for name, value in usual.items() if config.get(name) is None}
+    if number(config, "num_hidden_layers", folder) > 64:
+        raise ValueError(f"{where}: num_hidden_layers={config['num_hidden_layers']} must be at most 64")
     ids, few = config.get(_IDS), config.get("draft_vocab_size") or V
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
@@ -194,8 +196,9 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
         raise ValueError(f"{path} can not be read: {error}") from error
     if isinstance(mask, dict):  # MiMo's, with the token beside it
         mask = mask.get("embedding")
-    if not isinstance(mask, Tensor) or mask.numel() != target.hidden_size:
-        raise ValueError(f"{path} must hold {target.hidden_size} numbers")
+    whole = isinstance(mask, Tensor) and mask.is_floating_point() and bool(mask.isfinite().all())
+    if not whole or mask.numel() != target.hidden_size:
+        raise ValueError(f"{path} must hold {target.hidden_size} finite numbers")
     return mask.flatten()
 
 
@@ -204,6 +207,7 @@ def _without_copies(tensors: dict[str, Tensor], target: Target, few: int, path: 
     ValueError for embeddings or a head of a drafter's own, and for a map of the draft vocabulary that leads nowhere."""
     own, ids = {name: tensor for name, tensor in tensors.items() if name != "t2d"}, None
     if "d2t" in own:
+        check_map(own["d2t"], path)
         own["d2t"] = own["d2t"].to(torch.int64)
         ids = own["d2t"] + torch.arange(len(own["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:

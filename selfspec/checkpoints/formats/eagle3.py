@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
+from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_tensors, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
 from selfspec.utils.files import Figures
 
+_MOST = 64  # layers, and depths of a tree
 IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MASK, _MASK_TOKENS = "mask_hidden", ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE
@@ -221,12 +222,19 @@ def read(folder: Path, target: Target) -> Eagle3:
             f"{folder}/config.json: draft_vocab_size={few!r} must lie between 1 and {target.vocab_size}, or be null"
         )
     stack, act = config.get("num_hidden_layers", 1), config.get("hidden_act", "silu")
-    if type(stack) is not int or stack < 1 or act != "silu":
+    if type(stack) is not int or not 1 <= stack <= _MOST or act != "silu":
         raise ValueError(
-            f"{folder}/config.json: num_hidden_layers={stack!r}, hidden_act={act!r}; layers with silu can be read"
+            f"{folder}/config.json: num_hidden_layers={stack!r}, hidden_act={act!r}; 1 to {_MOST} layers with silu can "
+            "be read"
         )
-    if "sliding_attention" in (config.get("layer_types") or []):
-        raise ValueError(f"{folder}/config.json: layers with a sliding window can not be read; full attention can")
+    depth = config.get(DEPTH)
+    if depth is not None and (type(depth) is not int or not 1 <= depth <= _MOST):
+        raise ValueError(f"{folder}/config.json: {DEPTH}={depth!r} must be a whole number from 1 to {_MOST}")
+    kinds = config.get("layer_types")
+    if kinds not in (None, ["full_attention"] * stack) or (kinds is None and config.get("use_sliding_window")):
+        raise ValueError(
+            f"{folder}/config.json: layer_types={kinds!r} can not be read; full_attention can, without a window"
+        )
     heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
     usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
     config |= {name: value for name, value in usual.items() if config.get(name) is None}
@@ -237,6 +245,7 @@ def read(folder: Path, target: Target) -> Eagle3:
     if parallel and tensors[MASK].numel() == len(layers) * target.hidden_size:
         tensors[MASK] = tensors[MASK].view(1, 1, -1)
     if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
+        check_map(tensors["d2t"], path)
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
             raise ValueError(

@@ -56,6 +56,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
+def check_map(d2t: Tensor, path: Path) -> None:
+    """Raises ValueError for a map of a draft vocabulary that is no list of whole numbers."""
+    if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point() or d2t.dtype == torch.bool:
+        raise ValueError(f"{path}: d2t is {list(d2t.shape)} of {d2t.dtype}; it must list whole numbers")
+
+
 def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
     """Raises ValueError for keys that are missing or too many, and for tensors of another shape or dtype."""
     missing, unknown = sorted(contract.keys() - found.keys()), sorted(found.keys() - contract.keys())
