@@ -51,9 +51,9 @@ def test_p_eagle_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monk
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.setdefault("embed_tokens.weight", target.model.get_input_embeddings().weight)
     tensors.setdefault("lm_head.weight", target.lm_head.weight)
-    told = model.load_state_dict(tensors, strict=False)
-    assert not told.unexpected_keys
-    assert all(name.startswith("verifier_") for name in told.missing_keys)
+    loaded = model.load_state_dict(tensors, strict=False)
+    assert not loaded.unexpected_keys
+    assert all(name.startswith("verifier_") for name in loaded.missing_keys)
     hosts, n = torch.tensor([0, 3, 7]), TEXT.shape[1] - 1
     anchors = torch.cat([torch.arange(n), hosts.repeat(3)])
     depths = torch.cat([torch.zeros(n), torch.tensor([1, 2, 3]).repeat_interleave(3)]).long()
@@ -105,23 +105,23 @@ def test_dspark_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monke
     embeddings = target.model.get_input_embeddings().weight.detach().clone()
     embeddings[found["mask_token_id"]] = torch.load(tmp_path / "mask_embedding.pt")
     tensors = {"embed_tokens.weight": embeddings, "lm_head.weight": target.lm_head.weight, **tensors}
-    told = model.load_state_dict(tensors, strict=False)
-    assert not told.unexpected_keys
-    assert all(name.startswith("verifier_") or name == "t2d" for name in told.missing_keys)
+    loaded = model.load_state_dict(tensors, strict=False)
+    assert not loaded.unexpected_keys
+    assert all(name.startswith("verifier_") or name == "t2d" for name in loaded.missing_keys)
     anchors, n = torch.tensor([1, 4, 6]), TEXT.shape[1]
     monkeypatch.setattr(dflash_core, "select_anchors", lambda *given: (anchors, torch.ones(3).bool()))
-    told_by: list[Any] = []
+    seen: list[Any] = []
     monkeypatch.setattr(
         dspark_core,
         "compute_metrics",
-        lambda logits, wanted, odds, *given, **more: told_by.extend([logits, odds]) or (0, {}),
+        lambda logits, wanted, odds, *given, **more: seen.extend([logits, odds]) or (0, {}),
     )
     features = target.text(TEXT, False, reads=drafter.reads).features
     stacked = drafter.stack.stacked(features)
     model.verifier_lm_head.weight.zero_()
     given = stacked, TEXT, torch.ones(1, n), torch.zeros(1, n, 32).double(), torch.zeros(1, n, dtype=torch.long)
     model(*given, max_anchors=3)
-    logits, odds = told_by[0].view(1, 3, 5, -1), told_by[1]
+    logits, odds = seen[0].view(1, 3, 5, -1), seen[1]
     parents = TEXT[0, anchors[:, None] + torch.arange(5)][None]
     ours, sure = drafter.behind(drafter.along(TEXT, anchors[None], stacked), parents)
     torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)

@@ -230,7 +230,7 @@ def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
     method: dict[str, object] = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
     if isinstance(drafter, Eagle3) and drafter.config.parallel:
-        method |= {"method": "eagle3", "parallel_drafting": True}
+        method["parallel_drafting"] = True
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):
         lines = [f"{vllm}   # vLLM up to 0.32"]

@@ -147,6 +147,7 @@ class Eagle3Layer(FeatureLayer):
     """
 
     packed_fc: Tensor | None
+    packed_mask: Tensor | None
     mask_hidden: nn.Parameter | None
 
     def __init__(
@@ -175,7 +176,7 @@ class Eagle3Layer(FeatureLayer):
             self.embedding = nn.Parameter(theirs, requires_grad=False)
         self.target_head = view(target.lm_head)
         self.draft = _DraftBlock(target, config, [self.midlayer, *self.further], self.norm, self.head)
-        pack(self, packed_fc=None)
+        pack(self, packed_fc=None, packed_mask=None)
 
     @torch.no_grad()
     def start_from(self, target: Target) -> None:
@@ -218,6 +219,10 @@ class Eagle3Layer(FeatureLayer):
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
         pack(self, packed_fc=None if mode else self.fc.weight.detach().to(self.draft.dtype))
+        pack(self, packed_mask=None)
+        if not mode and self.mask_hidden is not None:
+            with torch.no_grad():
+                pack(self, packed_mask=self.fused(self.mask_hidden.to(self.draft.dtype)))
         return self
 
     def fused(self, stacked: Tensor) -> Tensor:
@@ -231,8 +236,8 @@ class Eagle3Layer(FeatureLayer):
     def masks(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
         """What so many masks of each row enter with: states [rows, count, H], and tokens, int64 [rows, count]."""
         assert self.mask_hidden is not None
-        packed, token = self.packed_fc, self.form.mask_token or 0
-        states = self.fused(self.mask_hidden.to(self.fc.weight if packed is None else packed))
+        token, packed = self.form.mask_token or 0, self.packed_mask
+        states = self.fused(self.mask_hidden.to(self.fc.weight)) if packed is None else packed
         return states.expand(rows, count, -1), torch.full((rows, count), token, device=states.device)
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def hosts_loss(
     """The loss of guesses behind positions `hosts`, int64 [B, A], at the tokens 2, 3, ... places later. draft: from a
     depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64. odds:
     log odds [B, A] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
-    (few, drafted), losses, counts, doubts = drafted_logits(batch.logits, vocabulary), [], [], []
+    (few, drafted), losses, counts, entropies = drafted_logits(batch.logits, vocabulary), [], [], []
     for d in range(depth):
         at = hosts + 1 + d
         parents, truth = batch.tokens.gather(1, at), batch.tokens.gather(1, at + 1)
@@ -235,13 +235,13 @@ def hosts_loss(
         counts.append((batch.counted(2 + d) & drafted[:, 1 + d : -1]).gather(1, hosts))
         if odds:
             accepted = 1 - distance("tv", guess.detach(), wanted, truth)
-            doubts.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
+            entropies.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
     counted = torch.stack(counts)
-    whole, told = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
+    total, figures = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
     if odds:
-        doubt, more = decayed("confidence", masked_mean(torch.stack(doubts), counted, batch.average), decay)
-        whole, told = whole + doubt, told | more
-    return whole, told
+        entropy, more = decayed("confidence", masked_mean(torch.stack(entropies), counted, batch.average), decay)
+        total, figures = total + entropy, figures | more
+    return total, figures
 
 
 def heads_loss(
