@@ -140,7 +140,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 RECURRENT = tuple(FAMILIES)[tuple(FAMILIES).index("Qwen3-Next") :]  # with layers that keep a state
 NO_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 _GPT_LIKE = ("gpt2", "gptj", "codegen", "gpt_bigcode")
-EAGER_ONLY = ("gpt_oss", "gemma2", "gptj", "codegen")  # transformers has no sdpa for these
+EAGER_ONLY = ("mimo_v2_flash", "gpt_oss", "gemma2", "gptj", "codegen")  # transformers has no sdpa for these
 
 
 def build(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import randomize, tiny_model
-from families import FAMILIES, MLA, MOE, build
+from families import FAMILIES, KDA, MLA, MOE, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -32,18 +32,37 @@ from selfspec.training.checks import warm_start
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4]])
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12]]
 # Published names, written down apart from the reader's table: of the norms of embedding and state, the product, the
-# final norm, and the decoder layer. {L} is the number of the target's layers.
+# final norm, and the decoder layer. {L} is the number of the target's layers, {k} that of the module.
 DEEPSEEK = [f"model.layers.{{L}}.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")]
 QWEN = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0."]
 FINAL = [name.replace("shared_head.norm", "final_layernorm") for name in DEEPSEEK]
 ERNIE = [f"model.mtp_{n}" for n in ("emb_norm.0", "hidden_norm.0", "linear_proj.0")] + ["", "model.mtp_block.0."]
+MIMO = [f"model.mtp.layers.{{k}}.{n}" for n in ("enorm", "hnorm", "eh_proj", "final_layernorm", "")]
+NEMOTRON = [f"mtp.layers.{n}" for n in ("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm", "")]
+ROW, STATE = ["sliding_attention", "full_attention"], ["linear_attention", "full_attention", "linear_attention"]
+BLOCKS, WINDOWED = ["mamba", "attention", "moe", "mlp"], {"sliding_window": 4, "layer_types": ROW}
 EXPERTS = {**MOE, "head_dim": 8, "n_group": 1, "topk_group": 1, "num_shared_experts": 1}
+TWO = {"num_hidden_layers": 4, "layers_block_type": BLOCKS, "n_routed_experts": 4, "num_nextn_predict_layers": 1}
+TWO["moe_shared_expert_intermediate_size"] = 24
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("glm4_moe", {k: v for k, v in MLA.items() if "lora" not in k and "head" not in k} | {"head_dim": 8}),
     "GLM-4.7-Flash": ("glm4_moe_lite", MLA),
     "EXAONE-MoE": ("exaone_moe", EXPERTS),
     "Mellum": ("mellum", EXPERTS | {"mtp_layer_types": ["full_attention"]}),
     "HY-V3": ("hy_v3", EXPERTS),
+    "Mellum (a window)": ("mellum", EXPERTS | WINDOWED | {"mtp_layer_types": [ROW[0]]}),
+    "ERNIE 4.5 MoE": ("ernie4_5_moe", EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1}),
+    "MiMo-V2-Flash": ("mimo_v2_flash", EXPERTS | WINDOWED | {"v_head_dim": 12, "n_routed_experts": 4}),
+    "Bailing (a state)": ("bailing_hybrid", KDA | {"num_hidden_layers": 3, "layer_types": STATE}),
+    "Nemotron-H (two layers)": ("nemotron_h", FAMILIES["Nemotron-H"][1] | EXPERTS | TWO),
+}
+# What a model whose last layer is a module's would have in its config.
+AS_LAST: dict[str, dict[str, Any]] = {
+    "Mellum (a window)": {"layer_types": [*ROW, ROW[0]][1:]},
+    "ERNIE 4.5 MoE": {"moe_layer_end_index": 0},
+    "MiMo-V2-Flash": {"layer_types": [*ROW, ROW[0]][1:], "mlp_layer_types": ["sparse", "dense"]},
+    "Bailing (a state)": {"layer_types": [*STATE[:2], "full_attention"]},
+    "Nemotron-H (two layers)": {"layers_block_type": [*BLOCKS[:2], "attention", "moe"]},
 }
 SHIPPED = {
     "DeepSeek-V3 (MLA)": DEEPSEEK,
@@ -56,22 +75,34 @@ SHIPPED = {
     "Mellum": QWEN,
     "HY-V3": FINAL,
     "ERNIE 4.5": ERNIE,
+    "Mellum (a window)": QWEN,
+    "ERNIE 4.5 MoE": ERNIE,
+    "MiMo-V2-Flash": MIMO,
+    "Bailing (a state)": FINAL,
+    "Nemotron-H (two layers)": NEMOTRON,
 }
 
 
 def shipped(name: str, folder: Path, modules: int = 1) -> tuple[Any, list[MtpLayer]]:
     """A checkpoint with random modules under their published names, and the modules as transformers builds them."""
+    changes: dict[str, Any] = {} if modules == 1 else {"num_nextn_predict_layers": modules}
     with pytest.MonkeyPatch.context() as patch:
         for more, row in MORE.items():
             patch.setitem(FAMILIES, more, row)
-        model = build(name, **({} if modules == 1 else {"num_nextn_predict_layers": modules}))
+        model, twin = build(name, **changes), build(name, **changes, **AS_LAST.get(name, {}))
     model.save_pretrained(folder)
     path, made = folder / "model.safetensors", []
-    last = model.get_decoder().layers[-1]
-    norm = next(type(m) for n, m in last.named_modules() if "layernorm" in n)
+    names, count, two = SHIPPED[name], model.config.num_hidden_layers, SHIPPED[name] is NEMOTRON
+    layers, config = twin.get_decoder().layers, twin.config
+    layer, norm = type(layers[-1]), next(type(m) for n, m in layers[-1].named_modules() if "norm" in n)
+    if two:
+        config.rms_norm_eps = config.layer_norm_epsilon
+
+    def block(config: Any, at: int) -> torch.nn.Module:
+        return torch.nn.ModuleList([layer(config, at - 1), layer(config, at)]) if two else layer(config, at)
+
     for k in range(modules):
-        names, count = SHIPPED[name], model.config.num_hidden_layers
-        module = MtpLayer(model.config, type(last), norm, count - 1, use_post_norm=bool(names[3]))
+        module = MtpLayer(config, block, norm, count - 1, use_post_norm=bool(names[3]))  # type: ignore[arg-type]
         torch.manual_seed(1 + k)
         with torch.no_grad():
             for key, part in (*module.named_parameters(), *module.named_buffers()):
@@ -79,17 +110,19 @@ def shipped(name: str, folder: Path, modules: int = 1) -> tuple[Any, list[MtpLay
                     part.normal_(std=0.1 if part.ndim > 1 else 0.3)
                     part += float("norm" in key)
         module.double().eval()
-        own = last.state_dict(keep_vars=False)
-        own = {key: tensor.clone() for key, tensor in own.items()}
-        last.load_state_dict(module.mtp_block.state_dict())
-        model.save_pretrained(folder / "as_last")  # which gives the layer's tensors their published names
-        last.load_state_dict(own)
-        prefix, at = f"model.layers.{count - 1}.", names[4].format(L=count + k)
-        saved = load_file(folder / "as_last" / "model.safetensors")
-        tensors = {at + key.removeprefix(prefix): t for key, t in saved.items() if key.startswith(prefix)}
-        for part, place in zip(("enorm", "hnorm", "eh_proj", "post_norm")[: 3 + bool(names[3])], names, strict=False):
-            weight = module.get_submodule(part).state_dict()["weight"].clone()
-            tensors[place.format(L=count + k) + ".weight"] = weight
+        (layers[-2:] if two else layers[-1]).load_state_dict(module.mtp_block.state_dict())
+        twin.save_pretrained(folder / "as_last")  # which gives the layer's tensors their published names
+        tensors = {}
+        for key, tensor in load_file(folder / "as_last" / "model.safetensors").items():
+            at, _, part_name = key.partition(".layers.")[2].partition(".")
+            if at and int(at) >= count - 1 - two:
+                own = f"{int(at) - count + 2}.{part_name}" if two else part_name
+                own = own.replace("post_attention", "pre_mlp") if names is MIMO else own
+                tensors[names[4].format(L=count + k, k=k) + own] = tensor
+        for part_name, place in zip(("enorm", "hnorm", "eh_proj", "post_norm"), names, strict=False):
+            if place:
+                weight = module.get_submodule(part_name).state_dict()["weight"].clone()
+                tensors[place.format(L=count + k, k=k) + ".weight"] = weight
         if names is DEEPSEEK:  # copies of the target's own, which are passed over
             tensors[names[3].replace("norm", "head").format(L=count + k) + ".weight"] = torch.zeros(2)
         save_file(load_file(path) | tensors, path, {"format": "pt"})
@@ -101,12 +134,18 @@ def shipped(name: str, folder: Path, modules: int = 1) -> tuple[Any, list[MtpLay
 def judged(model: Any, module: MtpLayer, entries: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and what is recycled [1, S, ...] of the module's layer over entries [1, S, H]."""
     n = entries.shape[1]
-    places = torch.arange(n)[None]
-    mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
-    kind = ("full_attention",) if model.config.model_type == "mellum" else ()
-    turns = model.get_decoder().rotary_emb(entries, places, *kind)
-    out = module.mtp_block(entries, attention_mask=mask, position_embeddings=turns, position_ids=places)
-    out = out[0] if isinstance(out, tuple) else out
+    places, decoder = torch.arange(n)[None], model.get_decoder()
+    kind = (getattr(module.config, "layer_types", None) or ["full_attention"])[-1]
+    behind = places[0, :, None] - places
+    seen = (behind >= 0) & (behind < (module.config.sliding_window if kind == "sliding_attention" else n))
+    mask = torch.where(seen, 0.0, -torch.inf).double()[None, None]
+    rotary, per_kind = getattr(decoder, "rotary_emb", None), model.config.model_type in ("mellum", "mimo_v2_flash")
+    turns = None if rotary is None else rotary(entries, places, *([kind] if per_kind else []))
+    blocks: Any = module.mtp_block if isinstance(module.mtp_block, torch.nn.ModuleList) else [module.mtp_block]
+    out: Any = entries
+    for block in blocks:
+        out = block(out, attention_mask=mask, position_embeddings=turns, position_ids=places)
+        out = out[0] if isinstance(out, tuple) else out
     out = out if module.post_norm is None else module.post_norm(out)
     return model.lm_head(out), out
 
@@ -130,7 +169,8 @@ def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> No
         found = drafter.unrolled(TEXT, features, 3)
     verified = entries_of(model, module, state[:, :-1], TEXT[:, 1:])
     logits, recycled = judged(model, module, verified)
-    assert torch.allclose(found[0], logits, rtol=0, atol=1e-9)
+    error = 1e-5 if "Bailing" in name or "Nemotron" in name else 1e-9  # routers and norms compute in float32 there
+    assert torch.allclose(found[0].double(), logits, rtol=0, atol=error)
     t = 6
     drafted = verified[:, : t - 1]  # entries up to position t - 2
     own = recycled[:, t - 2 : t - 1]
@@ -139,7 +179,7 @@ def test_drafts_are_those_of_transformers_layer(name: str, tmp_path: Path) -> No
         drafted = torch.cat([drafted, entry], 1)
         logits, outs = judged(model, module, drafted)
         own = outs[:, -1:]
-        assert torch.allclose(found[step][:, place], logits[:, -1], rtol=0, atol=1e-9)
+        assert torch.allclose(found[step][:, place].double(), logits[:, -1], rtol=0, atol=error)
 
 
 @pytest.mark.parametrize(("name", "error"), [("DeepSeek-V3 (MLA)", 1e-6), ("GLM-4.5", 1e-6)])
@@ -167,7 +207,11 @@ def test_modules_in_a_row_draft_as_in_transformers(name: str, error: float, tmp_
             assert torch.allclose(found[k][:, n - 1 + k], logits[:, k], rtol=0, atol=error)
 
 
-@pytest.mark.parametrize(("name", "modules"), [("DeepSeek-V3 (MLA)", 1), ("DeepSeek-V3 (MLA)", 2), ("Qwen3.5", 1)])
+LOSSLESS = [("DeepSeek-V3 (MLA)", 1), ("DeepSeek-V3 (MLA)", 2), ("Qwen3.5", 1), ("MiMo-V2-Flash", 2)]
+LOSSLESS += [("Mellum (a window)", 1), ("Nemotron-H (two layers)", 1)]
+
+
+@pytest.mark.parametrize(("name", "modules"), LOSSLESS)
 def test_shipped_modules_draft_losslessly(name: str, modules: int, tmp_path: Path) -> None:
     shipped(name, tmp_path, modules)
     spec = selfspec.load("mtp", target=tmp_path, dtype="float32")
@@ -227,6 +271,7 @@ def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path: Path) -> N
 
 
 WRITTEN = [("DeepSeek-V3 (MLA)", 1), ("DeepSeek-V3 (MLA)", 2), ("Qwen3.5", 1), ("ERNIE 4.5", 1), ("HY-V3", 1)]
+WRITTEN += [(name, 2 if name == "MiMo-V2-Flash" else 1) for name in AS_LAST]
 
 
 @pytest.mark.parametrize(("name", "modules"), WRITTEN)

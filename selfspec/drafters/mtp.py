@@ -23,7 +23,7 @@ from selfspec.drafters.base import one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.modules import ModulesSession
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
-from selfspec.drafters.parts.views import Tail
+from selfspec.drafters.parts.views import Tail, final_norm
 from selfspec.drafters.parts.vocabulary import check_head
 
 
@@ -33,13 +33,15 @@ class MtpConfig(UnrolledConfig):
     the outputs of the one before; the last is iterated. Modules differ in four things.
     hidden_first: the product reads the state first, then the embedding. fed: whether the target's state is taken behind
     its final norm (post) or before it (pre). recycled: the same choice for the module's own output, which stands for a
-    drafted position. final_norm: whether the module has a final norm."""
+    drafted position. final_norm: whether the module has a final norm. form: of its layer, where that is another than
+    of the target's last: the kinds of attention and of what follows it, as [full_attention, dense]."""
 
     modules: int = 1
     hidden_first: bool = False
     fed: str = "post"
     recycled: str = "post"
     final_norm: bool = True
+    form: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +52,13 @@ class MtpConfig(UnrolledConfig):
             one_of(name, getattr(self, name), (True, False))
         for name in ("fed", "recycled"):
             one_of(name, getattr(self, name), ("post", "pre"))
+        if self.form is not None:
+            form = tuple(self.form) if isinstance(self.form, (list, tuple)) else ()
+            if len(form) != 2 or not all(isinstance(kind, str) for kind in form):
+                raise ValueError(
+                    f"drafter.form={self.form!r} must name two kinds, as [sliding_attention, dense], or null"
+                )
+            self.form = form
 
 
 class Mtp(Unrolled):
@@ -94,11 +103,14 @@ class MtpLayer(FeatureLayer):
         self.layers, self.config = (last,), config
         if last < 1:
             raise ValueError("mtp needs a target of at least two layers: its own layer stands in for the last")
-        theirs = getattr(target.decoder, "norm", None)
-        if not isinstance(theirs, nn.Module):
-            raise ValueError(f"{type(target.model).__name__} has no final norm named `norm`, which mtp begins from")
-        if any(True for _ in mixers(nn.ModuleList([target.layers[last]]))):
-            raise ValueError(f"{type(target.model).__name__}: the last layer keeps a state; mtp needs attention there")
+        theirs = final_norm(target.decoder)
+        if theirs is None:
+            raise ValueError(f"{type(target.model).__name__} has no final norm by a known name, which mtp begins from")
+        if config.form is None and any(True for _ in mixers(nn.ModuleList([target.layers[last]]))):
+            raise ValueError(
+                f"{type(target.model).__name__}: the last layer keeps a state; mtp needs attention there: name a layer "
+                "that has it by drafter.form"
+            )
         self._theirs = {"": view(theirs)}  # a dict, so that it is no submodule
         hidden = target.hidden_size
         self.enorm, self.hnorm = (copy.deepcopy(theirs).to(dtype).requires_grad_(True) for _ in range(2))
@@ -107,7 +119,7 @@ class MtpLayer(FeatureLayer):
         with torch.no_grad():  # at first the state goes into the layer as it is
             parts = torch.eye(hidden), torch.zeros(hidden, hidden)
             self.proj.weight.copy_(torch.cat(parts if config.hidden_first else parts[::-1], 1))
-        self.tail = Tail(target, 0, dtype, "mtp", full=True, norm=self.norm)
+        self.tail = Tail(target, 0, dtype, "mtp", full=True, norm=self.norm, form=config.form)
         for path in self.layer_buffers():  # they are the target's so far
             module, name = self.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
             module.register_buffer(name, getattr(module, name).clone())

@@ -30,15 +30,16 @@ _FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
 _COUNT = "num_nextn_predict_layers"
 _COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # as transformers holds them
+# As transformers holds them.
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv_freq$")  # of the target's own
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names behind `prefix`, in which {at} is the number of layers of the target, plus the module's index; norm: the
-    final one (None: there is none); block: of the decoder layer's tensors; renamed: parts of their names, as published
-    and as transformers has them."""
+    """Names behind `prefix`, in which {k} is the module's index and {at} that plus the number of the target's layers;
+    norm: the final one (None: there is none); block: of the decoder layer's tensors; renamed: parts of their names, as
+    published and as transformers has them; form: of the decoder layer, see `MtpConfig`."""
 
     prefix: str = "model.layers.{at}."
     enorm: str = "enorm.weight"
@@ -47,6 +48,7 @@ class Family:
     norm: str | None = "shared_head.norm.weight"
     block: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    form: tuple[str, str] | None = None
 
 
 _DEEPSEEK = Family()
@@ -58,7 +60,14 @@ _HY = (
     ("mlp.expert_bias", "mlp.e_score_correction_bias"),
     ("mlp.shared_mlp.", "mlp.shared_experts."),
 )
-_ERNIE = "emb_norm.0.weight", "hidden_norm.0.weight", "linear_proj.0.weight", None, "block.0."
+_ERNIE = Family("model.mtp_", "emb_norm.0.weight", "hidden_norm.0.weight", "linear_proj.0.weight", None, "block.0.")
+_MIMO = (("pre_mlp_layernorm.", "post_attention_layernorm."), ("self_attn.attention_sink_bias", "self_attn.sinks"))
+_BAILING = (
+    ("attention.dense.", "self_attn.o_proj."),
+    ("attention.", "self_attn."),
+    ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+)
+_FINAL = "final_layernorm.weight"
 FAMILIES = {
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _DEEPSEEK,
@@ -68,8 +77,14 @@ FAMILIES = {
     "qwen3_5_moe_text": _QWEN,
     "exaone_moe": replace(_QWEN, renamed=(_BIAS,)),
     "mellum": _QWEN,
-    "hy_v3": Family(norm="final_layernorm.weight", renamed=_HY),
-    "ernie4_5": Family("model.mtp_", *_ERNIE),
+    "hy_v3": Family(norm=_FINAL, renamed=_HY),
+    "ernie4_5": _ERNIE,
+    "ernie4_5_moe": replace(_ERNIE, form=("full_attention", "dense")),
+    "mimo_v2_flash": Family("model.mtp.layers.{k}.", norm=_FINAL, renamed=_MIMO, form=("sliding_attention", "dense")),
+    "bailing_hybrid": Family(norm=_FINAL, renamed=_BAILING, form=("full_attention", "sparse")),
+    "nemotron_h": Family(
+        "mtp.layers.", "0.enorm.weight", "0.hnorm.weight", "0.eh_proj.weight", "1.final_layernorm.weight"
+    ),
 }
 
 
@@ -105,7 +120,6 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
     field, count = _COUNTS.get(model_type, _COUNT), len(prefixes)
     if (expected := getattr(target.model.config.get_text_config(), field, None) or count) != count:
         raise ValueError(f"{place}: {field} is {expected}, but it holds {count} MTP module{'s' * (count > 1)}")
-    _check_window(target, place, count)
     usual = MtpConfig()
     drafter = Mtp(
         target,
@@ -114,6 +128,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
             unroll=max(count, usual.unroll),
             depth=max(count, usual.depth),
             final_norm=family.norm is not None,
+            form=_form(family, target),
         ),
     )
     for layer, prefix, names in zip(drafter.draft_layers, prefixes, parts, strict=True):
@@ -123,23 +138,29 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
 
 def _prefixes(family: Family, target: Target, index: _Index) -> list[str]:
     """Of the names of every module that a checkpoint holds; of the first, where it holds none."""
-    prefixes = [family.prefix.format(at=target.n_layers)]
-    while (more := family.prefix.format(at=target.n_layers + len(prefixes))) not in prefixes:
+    prefixes = [_prefix(family, target, 0)]
+    while (more := _prefix(family, target, len(prefixes))) not in prefixes:
         if not any(name.startswith(more) for name in index.files):
             break
         prefixes.append(more)
     return prefixes
 
 
-def _check_window(target: Target, place: str, count: int) -> None:
-    """Raises ValueError where a module's attention is of another kind than that of the target's last layer."""
+def _prefix(family: Family, target: Target, k: int) -> str:
+    return family.prefix.format(at=target.n_layers + k, k=k)
+
+
+def _form(family: Family, target: Target) -> tuple[str, ...] | None:
+    """What a module's layer is, as the target's config or the family says; None where it is as the target's last."""
     config = target.model.config.get_text_config()
-    own, last = getattr(config, "mtp_layer_types", None), getattr(config, "layer_types", None)
-    if last and (odd := [kind for kind in (own or [])[:count] if kind != last[-1]]):
-        raise ValueError(
-            f"{place}: its MTP module has {odd[0]}, the target's last layer {last[-1]}; mtp copies that layer, so "
-            "train a module instead: selfspec train drafter=mtp"
-        )
+    if row := getattr(config, "mtp_layers_block_type", None):  # of a family whose MLPs are layers of their own
+        return tuple(row)
+    form: list[str | None] = [None, None] if family.form is None else [*family.form]
+    for i, name in enumerate(("mtp_layer_types", "mtp_mlp_layer_types")):
+        form[i] = next(iter(getattr(config, name, None) or []), form[i])
+    last = [(getattr(config, name, None) or [None])[-1] for name in ("layer_types", "mlp_layer_types")]
+    form = [kind or other for kind, other in zip(form, last, strict=True)]
+    return None if form == last or None in form else tuple(map(str, form))
 
 
 class _Index:
@@ -279,11 +300,11 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     model_type = target.model.config.get_text_config().model_type
     if (family := FAMILIES.get(model_type)) is None:
         raise ValueError(f"{model_type!r} ships no MTP module that is known here, only {', '.join(FAMILIES)} do")
-    usual = MtpConfig(final_norm=family.norm is not None)
-    for name in ("hidden_first", "fed", "recycled", "final_norm"):
+    usual = MtpConfig(final_norm=family.norm is not None, form=_form(family, target))
+    for name in ("hidden_first", "fed", "recycled", "final_norm", "form"):
         if (value := getattr(drafter.config, name)) != (expected := getattr(usual, name)):
             raise ValueError(f"drafter.{name}={value!r}: modules of {model_type!r} have {expected!r}; train with that")
-    prefixes = [family.prefix.format(at=target.n_layers + k) for k in range(len(drafter.draft_layers))]
+    prefixes = [_prefix(family, target, k) for k in range(len(drafter.draft_layers))]
     if len(set(prefixes)) < len(prefixes):
         raise ValueError(
             f"drafter.modules={len(prefixes)}: {model_type!r} has one module; train with drafter.modules=1"

@@ -26,6 +26,7 @@ from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.feature_layer import FeatureCache, FeatureReader
+from selfspec.drafters.parts.views import final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 
 Rotary = tuple[Tensor, Tensor]
@@ -107,7 +108,7 @@ class BlockStack(nn.Module):
             before = norm_before_mlp(theirs)
             copy_scale(layer.input_layernorm, theirs.get("input_layernorm"), target.dtype)  # type: ignore[arg-type]
             copy_scale(layer.post_attention_layernorm, before, target.dtype)  # type: ignore[arg-type]
-        copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
+        copy_scale(self.norm, final_norm(target.decoder), target.dtype)
         self.mask.copy_(target.model.get_input_embeddings().weight.float().mean(0))
 
     def read(self, stacked: Tensor, positions: Tensor, cache: PassCache) -> None:

@@ -27,7 +27,7 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
-from selfspec.drafters.parts.views import Block
+from selfspec.drafters.parts.views import Block, final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 
 
@@ -198,7 +198,7 @@ class Eagle3Layer(FeatureLayer):
             copy_scale(reading, theirs.get("input_layernorm"), target.dtype)
             after = layer.post_attention_layernorm
             copy_scale(after, norm_before_mlp(theirs), target.dtype)
-        copy_scale(self.norm, getattr(target.decoder, "norm", None), target.dtype)
+        copy_scale(self.norm, final_norm(target.decoder), target.dtype)
 
     @property
     def block(self) -> Block:

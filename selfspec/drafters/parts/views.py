@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from selfspec.core.passes import Pass
 from selfspec.core.quantized import Int8Linear, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
 from selfspec.core.target import Target
+from selfspec.drafters.parts.layer_form import put_form
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:
@@ -103,6 +105,15 @@ def _rows(head: nn.Linear, count: int) -> nn.Linear:
     return part
 
 
+def norm_name(decoder: nn.Module) -> str:
+    """The name of a decoder's final norm, `norm` where it has none by a known name."""
+    return next((name for name in ("norm", "norm_f") if isinstance(getattr(decoder, name, None), nn.Module)), "norm")
+
+
+def final_norm(decoder: nn.Module) -> nn.Module | None:
+    return getattr(decoder, norm_name(decoder), None)
+
+
 class Block(Adapted, ABC):
     """A decoder layer, or several, with final norm and lm_head, that can be fed with any hidden states. layer: index in
     `target` of the last, which is the target's last; first: of the first of them; dtype: of decoding; full: whether the
@@ -146,8 +157,8 @@ class Tail(Block):
 
     rank: of the LoRA that PEFT puts into the layer's linear maps (and into lm_head with `head`) under the name
     `adapter`; 0 leaves the layer as it is, and `full` makes it a trained copy instead. norm: what stands in for the
-    final norm, and is trained too. For decoding the layer's LoRA is merged into weights of its own once, which takes
-    the memory of one layer.
+    final norm, and is trained too. form: of the layer, where it is to be another (see `parts.layer_form`). For decoding
+    the layer's LoRA is merged into weights of its own once, which takes the memory of one layer.
     """
 
     def __init__(
@@ -159,15 +170,18 @@ class Tail(Block):
         head: bool = False,
         full: bool = False,
         norm: nn.Module | None = None,
+        form: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.adapter, self.dtype, self.full = target.n_layers - 1, adapter, target.dtype, full
         if getattr(target.model.config.get_text_config(), "num_kv_shared_layers", 0):
             raise ValueError(f"{type(target.model).__name__} shares keys between layers: its last can not stand alone")
         model = view(target.model)
+        if form is not None:
+            put_form(model, form)
         self.replaces_norm = norm is not None
         if norm is not None:
-            decoder_of(model).norm = norm
+            setattr(decoder_of(model), norm_name(decoder_of(model)), norm)
         inner = Target(model, frozen=False, returns=target.returns, engine=target.engine)
         block = inner.layers[self.layer]
         if full:
@@ -215,7 +229,7 @@ class Tail(Block):
         trained = self._views[True]
         target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
-        norm = [target.decoder.get_submodule("norm")] if self.replaces_norm else []
+        norm = [target.decoder.get_submodule(norm_name(target.decoder))] if self.replaces_norm else []
         for module in [*block.modules(), *norm]:
             for name, parameter in module.named_parameters(recurse=False):
                 if type(parameter) is nn.Parameter and parameter.is_floating_point():
