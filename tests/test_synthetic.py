@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
+from selfspec.training import conversations
 from selfspec.training import synthetic as module
 from selfspec.training.chat_template import Template
+from selfspec.training.conversations import Conversation, Rules, held
 from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config
 
@@ -36,13 +39,20 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError("no compiler")
 
     monkeypatch.setattr(Target, "use_engine", none)
-    texts = module._texts
+    monkeypatch.setattr(module, "_CHUNK", 4)
+    picked = conversations._picked
 
-    def ending(target: Target, rows: list, temperature: float, seeds: list, most: int, ends: frozenset) -> list:
-        found = texts(target, rows, temperature, seeds, most, ends)
-        return [[*[*(t for t in new if t not in ends)][: most - 1], min(ends)] for new in found]
+    def ending(logits: Any, at: list, rows: list, rules: Rules, seed: int) -> list:
+        found = picked(logits, at, rows, rules, seed)
+        for i, row in enumerate(rows):
+            most, ends = (
+                (rules.question_tokens, rules.question_ends) if row.asks else (rules.new_tokens, rules.answer_ends)
+            )
+            if row.written == most - 1:
+                found[i] = min(ends)
+        return found
 
-    monkeypatch.setattr(module, "_texts", ending)
+    monkeypatch.setattr(conversations, "_picked", ending)
     monkeypatch.setattr(module, "usable", lambda question, tokenizer: len(question) > 0)
 
 
@@ -96,29 +106,55 @@ def test_a_greedy_answer_is_what_the_target_says(tmp_path: Path, pair: tuple[Tar
     assert logits[0, start - 1 : -2].argmax(-1).equal(said)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen3.5"])
+def test_a_row_begins_anew_where_a_conversation_ended(family: str) -> None:
+    """Greedy texts are those of conversations held one at a time, also where layers keep a state."""
+    target = Target(build(family))
+    template = Template([1, 2], [3, 4], [5, 6, 7])
+    ends = frozenset({8})
+    rules = Rules(template, 2, 3, 9, ends | {3}, ends, 1.0, lambda question: len(question) > 1)
+
+    def texts(rows: int) -> dict[int, list[int]]:
+        begun = [Conversation.begun(i, template, [9 + i], 0.0) for i in range(7)]
+        return {each.number: each.tokens for each in held(target, begun, rules, rows, 40, 0)}
+
+    alone = texts(1)
+    assert texts(3) == alone
+    assert len(alone) == 7
+    assert any(alone.values())
+
+
+def test_sampled_tokens_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(4000, -1)
+    rows = [Conversation(i, [1], [False], 0.5, 0, asks=False) for i in range(4000)]
+    rules = Rules(Template([1], [1], [1]), 1, 9, 9, frozenset(), frozenset(), 1.0, bool)
+    found = torch.tensor(conversations._picked(logits, list(range(4000)), rows, rules, 0)).bincount(minlength=4) / 4000
+    assert (found - (logits[0] / 0.5).softmax(-1)).abs().max() < 0.02
+
+
 def test_an_interrupted_call_goes_on(
     tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, tokenizer = pair
-    whole, calls, chunk = synthetic(settings(tmp_path / "a"), target, tokenizer, quiet=True), [0], module._chunk
+    whole, calls, write = synthetic(settings(tmp_path / "a"), target, tokenizer, quiet=True), [0], module.write
 
-    def breaks(*arguments: object) -> dict[str, torch.Tensor]:
+    def breaks(*arguments: Any) -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
-        return chunk(*arguments)  # type: ignore[arg-type]
+        write(*arguments)
 
-    monkeypatch.setattr(module, "_chunk", breaks)
+    monkeypatch.setattr(module, "write", breaks)
     with pytest.raises(KeyboardInterrupt):
         synthetic(settings(tmp_path / "b"), target, tokenizer, quiet=True)
-    again = synthetic(settings(tmp_path / "b"), target, tokenizer, quiet=True)
+    again = synthetic(settings(tmp_path / "b", batch=3), target, tokenizer, quiet=True)  # other rows, the same texts
     assert calls[0] == 3
     assert [c.key for c in again] == [c.key for c in whole]
     more = synthetic(settings(tmp_path / "b", conversations=10), target, tokenizer, quiet=True)  # keeps what is there
     assert calls[0] == 4
     assert len(more[0].tokens) > len(whole[0].tokens)
     most = synthetic(settings(tmp_path / "b", conversations=12), target, tokenizer)
-    assert calls[0] == 4  # chunks are whole, whatever is read of them
+    assert calls[0] == 4  # files are whole, whatever is read of them
     assert sum(len(c.talks) for c in most) > sum(len(c.talks) for c in more)
     more = most
     card = json.loads(next((tmp_path / "b").glob("*/card.json")).read_text())

@@ -69,7 +69,7 @@ class KVCache:
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
         self._due: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # paths and their lengths, by what is open
-        first = torch.zeros(self.rows, dtype=torch.long)
+        first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
         self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
         self._closed = False
 
@@ -245,6 +245,16 @@ class KVCache:
         self.states = {layer: state.rows(index) for layer, state in self.states.items()}
         self._open = {}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
+
+    def restart(self, row: int) -> None:
+        """Keep nothing of a row. Entries that were not committed are lost, of all rows."""
+        self._settle()
+        for layer, (convolutions, states, *_) in self.states.items():
+            first = self.beginning[layer]
+            parts = (*convolutions.values(), *states), (*first.convolutions.values(), *first.states)
+            for part, begun in zip(*parts, strict=True):
+                part[row] = begun[0]
+        self._open, self.lengths[row] = {}, 0
 
     def _move(self, rows: dict[int, int]) -> None:
         """Copy entries to rows from others."""

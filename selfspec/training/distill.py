@@ -188,16 +188,26 @@ def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
 
 
 def read_or_write(
-    path: Path, settings: dict[str, str], fields: Sequence[str], write: Callable[[], dict[str, Tensor]]
+    path: Path, settings: dict[str, str], fields: Sequence[str], make: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
     """Tensors of a file that was made with these settings; it is written where it is not there."""
+    tensors = read(path, settings, fields)
+    if tensors is None:
+        write(path, settings, tensors := make())
+    return tensors
+
+
+def read(path: Path, settings: dict[str, str], fields: Sequence[str]) -> dict[str, Tensor] | None:
+    """Tensors of a file that was made with these settings; None where there is none."""
     with suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
         if file.metadata() == settings:
             return {name: file.get_tensor(name) for name in fields}
-    tensors = write()
+    return None
+
+
+def write(path: Path, settings: dict[str, str], tensors: dict[str, Tensor]) -> None:
     with atomic(path) as scratch:
         save_file(tensors, scratch, settings)
-    return tensors
 
 
 def _write(

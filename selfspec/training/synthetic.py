@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -21,20 +22,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
-from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import end_tokens
 from selfspec.core.quantized import has_kernel, quantize
-from selfspec.core.sampling import Sampling
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus, joined
 from selfspec.training.chat_template import Template
-from selfspec.training.distill import read_or_write
+from selfspec.training.conversations import Conversation, Rules, held
+from selfspec.training.distill import read, write
 from selfspec.utils.files import Figures, cache_folder, write_text
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
+_BESIDE = "folder", "conversations", "validation_share", "batch"  # settings that do not change what is written
+_CHUNK = 64  # conversations in a file
 _LETTERS = 8  # that a question has at least
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Synthetic:
     """Conversations that the target writes. conversations: how many are begun (some are left out, see `usable`); turns:
     questions in each, at most; openings: words that first questions begin with, taken in turn ("": the target's own);
     question_temperature: that questions are sampled at; question_tokens, new_tokens: of a question and of an answer, at
-    most; sampled: share of conversations answered at temperature 1, the others greedily; batch: conversations written
+    most; sampled: share of conversations answered at temperature 1, the others greedily; batch: conversations held
     at once; int8: whether the target's weights are quantized while it writes, for speed (see
     `selfspec.core.quantized`); validation_share: of the conversations; folder: where they are kept (None: in the cache
     folder)."""
@@ -55,7 +58,7 @@ class Synthetic:
     question_tokens: int = 96
     new_tokens: int = 320
     sampled: float = 0.5
-    batch: int = 256
+    batch: int = 128
     int8: bool = False
     seed: int = 0
     validation_share: float = 0.05
@@ -78,17 +81,6 @@ class Synthetic:
             raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
 
 
-@dataclass
-class _Conversation:
-    tokens: list[int]
-    mask: list[bool]
-    going: bool = True
-
-    def add(self, tokens: list[int], counts: bool) -> None:
-        self.tokens += tokens
-        self.mask += [counts] * len(tokens)
-
-
 def synthetic(
     config: Synthetic,
     target: Target,
@@ -99,50 +91,57 @@ def synthetic(
 ) -> tuple[Corpus, Corpus]:
     """Conversations for training and for validation, as tokens; answers count in the loss.
 
-    Chunks are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. share:
-    this process's number and how many there are, each of which writes chunks of its own, and then waits for the others
+    They are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. share:
+    this process's number and how many there are, each of which writes files of its own, and then waits for the others
     in `wait`. Raises ValueError where no conversation is usable.
     """
     template = Template.of(tokenizer)
-    _check_positions(config, target, template, max(map(len, _ids(config, tokenizer))))
+    _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
-    identity = {k: v for k, v in asdict(config).items() if k not in ("folder", "conversations", "validation_share")}
+    identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE}
     read_by = f"{asdict(template)} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
     settings = {"settings": f"{identity} target={target_hash(target)} {writer.dtype_name} {read_by}"}
     name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
     folder = Path(config.folder or cache_folder() / "synthetic") / name
     folder.mkdir(parents=True, exist_ok=True)
-    chunks, new, seconds = range(0, config.conversations, config.batch), 0, 0.0
-
-    def chunk(first: int) -> dict[str, Tensor]:
-        def write() -> dict[str, Tensor]:
-            return _chunk(writer, tokenizer, template, config, first)
-
-        return read_or_write(folder / f"{first:06d}.safetensors", settings, _FIELDS, write)
-
-    for first in (bar := progress(chunks[share[0] :: share[1]], desc="conversations", disable=quiet)):
-        start, known = time.perf_counter(), (folder / f"{first:06d}.safetensors").exists()
-        count = int(chunk(first)["mask"].sum())
-        if not known:
-            new, seconds = new + count, seconds + time.perf_counter() - start
-            bar.set_postfix({"answers": f"{new} tokens", "rate": f"{share[1] * new / seconds:.0f}/s"})
+    chunks = range(0, config.conversations, _CHUNK)
+    known = {first: read(_file(folder, first), settings, _FIELDS) for first in chunks}
+    missing = [first for first in chunks[share[0] :: share[1]] if known[first] is None]
+    numbers = [i for first in missing for i in range(first, first + _CHUNK)]  # whole chunks, whatever is read of them
+    new, start, parts = 0, time.perf_counter(), defaultdict[int, list[Conversation]](list)
+    with progress(total=len(numbers), desc="conversations", disable=quiet or not numbers) as bar:
+        for each in _written(writer, tokenizer, template, config, numbers):
+            first = each.number // _CHUNK * _CHUNK
+            parts[first].append(each)
+            new += sum(each.mask)
+            rate = share[1] * new / (time.perf_counter() - start)
+            bar.set_postfix({"answers": f"{new} tokens", "rate": f"{rate:.0f}/s"}, refresh=False)
+            bar.update()
+            if len(parts[first]) == _CHUNK:
+                write(_file(folder, first), settings, _packed(parts.pop(first)))
     wait()
-    conversations = [each for first in chunks for each in _split(chunk(first), config.conversations - first)]
+    conversations = []
+    for first in chunks:
+        chunk = known[first] or read(_file(folder, first), settings, _FIELDS)
+        assert chunk is not None, "each process has written its share"
+        conversations += _split(chunk, config.conversations - first)
     train, validation = _divided(conversations, len(template.opening), config.validation_share)
     if not quiet:
         _card(folder, config, target, tokenizer, template, train, validation)
     return train, validation
 
 
-def _check_positions(config: Synthetic, target: Target, template: Template, words: int) -> None:
+def _check_positions(config: Synthetic, target: Target, longest: int) -> None:
     """Raises ValueError where a conversation may be longer than the target's positions."""
-    between = len(template.opening) + words + config.turns * (len(template.answer) + len(template.again))
-    longest = config.turns * (config.question_tokens + config.new_tokens) + between
     if target.max_positions is not None and longest > target.max_positions:
         raise ValueError(
             f"data=synthetic: {config.turns} turns of {config.question_tokens} + {config.new_tokens} tokens may take "
             f"{longest}, more than the target's {target.max_positions} positions; lower data.turns or data.new_tokens"
         )
+
+
+def _file(folder: Path, first: int) -> Path:
+    return folder / f"{first:06d}.safetensors"
 
 
 def _writer(target: Target, int8: bool) -> Target:
@@ -162,41 +161,36 @@ def _writer(target: Target, int8: bool) -> Target:
     return writer
 
 
-def _chunk(
-    target: Target, tokenizer: Tokenizer, template: Template, config: Synthetic, first: int
-) -> dict[str, Tensor]:
-    """Conversations from number `first` on: their tokens and loss mask one after another, and the size of each."""
-    rows, ends = config.batch, end_tokens(target)  # whole chunks, whatever number of conversations is read
-    question_ends = ends | {template.answer[0]}
-    openings = [template.opening + ids for ids in _ids(config, tokenizer)]
-    everyone = [_Conversation([], []) for _ in range(rows)]
-    for i, conversation in enumerate(everyone, first):
-        conversation.add(openings[i % len(openings)], False)
-    greedy = round(rows * (1 - config.sampled))
-    for turn in range(config.turns):
-        at = [i for i, conversation in enumerate(everyone) if conversation.going]
-        seeds = [((config.seed * 100 + turn) * 1_000_003 + first + i) * 2 for i in at]
-        open_rows = [everyone[i] for i in at]
-        written = _texts(target, open_rows, config.question_temperature, seeds, config.question_tokens, question_ends)
-        for i, new in zip(at, written, strict=True):
-            given = [] if turn else everyone[i].tokens[len(template.opening) :]
-            everyone[i].going = new[-1] in question_ends and usable(given + new[:-1], tokenizer)
-            if everyone[i].going:
-                everyone[i].add(new[:-1] + template.answer, False)
-            elif turn:  # it ends with the answer before
-                everyone[i] = _up_to_answer(everyone[i])
-        for part, temperature in ((range(greedy), 0.0), (range(greedy, rows), 1.0)):
-            at = [i for i in part if everyone[i].going]
-            seeds = [((config.seed * 100 + turn) * 1_000_003 + first + i) * 2 + 1 for i in at]
-            written = _texts(target, [everyone[i] for i in at], temperature, seeds, config.new_tokens, ends)
-            for i, new in zip(at, written, strict=True):
-                everyone[i].add(new, True)
-                everyone[i].going = new[-1] in ends and turn + 1 < config.turns
-                if everyone[i].going:
-                    everyone[i].add(template.again[int(template.again[0] == new[-1]) :], False)
-    for conversation in everyone:
-        if not any(conversation.mask):  # its question is not usable
-            conversation.tokens, conversation.mask = [], []
+def _written(
+    target: Target, tokenizer: Tokenizer, template: Template, config: Synthetic, numbers: Iterable[int]
+) -> Iterator[Conversation]:
+    """The conversations of these numbers, as they end."""
+    words, ends = _ids(config, tokenizer), end_tokens(target)
+    rules = Rules(
+        template,
+        config.turns,
+        config.question_tokens,
+        config.new_tokens,
+        ends | {template.answer[0]},
+        ends,
+        config.question_temperature,
+        lambda question: usable(question, tokenizer),
+    )
+    begun = (
+        Conversation.begun(i, template, words[i % len(words)], float(i * _GOLDEN % 1 < config.sampled)) for i in numbers
+    )
+    return held(target, begun, rules, config.batch, _longest(config, template, words), config.seed)
+
+
+def _longest(config: Synthetic, template: Template, words: list[list[int]]) -> int:
+    """Tokens that a conversation may have at most."""
+    between = len(template.opening) + max(map(len, words)) + config.turns * (len(template.answer) + len(template.again))
+    return config.turns * (config.question_tokens + config.new_tokens) + between
+
+
+def _packed(conversations: list[Conversation]) -> dict[str, Tensor]:
+    """Tokens and loss mask of conversations one after another, by their numbers, and the size of each."""
+    everyone = sorted(conversations, key=lambda each: each.number)
     tokens = torch.tensor([token for one in everyone for token in one.tokens], dtype=torch.int32)
     mask = torch.tensor([counts for one in everyone for counts in one.mask], dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "sizes": torch.tensor([len(one.tokens) for one in everyone])}
@@ -205,22 +199,6 @@ def _chunk(
 def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the words that first questions begin with."""
     return [list(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in config.openings]
-
-
-def _texts(
-    target: Target, rows: list[_Conversation], temperature: float, seeds: list[int], most: int, ends: frozenset[int]
-) -> list[list[int]]:
-    """What the target writes next in each conversation."""
-    if not rows:
-        return []
-    prompts = [row.tokens for row in rows]
-    return autoregressive(target, prompts, Options(most, Sampling(temperature), seeds, ends)).token_ids
-
-
-def _up_to_answer(conversation: _Conversation) -> _Conversation:
-    """The conversation up to the end of its last answer."""
-    size = len(conversation.mask) - conversation.mask[::-1].index(True)
-    return _Conversation(conversation.tokens[:size], conversation.mask[:size], False)
 
 
 def usable(question: list[int], tokenizer: Tokenizer) -> bool:
