@@ -103,13 +103,14 @@ page-data: $(VENV)/.ready runs/readme/compare.json
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2 "limits.drafters=[]" limits.starts=false
 	$(BIN)/python eval/decode.py -m name=page_traces engine=eager target=tiny-target \
-		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-mask,tiny-early-exit,prompt_lookup \
+		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-eagle3,tiny-mtp,tiny-block,tiny-mask,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]" limits.starts=false
 	$(BIN)/python eval/compare.py name=page_compare engine=eager compare.prompts=2 "compare.nodes=[8,16]"
-	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.data=runs/page_tiny.json
-	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
+	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.shown=20 \
+		page.data=runs/page_tiny.json
+	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json page.shown=20 \
 		"page.runs=[runs/page_smollm2,runs/page_smollm2_limits,runs/readme,runs/page_tiny.json]"
 
 runs/readme/compare.json:

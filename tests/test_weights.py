@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from selfspec.engine.kernels import int8
 from selfspec.engine.kernels import weights as module
 from selfspec.engine.kernels.native import binding, has_tiles
 from selfspec.engine.kernels.skinny_gemm import few_rows
@@ -111,6 +112,21 @@ def test_frozen_weights_are_laid_out_and_others_are_not(monkeypatch: pytest.Monk
 
 
 @in_panels
+@pytest.mark.skipif(not int8.has_kernel(), reason="the kernel in 8 bits needs AVX2 and a C++ compiler")
+def test_drafts_multiply_in_8_bits_and_the_target_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST", 0)
+    first, second, exact = linear(64, 96), linear(32, 96), linear(64, 96)
+    freeze(exact, 0)
+    int8.in_8_bits([first.weight, second.weight, exact.weight])
+    left = torch.randn(5, 96).bfloat16()
+    found = few_rows(left, [first.weight, second.weight])
+    panels, scales = zip(*(int8.to_int8(part.weight) for part in (first, second)), strict=True)
+    assert found.equal(int8.int8_rows(left, list(panels), list(scales)))
+    for alone in (few_rows(left, [exact.weight]), few_rows(left, [exact.weight, first.weight])[:, :64]):
+        assert alone.equal(few_rows(left, [linear(64, 96).weight]))
+    assert module.laid_out_bytes() >= 96 * 96
+
+
 def test_what_was_laid_out_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     part = linear(96, 64)

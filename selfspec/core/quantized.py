@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.engine.kernels.int8 import fits, has_kernel, int8_rows, to_int8
+from selfspec.engine.kernels.int8 import fits, has_kernel, in_8_bits, int8_rows, to_int8
 
-__all__ = ["Int8Linear", "has_kernel", "quantize", "unquantized"]
+__all__ = ["Int8Linear", "has_kernel", "in_8_bits", "quantize", "unquantized"]
 
 
 class Int8Linear(nn.Linear):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.core.contract import Session
+from selfspec.core.quantized import in_8_bits
 from selfspec.core.recurrent.mixers import mixers
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -138,6 +139,8 @@ class MtpLayer(FeatureLayer):
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
         super().train(mode)
         pack(self, packed_proj=None if mode else self.proj.weight.detach().to(self.tail.dtype))
+        if self.packed_proj is not None and self.proj.weight.dtype != self.tail.dtype:
+            in_8_bits([self.packed_proj])
         return self
 
     @property

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from selfspec.core.quantized import in_8_bits
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import pack
@@ -219,6 +220,8 @@ class Eagle3Layer(FeatureLayer):
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
         pack(self, packed_fc=None if mode else self.fc.weight.detach().to(self.draft.dtype))
+        if self.packed_fc is not None and self.fc.weight.dtype != self.draft.dtype:
+            in_8_bits([self.packed_fc])
         pack(self, packed_mask=None)
         if not mode and self.mask_hidden is not None:
             with torch.no_grad():

@@ -15,6 +15,7 @@ from selfspec.core.contract import Accepted, Context
 from selfspec.core.options import integer
 from selfspec.core.pass_cache import KV
 from selfspec.core.passes import Part, tree_pass
+from selfspec.core.quantized import in_8_bits
 from selfspec.core.rows import PREFILL
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
@@ -155,6 +156,7 @@ class LastLayer(FeatureLayer):
         super().train(mode)
         fuse, mix = (w.detach().t().to(self.tail.dtype).contiguous() for w in (self.fuse, self.mix))
         pack(self, packed_fuse=None if mode else fuse, packed_mix=None if mode else mix)
+        in_8_bits([] if mode else [fuse, mix])
         return self
 
     @property

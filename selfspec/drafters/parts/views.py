@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.passes import Pass
-from selfspec.core.quantized import Int8Linear, unquantized
+from selfspec.core.quantized import Int8Linear, in_8_bits, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.layer_form import put_form
@@ -234,6 +234,8 @@ class Tail(Block):
             for name, parameter in module.named_parameters(recurse=False):
                 if type(parameter) is nn.Parameter and parameter.is_floating_point():
                     setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
+                    if parameter.dtype != self.dtype:
+                        in_8_bits([getattr(module, name)])
             for name, child in list(module.named_children()):
                 if not isinstance(child, LoraLayer) or self.adapter not in child.lora_A:
                     continue
@@ -245,6 +247,7 @@ class Tail(Block):
                     delta: Tensor = child.get_delta_weight(self.adapter)  # type: ignore[operator]
                     merged = plain.weight + delta.to(plain.weight.dtype)
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
+                    in_8_bits([plain.weight])
                     setattr(module, name, plain)
         head = target.model.get_output_embeddings()
         if isinstance(head, LoraLayer) and self.adapter in head.lora_A:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from selfspec.core.quantized import in_8_bits
 from selfspec.core.target import Target
 from selfspec.drafters.base import DrafterConfig, Trained, pack, whole
 from selfspec.drafters.parts.losses import check_loss
@@ -69,7 +70,9 @@ class Reduced(Trained):
         if not mode:
             self.check_vocabulary()
             rows = self.rows_of(head)
-            pack(self, draft_head=None if rows is None else rows.detach())
+            if rows is not None:
+                in_8_bits([rows := rows.detach()])
+            pack(self, draft_head=rows)
 
     def of_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits of the tokens it can draft, from logits of all or of these."""

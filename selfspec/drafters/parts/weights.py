@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from selfspec.core.quantized import in_8_bits
+
 
 def start_linear(module: nn.Linear, into: Tensor, theirs: nn.Module | None, std: float) -> None:
     """Initial weights: `into`, a part of its weights or all of them, begins as those of a target's module, the rest at
@@ -38,8 +40,9 @@ def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) ->
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters of this dtype, which are not trained, in place of those of another."""
+    """Put parameters of this dtype, which are not trained, in place of those of another, for decoding."""
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.dtype != dtype:
                 setattr(part, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+                in_8_bits([getattr(part, name)])

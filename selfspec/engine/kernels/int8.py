@@ -8,7 +8,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_compiler, served
-from selfspec.engine.kernels.weights import pages
+from selfspec.engine.kernels.weights import Kernel, fix, pages
 
 GROUP, LANES = 32, 16  # inputs that share a scale, and outputs of a panel; see int8.cpp
 
@@ -84,6 +84,20 @@ def _on_cpu(left: Tensor, panels: list[Tensor], scales: list[Tensor], bias: Tens
 
 def _result(left: Tensor, panels: list[Tensor], *_: object) -> Tensor:
     return left.new_empty(len(left), LANES * sum(map(len, panels)))
+
+
+def _multiply(left: Tensor, laid_out: tuple[Tensor, Tensor], bias: Tensor | None, out: Tensor) -> None:
+    multiply(left, [laid_out[0]], [laid_out[1]], bias, out)
+
+
+KERNEL = Kernel("int8", to_int8, _multiply, lambda outputs, width: not outputs % LANES and not width % GROUP)
+
+
+def in_8_bits(weights: Iterable[Tensor]) -> None:
+    """Compiled functions multiply with these weights in 8 bits from now on, where the kernel serves them. For weights
+    whose results need not be exact, such as a drafter's."""
+    if has_kernel():
+        fix((weight for weight in weights if weight.dim() == 2 and weight.is_contiguous() and fits(weight)), KERNEL)
 
 
 _library = torch.library.Library("selfspec", "FRAGMENT")

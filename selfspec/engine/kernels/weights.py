@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +42,20 @@ COPIES = 32  # weights that it reads at most; smaller ones stay in a cache in de
 _frozen: dict[int, weakref.ref[Tensor]] = {}  # weights that may be laid out, by address
 _laid_out: dict[int, LaidOut] = {}  # by the address of the first of the weights side by side
 _as_they_are: set[int] = set()  # addresses of frozen weights that are read where they are
+_fixed: dict[int, Kernel] = {}  # kernels of frozen weights for which none is measured, by address
 _choices: dict[str, Figures] = {}  # of this machine, by shape
 _met: set[tuple[int, int]] = set()  # shapes of this process's products
 _lock = threading.RLock()
 
 
 class Kernel(NamedTuple):
-    """A way to multiply rows with weights [N, K]. lay_out: what it reads in their place; multiply: left [M, K], that,
-    maybe a bias [N], and where the result [M, N] goes; serves: whether it takes weights of N and K here."""
+    """A way to multiply rows with weights [N, K]. lay_out: what it reads in their place, tensors or one; multiply: left
+    [M, K], that, maybe a bias [N], and where the result [M, N] goes; serves: whether it takes weights of N and K
+    here."""
 
     name: str
-    lay_out: Callable[[Tensor], Tensor]
-    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+    lay_out: Callable[[Tensor], Any]
+    multiply: Callable[[Tensor, Any, Tensor | None, Tensor], None]
     serves: Callable[[int, int], bool]
 
 
@@ -61,7 +63,7 @@ class LaidOut(NamedTuple):
     """Weights side by side, as their kernel reads them. addresses, versions: of the weights when they were laid out."""
 
     kernel: Kernel
-    weights: Tensor
+    weights: Any
     addresses: tuple[int, ...]
     versions: tuple[int, ...]
 
@@ -78,15 +80,29 @@ def freeze(module: nn.Module, least: int = LEAST) -> None:
     if sum(2 * weight.numel() for weight in frozen) < least:
         return
     for weight in frozen:
-        address = weight.data_ptr()
-        if address not in _frozen or _frozen[address]() is None:
-            _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
+        _freeze(weight)
+
+
+def fix(weights: Iterable[Tensor], kernel: Kernel) -> None:
+    """These weights [N, K], bfloat16 on the CPU and contiguous, may be laid out from now on, for this kernel. What it
+    computes need not have the bits of others."""
+    for weight in weights:
+        if weight.data_ptr() not in _frozen and not weight.is_inference():  # a target's are exact
+            _fixed[weight.data_ptr()] = kernel
+            _freeze(weight)
+
+
+def _freeze(weight: Tensor) -> None:
+    address = weight.data_ptr()
+    if address not in _frozen or _frozen[address]() is None:
+        _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
 
 
 def _forget(address: int) -> None:
     """The weight that lay there is gone."""
     with _lock:
         _frozen.pop(address, None)
+        _fixed.pop(address, None)
         _as_they_are.discard(address)
         for first in [first for first, known in _laid_out.items() if address in known.addresses]:
             del _laid_out[first]
@@ -114,7 +130,9 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
             frozen = None if address not in _frozen else _frozen[address]()
             if frozen is None or frozen.shape != weight.shape:  # such as a part of one
                 return None
-        kernel = choose(sum(len(weight) for weight in weights), weights[0].shape[1])
+        fixed = {_fixed.get(address) for address in addresses}
+        kernel = fixed.pop() if len(fixed) == 1 else None
+        kernel = kernel or choose(sum(len(weight) for weight in weights), weights[0].shape[1])
         if kernel is None or kernel is IN_PLACE:
             if addresses[0] not in _laid_out:
                 _as_they_are.add(addresses[0])  # later calls need no look-up
@@ -127,7 +145,12 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
 
 def laid_out_bytes() -> int:
     """Memory that laid-out weights take, beside the model's own."""
-    return sum(each.weights.numel() * each.weights.element_size() for each in _laid_out.values())
+    tensors = (part for each in _laid_out.values() for part in _tensors(each.weights))
+    return sum(part.numel() * part.element_size() for part in tensors)
+
+
+def _tensors(weights: Any) -> tuple[Tensor, ...]:
+    return (weights,) if isinstance(weights, Tensor) else weights
 
 
 # -- kernels
