@@ -159,6 +159,28 @@ def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
     assert sizes[-1] == 1
 
 
+@pytest.mark.parametrize("price", [0.0, 0.02, 0.1, 0.3])
+def test_the_size_that_expects_most_per_second_is_asked_for(llama: Target, price: float) -> None:
+    """A draft takes 0.01 plain steps for each node; node n is accepted with probability 0.5 / n."""
+    probs = [0.5 / n for n in range(1, LARGEST)]
+    costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
+
+    def rate(asked: int) -> float:
+        return max((1 + sum(probs[: n - 1])) / (costs[n] + 0.01 * asked) for n in range(1, asked + 1))
+
+    spy, length = _Spy(probs), 5.0
+    session, _ = session_of(spy, costs, llama, limit=2000)
+    for _ in range(400):
+        tree = session.propose(context(llama, int(length)))
+        length += 1 + sum(probs[: tree.tokens.shape[1] - 1])
+        assert session.last is not None
+        session.last.draft = 0.01 * spy.asked[-1]
+    late = spy.asked[-200:]
+    best = max((4, 8, 16, 32, 64), key=rate)
+    assert late.count(best) > 140, late
+    assert all(rate(size) > 0.9 * rate(best) for size in late)
+
+
 def test_cut_trees_keep_parents_in_order(llama: Target) -> None:
     tokens, parents = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])

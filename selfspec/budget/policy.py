@@ -6,8 +6,8 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    accepted tokens such expectations brought, over the measured cost of a pass (`selfspec.budget.cost`) and the time
    the draft took. Trees are cut to those nodes. The correction is slow, since one text must not decide for all others
    (Medusa at T=0 went plain at 0.91x where drafting brought 1.14x).
-2. A drafter is asked for about twice the nodes that recent trees kept, more would be cut; a power of two, since a
-   compiled engine compiles every size.
+2. A drafter is asked for a power of two of nodes, since a compiled engine compiles every size. Twice as many are tried
+   where most of them are kept, half as many where few are, and the size that expects more tokens per second stays.
 3. Where mask slots stand in the pass, it has the rows, a power of two, that expect the most tokens per second at the
    measured costs. Any other tree that can not be cut gets the largest of 8, 16 and 32 nodes whose pass costs at most a
    quarter more than that of one node, and 8 where none does: early exit and lookahead lose more by dear passes than
@@ -23,8 +23,7 @@ Nothing here can change the output. The rules, each with what it rests on (figur
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -39,10 +38,10 @@ _HOPE = 1.25  # speedup that drafting is believed to bring at first
 _HOPED = {True: 8, False: 48}  # as if seen in so many passes; by whether trees can be cut
 _EARLIER = {True: 24, False: 96}  # passes that earlier calls count as when a call is judged; as above
 _LOSS = 0.97  # speedup below which a call is not even begun with drafts
-_KEEP, _STEADY = (
-    0.99,
-    0.998,
-)  # weight that a pass keeps with every further pass: of times, of what expectations are worth
+# The weight that a pass keeps with every further pass: of times, of what expectations are worth, in the number of
+# passes of a size.
+_KEEP, _STEADY, _FORGOTTEN = 0.99, 0.998, 0.99
+SMALLEST = 4  # nodes that a drafter is asked for
 
 
 @dataclass
@@ -50,7 +49,9 @@ class Experience:
     """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
     time of passes over their measured costs; expected_sum, accepted_sum: drafted tokens by their path probabilities,
     and those accepted; tokens, seconds: of drafted passes, per row and at measured costs; draft, passes: seconds of
-    drafting, and how many passes were drafted for; size: nodes that paid; prunable: whether trees can be cut."""
+    drafting, and how many passes were drafted for; asked: nodes that a drafter is asked for; kept: of them, as trees
+    were cut; by_size: of passes by the nodes asked for, what they were worth, their time, and how many there were
+    lately; prunable: whether trees can be cut."""
 
     calls: int = 0
     slow: float = 1.0
@@ -60,7 +61,9 @@ class Experience:
     seconds: float = 0.0
     draft: float = 0.0
     passes: float = 0.0
-    size: float = LARGEST / 4
+    asked: int = 8
+    kept: float = 6.0
+    by_size: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     prunable: bool = True
 
     def speedup(self, costs: list[float]) -> float:
@@ -71,7 +74,7 @@ class Experience:
     def nodes(self, costs: list[float]) -> int:
         """What a drafter is asked for (rules 2 and 3)."""
         if self.prunable:
-            return int(2 ** round(math.log2(min(LARGEST, max(8, 2 * self.size)))))
+            return self.asked
         return max((n for n in (8, 16, 32) if costs[n] <= 1.25 * costs[1]), default=8)
 
     def tokens_of(self, rows: int, expected: float) -> float:
@@ -87,7 +90,27 @@ class Experience:
         self.draft, self.passes = _KEEP * self.draft + draft, _KEEP * self.passes + 1
         worth = (self.tokens_of(rows, expected) if self.prunable and expected > 0 else tokens) / rows
         self.tokens, self.seconds = _KEEP * self.tokens + worth, _KEEP * self.seconds + cost + draft
+        if self.prunable:
+            self._ask(worth, cost + draft)
         return worth
+
+    def _ask(self, worth: float, seconds: float) -> None:
+        """Choose what is asked for next, after a pass that was asked for `asked` nodes (rule 2)."""
+        sizes = {size: (w, s, _FORGOTTEN * n) for size, (w, s, n) in self.by_size.items()}
+        w, s, n = sizes.get(self.asked, (0.0, 0.0, 0.0))
+        sizes[self.asked] = _KEEP * w + worth, _KEEP * s + seconds, n + 1
+        self.by_size = sizes
+        if n + 1 < _TRIAL:
+            return
+        compared = [self.asked]
+        larger, smaller = self.kept > 0.8 * self.asked, self.kept < 0.6 * self.asked
+        for size, promising in ((2 * self.asked, larger), (self.asked // 2, smaller)):
+            if sizes.get(size, (0.0, 0.0, 0.0))[2] >= _TRIAL / 2:
+                compared.append(size)
+            elif promising and SMALLEST <= size <= LARGEST:
+                self.asked = size
+                return
+        self.asked = max(compared, key=lambda size: sizes[size][0] / sizes[size][1])
 
 
 @dataclass
@@ -220,7 +243,7 @@ class AutoSession:
             total += sum(row[at[n - 1]] for row, at in zip(scores, order, strict=True)) if n > 1 else 0.0
             if (rate := (len(scores) + trust * total) / (spent + self.costs[n])) > worth:
                 best, worth, expected = n, rate, total
-        self.past.size = 0.9 * self.past.size + 0.1 * best
+        self.past.kept = 0.9 * self.past.kept + 0.1 * best
         if not tree.prunable or best == len(order[0]):
             return tree, total
         chosen = [sorted(at[:best]) for at in order]
