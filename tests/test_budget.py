@@ -181,6 +181,24 @@ def test_the_size_that_expects_most_per_second_is_asked_for(llama: Target, price
     assert all(rate(size) > 0.9 * rate(best) for size in late)
 
 
+def test_ranks_that_keep_less_than_they_promise_are_cut(llama: Target) -> None:
+    """Nodes behind the third are never accepted, whatever their scores say."""
+    probs = [0.5, 0.3, 0.3, 0.25, 0.25, 0.25, 0.25]
+    spy, length = _Spy(probs), 5
+    session, _ = session_of(spy, [1.0] + [1 + 0.05 * (n - 1) for n in range(1, LARGEST + 1)], llama, limit=2000)
+    sizes = []
+    for step in range(400):
+        nodes = session.propose(context(llama, length)).tokens.shape[1]
+        sizes.append(nodes)
+        path = [0, 1 + step % 3] if step % 3 < 2 and nodes > 1 + step % 3 else [0]
+        session.observe(Accepted(torch.zeros(1, nodes, 8), {}, [0], [path]))
+        session.last.draft, session.past.slow = 0.0, 1.0  # no time passes here
+        length += len(path)
+    assert sizes[0] == 8
+    assert sum(size <= 5 for size in sizes[-100:]) > 80
+    assert session.past.trust[0] > 0.6 > 0.2 > session.past.trust[4]
+
+
 def test_cut_trees_keep_parents_in_order(llama: Target) -> None:
     tokens, parents = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])

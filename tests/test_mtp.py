@@ -410,6 +410,26 @@ def test_odd_experts_are_refused(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked() -> None:
-    for settings in ({"fed": "both"}, {"final_norm": 1}, {"layers": [0]}):
-        with pytest.raises(ValueError, match=r"drafter\.(fed|final_norm|layers)="):
+    forms: list[Any] = ["dense", ["dense"], ["window", "dense"], ["full_attention", 3], 7]
+    for settings in ({"fed": "both"}, {"final_norm": 1}, {"layers": [0]}, *({"form": form} for form in forms)):
+        with pytest.raises(ValueError, match=r"drafter\.(fed|final_norm|layers|form)="):
             MtpConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"drafter\.form=.*LlamaForCausalLM have no such form"):
+        Mtp(Target(tiny_model()), MtpConfig(form=("full_attention", "dense")))
+
+
+def test_a_module_of_another_form_is_trained_and_written(tmp_path: Path) -> None:
+    """Without it, its family's engines would run it otherwise."""
+    shipped("ERNIE 4.5 MoE", tmp_path / "target")
+    target, _ = load_target(tmp_path / "target", "float32")
+    for config in (MtpConfig(final_norm=False), MtpConfig(final_norm=False, form=("full_attention", "dense"))):
+        drafter = Mtp(target, config).eval()
+        save_drafter(drafter, tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
+        again = load_drafter(tmp_path / "drafter", target, None)
+        assert again.config == config
+        plain = autoregressive(target, PROMPTS[:1], Options(12))
+        assert speculative(target, PROMPTS[:1], Options(12), again, 8).token_ids == plain.token_ids
+        if config.form is None:
+            with pytest.raises(ValueError, match=r"drafter\.form=None: modules of 'ernie4_5_moe' have"):
+                export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
+    export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")

@@ -27,6 +27,8 @@ from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.views import Tail, final_norm
 from selfspec.drafters.parts.vocabulary import check_head
 
+_ATTENTION, _FOLLOWS = ("full_attention", "sliding_attention"), ("dense", "sparse", "mlp", "moe")
+
 
 @dataclass
 class MtpConfig(UnrolledConfig):
@@ -55,9 +57,10 @@ class MtpConfig(UnrolledConfig):
             one_of(name, getattr(self, name), ("post", "pre"))
         if self.form is not None:
             form = tuple(self.form) if isinstance(self.form, (list, tuple)) else ()
-            if len(form) != 2 or not all(isinstance(kind, str) for kind in form):
+            if len(form) != 2 or form[0] not in _ATTENTION or form[1] not in _FOLLOWS:
                 raise ValueError(
-                    f"drafter.form={self.form!r} must name two kinds, as [sliding_attention, dense], or null"
+                    f"drafter.form={self.form!r} must name two kinds: one of {', '.join(_ATTENTION)}, and one of "
+                    f"{', '.join(_FOLLOWS)}; or be null"
                 )
             self.form = form
 
