@@ -51,10 +51,10 @@ SMALLEST = 4  # nodes that a drafter is asked for
 class Experience:
     """What earlier passes of one decoding mode and batch size taught, older ones weighing less. calls: so far; slow:
     time of passes over their measured costs; expected, accepted: nodes by their path probabilities, and those accepted,
-    for ranks 1, 2 and 3, 4 to 7, ... of a tree; tokens, seconds: of drafted passes, per row and at measured costs; draft, passes: seconds of
-    drafting, and how many passes were drafted for; asked: nodes that a drafter is asked for; kept: of them, as trees
-    were cut; by_size: of passes by the nodes asked for, what they were worth, their time, and how many there were
-    lately; prunable: whether trees can be cut."""
+    for ranks 1, 2 and 3, 4 to 7, ... of a tree; tokens, seconds: of drafted passes, per row and at measured costs;
+    draft, passes: seconds of drafting, and how many passes were drafted for; asked: nodes that a drafter is asked for;
+    kept: of them, as trees were cut; by_size: of passes by the nodes asked for, what they were worth, their time, and
+    how many there were lately; prunable: whether trees can be cut."""
 
     calls: int = 0
     slow: float = 1.0
@@ -84,7 +84,7 @@ class Experience:
     def trust(self) -> list[float]:
         """What the path probability of a node is multiplied with, by its rank in the tree, from rank 1 on."""
         ratios = [accepted / expected for accepted, expected in zip(self.accepted, self.expected, strict=True)]
-        return [ratios[(rank).bit_length() - 1] for rank in range(1, LARGEST)]
+        return [ratios[rank.bit_length() - 1] for rank in range(1, LARGEST)]
 
     def learn(self, ranks: list[int], probabilities: list[float], path: list[int]) -> None:
         """What came of one row's tree: ranks of its nodes below the root, their path probabilities, and which of them
@@ -94,6 +94,7 @@ class Experience:
             at = min(rank, LARGEST - 1).bit_length() - 1
             self.expected[at] += probability
             self.accepted[at] += node in path
+
     def book(self, tokens: float, rows: int, expected: float, draft: float, cost: float) -> float:
         """A drafted pass that emitted `tokens` tokens over so many rows; draft and cost in measured seconds. Returns
         what the pass is worth: tokens per row."""
