@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,11 @@ def _last(name: str) -> str:
     return "+".join(part.rstrip("/").rsplit("/", 1)[-1] for part in name.split("+"))
 
 
+def _target(name: str) -> str:
+    """As it is loaded: the folder of a packaged target has the package's version behind its name."""
+    return re.sub(r"^(smollm2)-[0-9.]+$", r"\1", _last(name))
+
+
 def _comparison(figures: Figures) -> Figures:
     config = figures["config"]
     columns = ["T", "arm", "nodes", "prompts", "tau", "tau_interval", "speedup", "limit", "same"]
@@ -147,13 +153,13 @@ def _comparison(figures: Figures) -> Figures:
             for group, part in row["groups"].items()
         }
         rows.append({key: row[key] for key in columns if key in row} | {"arm": _last(row["arm"]), "groups": groups})
-    header = {"name": config["name"], "engine": config["engine"], "target": _last(config["target"])}
+    header = {"name": config["name"], "engine": config["engine"], "target": _target(config["target"])}
     return header | {"machine": figures.get("machine", ""), "command": figures.get("command", ""), "rows": rows}
 
 
 def _curves(figures: Figures) -> list[Figures]:
     config, curves = figures["config"], list[Figures]()
-    header = {"target": _last(figures["target"]), "machine": figures.get("machine", "")}
+    header = {"target": _target(figures["target"]), "machine": figures.get("machine", "")}
     header |= {"command": figures.get("command", ""), "name": config["name"]}
     machine = {"size": figures["bytes"]} | {key: figures[key] for key in ("products", "bandwidth", "peak")}
     for engine in ("eager", "compiled"):
@@ -199,7 +205,7 @@ def _spread(pairs: Sequence[tuple[Trace | None, Trace]], count: int) -> list[tup
 def _shown(plain: Trace | None, fast: Trace) -> Figures:
     """A trace with every text of a token once."""
     header = {key: value for key, value in fast.header.items() if key not in ("trace", "prompts")}
-    header |= {"target": _last(header["target"]), "drafter": _last(header["drafter"])}
+    header |= {"target": _target(header["target"]), "drafter": _last(header["drafter"])}
     header["sources"] = [_last(name) for name in header["sources"]]
     passes = [line for line in fast.passes if line["row"] == 0]
     texts: dict[int, str] = {}
@@ -227,7 +233,7 @@ def acceptance_tables(traces: Sequence[Trace]) -> list[Figures]:
     for trace in traces:
         header = trace.header
         for group in dict.fromkeys(("all", str(header.get("group", "all")))):
-            kind = _last(header["target"]), _last(header["drafter"]), header["temperature"], group
+            kind = _target(header["target"]), _last(header["drafter"]), header["temperature"], group
             kinds.setdefault(kind, []).append(trace)
     tables = []
     for (target, drafter, temperature, group), traces_of in kinds.items():
