@@ -183,8 +183,11 @@ def test_conversations_longer_than_the_positions_are_refused(
         synthetic(settings(tmp_path, new_tokens=300), *pair, quiet=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("conversations", 0), ("sampled", 1.5), ("validation_share", 1.0)])
-def test_bad_settings_are_named(tmp_path: Path, name: str, value: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("conversations", 0), ("conversations", 2.5), ("batch", "many"), ("sampled", 1.5), ("validation_share", 1.0)],
+)
+def test_bad_settings_are_named(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"data.{name}="):
         replace(settings(tmp_path), **{name: value})  # type: ignore[arg-type]
 

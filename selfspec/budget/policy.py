@@ -44,7 +44,7 @@ _LOSS = 0.97  # speedup below which a call is not even begun with drafts
 _KEEP, _STEADY, _FORGOTTEN = 0.99, 0.998, 0.99
 # Ranks that are corrected together, 1, 2 and 3, 4 to 7, ..., and accepted nodes of each that are believed at first.
 _RANKS, _BELIEVED = 7, 20.0
-SMALLEST = 4  # nodes that a drafter is asked for
+_SMALLEST = 4  # nodes that a drafter is asked for
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Experience:
         for size, promising in ((2 * self.asked, larger), (self.asked // 2, smaller)):
             if sizes.get(size, (0.0, 0.0, 0.0))[2] >= _TRIAL / 2:
                 compared.append(size)
-            elif promising and SMALLEST <= size <= LARGEST:
+            elif promising and _SMALLEST <= size <= LARGEST:
                 self.asked = size
                 return
         self.asked = max(compared, key=lambda size: sizes[size][0] / sizes[size][1])

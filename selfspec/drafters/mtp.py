@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.core.contract import Session
-from selfspec.core.quantized import in_8_bits
 from selfspec.core.recurrent.mixers import mixers
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -26,6 +25,7 @@ from selfspec.drafters.parts.modules import ModulesSession
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.views import Tail, final_norm
 from selfspec.drafters.parts.vocabulary import check_head
+from selfspec.drafters.parts.weights import for_decoding
 
 _ATTENTION, _FOLLOWS = ("full_attention", "sliding_attention"), ("dense", "sparse", "mlp", "moe")
 
@@ -141,9 +141,7 @@ class MtpLayer(FeatureLayer):
     def train(self, mode: bool = True) -> MtpLayer:
         """Leaving training mode lays out the weights for decoding, in the target's dtype."""
         super().train(mode)
-        pack(self, packed_proj=None if mode else self.proj.weight.detach().to(self.tail.dtype))
-        if self.packed_proj is not None and self.proj.weight.dtype != self.tail.dtype:
-            in_8_bits([self.packed_proj])
+        pack(self, packed_proj=None if mode else for_decoding(self.proj.weight, self.tail.dtype))
         return self
 
     @property

@@ -6,6 +6,7 @@ once. What a row writes does not depend on the other rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.cache import COMPILED
-from selfspec.core.sampling import noise_bits
+from selfspec.core.sampling import noise_bits, nothing_to_pick
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.training.chat_template import Template
@@ -128,7 +129,8 @@ def held(
 
 def _picked(logits: Tensor, at: list[int], rows: list[Conversation], rules: Rules, seed: int) -> list[int]:
     """The next token of each row, from logits [B, V] at rows `at`: the most likely one at temperature 0, sampled
-    otherwise, by a number in [0, 1) that depends on (seed, conversation, position) alone."""
+    otherwise, by a number in [0, 1) that depends on (seed, conversation, position) alone. Raises FloatingPointError
+    where logits are no numbers."""
     temperatures = [rules.question_temperature if row.asks else row.temperature for row in rows]
     places = [[row.number, row.read] for row in rows]
     numbers, positions = torch.tensor(places, dtype=torch.long).view(-1, 2).T
@@ -140,6 +142,8 @@ def _picked(logits: Tensor, at: list[int], rows: list[Conversation], rules: Rule
         of = logits[torch.tensor(at[part], device=logits.device)].float()
         warmth = torch.tensor(temperatures[part], device=of.device)[:, None]
         below = (of / warmth.clamp_min(1e-4)).softmax(-1).cumsum(-1)
+        if not math.isfinite(float(below[:, -1].sum())):
+            raise nothing_to_pick()
         sought = uniform[part, None].to(below) * below[:, -1:]
         sampled = torch.searchsorted(below, sought, right=True).clamp_max(of.shape[1] - 1)[:, 0]
         picked += torch.where(warmth[:, 0] > 0, sampled, of.argmax(-1)).tolist()

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
-from selfspec.core.options import end_tokens
+from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -66,7 +66,7 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         for name in ("conversations", "turns", "question_tokens", "new_tokens", "batch"):
-            if getattr(self, name) < 1:
+            if integer(f"data.{name}", getattr(self, name)) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
         whole = isinstance(self.openings, Sequence) and not isinstance(self.openings, str)  # Hydra has lists of its own
         if not whole or not self.openings or not all(isinstance(words, str) for words in self.openings):

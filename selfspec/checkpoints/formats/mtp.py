@@ -1,7 +1,7 @@
 """Multi-token prediction modules as models ship them: in the target's own checkpoint, beside its layers.
 
-Families differ in names. Sources: the checkpoints' indexes, and how transformers, vLLM and SGLang
-read them. Position 0, whose embedding some engines set to zero, is read as any other, as transformers does.
+Families differ in names (`mtp_families`). Position 0, whose embedding some engines set to zero, is read as any other,
+as transformers does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +21,16 @@ from transformers.utils import cached_file
 
 from selfspec.checkpoints.find import is_path
 from selfspec.checkpoints.formats.files import weight_map
+from selfspec.checkpoints.formats.mtp_families import FAMILIES, Family
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig, MtpLayer
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
-_COUNT = "num_nextn_predict_layers"
-_COUNTS = {"qwen3_5_text": "mtp_num_hidden_layers", "qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # As transformers holds them.
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 _COPIES = re.compile(r"(shared_head\.head|embed_tokens)\.weight$|rotary_emb\.inv_freq$")  # of the target's own
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names behind `prefix`, in which {k} is the module's index and {at} that plus the number of the target's layers;
-    norm: the final one (None: there is none); block: of the decoder layer's tensors; renamed: parts of their names, as
-    published and as transformers has them; form: of the decoder layer, see `MtpConfig`."""
-
-    prefix: str = "model.layers.{at}."
-    enorm: str = "enorm.weight"
-    hnorm: str = "hnorm.weight"
-    proj: str = "eh_proj.weight"
-    norm: str | None = "shared_head.norm.weight"
-    block: str = ""
-    renamed: tuple[tuple[str, str], ...] = ()
-    form: tuple[str, str] | None = None
-
-
-_DEEPSEEK = Family()
-_NORMS = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"
-_QWEN = Family("mtp.", *_NORMS, "fc.weight", "norm.weight", "layers.0.")
-_BIAS = "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
-_HY = (
-    ("mlp.router.gate.", "mlp.gate."),
-    ("mlp.expert_bias", "mlp.e_score_correction_bias"),
-    ("mlp.shared_mlp.", "mlp.shared_experts."),
-)
-_ERNIE = Family("model.mtp_", "emb_norm.0.weight", "hidden_norm.0.weight", "linear_proj.0.weight", None, "block.0.")
-_MIMO = (("pre_mlp_layernorm.", "post_attention_layernorm."), ("self_attn.attention_sink_bias", "self_attn.sinks"))
-_BAILING = (
-    ("attention.dense.", "self_attn.o_proj."),
-    ("attention.", "self_attn."),
-    ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
-)
-_FINAL = "final_layernorm.weight"
-FAMILIES = {
-    "deepseek_v3": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK,
-    "qwen3_next": _QWEN,
-    "qwen3_5_text": _QWEN,
-    "qwen3_5_moe_text": _QWEN,
-    "exaone_moe": replace(_QWEN, renamed=(_BIAS,)),
-    "mellum": _QWEN,
-    "hy_v3": Family(norm=_FINAL, renamed=_HY),
-    "ernie4_5": _ERNIE,
-    "ernie4_5_moe": replace(_ERNIE, form=("full_attention", "dense")),
-    "mimo_v2_flash": Family("model.mtp.layers.{k}.", norm=_FINAL, renamed=_MIMO, form=("sliding_attention", "dense")),
-    "bailing_hybrid": Family(norm=_FINAL, renamed=_BAILING, form=("full_attention", "sparse")),
-    "nemotron_h": Family(
-        "mtp.layers.", "0.enorm.weight", "0.hnorm.weight", "0.eh_proj.weight", "1.final_layernorm.weight"
-    ),
-}
 
 
 def read(target: Target, source: str | Path | None = None) -> Mtp:
@@ -117,7 +62,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         raise ValueError(
             f"{place}: its MTP module is quantized (weight_scale_inv), which is not read; give a checkpoint in bfloat16"
         )
-    field, count = _COUNTS.get(model_type, _COUNT), len(prefixes)
+    field, count = family.count, len(prefixes)
     if (expected := getattr(target.model.config.get_text_config(), field, None) or count) != count:
         raise ValueError(f"{place}: {field} is {expected}, but it holds {count} MTP module{'s' * (count > 1)}")
     usual = MtpConfig()
@@ -128,7 +73,7 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
             unroll=max(count, usual.unroll),
             depth=max(count, usual.depth),
             final_norm=family.norm is not None,
-            form=_form(family, target),
+            form=family.layer_form(target),
         ),
     )
     for layer, prefix, names in zip(drafter.draft_layers, prefixes, parts, strict=True):
@@ -138,29 +83,12 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
 
 def _prefixes(family: Family, target: Target, index: _Index) -> list[str]:
     """Of the names of every module that a checkpoint holds; of the first, where it holds none."""
-    prefixes = [_prefix(family, target, 0)]
-    while (more := _prefix(family, target, len(prefixes))) not in prefixes:
+    prefixes = [family.module(target, 0)]
+    while (more := family.module(target, len(prefixes))) not in prefixes:
         if not any(name.startswith(more) for name in index.files):
             break
         prefixes.append(more)
     return prefixes
-
-
-def _prefix(family: Family, target: Target, k: int) -> str:
-    return family.prefix.format(at=target.n_layers + k, k=k)
-
-
-def _form(family: Family, target: Target) -> tuple[str, ...] | None:
-    """What a module's layer is, as the target's config or the family says; None where it is as the target's last."""
-    config = target.model.config.get_text_config()
-    if row := getattr(config, "mtp_layers_block_type", None):  # of a family whose MLPs are layers of their own
-        return tuple(row)
-    form: list[str | None] = [None, None] if family.form is None else [*family.form]
-    for i, name in enumerate(("mtp_layer_types", "mtp_mlp_layer_types")):
-        form[i] = next(iter(getattr(config, name, None) or []), form[i])
-    last = [(getattr(config, name, None) or [None])[-1] for name in ("layer_types", "mlp_layer_types")]
-    form = [kind or other for kind, other in zip(form, last, strict=True)]
-    return None if form == last or None in form else tuple(map(str, form))
 
 
 class _Index:
@@ -300,11 +228,11 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     model_type = target.model.config.get_text_config().model_type
     if (family := FAMILIES.get(model_type)) is None:
         raise ValueError(f"{model_type!r} ships no MTP module that is known here, only {', '.join(FAMILIES)} do")
-    usual = MtpConfig(final_norm=family.norm is not None, form=_form(family, target))
+    usual = MtpConfig(final_norm=family.norm is not None, form=family.layer_form(target))
     for name in ("hidden_first", "fed", "recycled", "final_norm", "form"):
         if (value := getattr(drafter.config, name)) != (expected := getattr(usual, name)):
             raise ValueError(f"drafter.{name}={value!r}: modules of {model_type!r} have {expected!r}; train with that")
-    prefixes = [_prefix(family, target, k) for k in range(len(drafter.draft_layers))]
+    prefixes = [family.module(target, k) for k in range(len(drafter.draft_layers))]
     if len(set(prefixes)) < len(prefixes):
         raise ValueError(
             f"drafter.modules={len(prefixes)}: {model_type!r} has one module; train with drafter.modules=1"
@@ -335,5 +263,5 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     size = sum(path.stat().st_size for path in folder.iterdir())
     (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
     config = json.loads((source / "config.json").read_text())
-    config[_COUNTS.get(model_type, _COUNT)] = len(prefixes)
+    config[family.count] = len(prefixes)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -23,13 +23,12 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
-from selfspec.core.quantized import in_8_bits
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
 from selfspec.drafters.parts.views import Block, final_norm
-from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
+from selfspec.drafters.parts.weights import cast_parameters, copy_scale, for_decoding, norm_before_mlp, start_linear
 
 
 class Form(NamedTuple):
@@ -219,9 +218,7 @@ class Eagle3Layer(FeatureLayer):
     def train(self, mode: bool = True) -> Eagle3Layer:
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
-        pack(self, packed_fc=None if mode else self.fc.weight.detach().to(self.draft.dtype))
-        if self.packed_fc is not None and self.fc.weight.dtype != self.draft.dtype:
-            in_8_bits([self.packed_fc])
+        pack(self, packed_fc=None if mode else for_decoding(self.fc.weight, self.draft.dtype))
         pack(self, packed_mask=None)
         if not mode and self.mask_hidden is not None:
             with torch.no_grad():

@@ -78,4 +78,6 @@ def _mlp(config: Any, last: int, kind: str) -> Any:
 
 
 def _refused(model: PreTrainedModel, form: Sequence[str], why: str) -> ValueError:
-    return ValueError(f"drafter.form={list(form)}: layers of {type(model).__name__} have no such form ({why})")
+    return ValueError(
+        f"drafter.form={list(form)}: layers of {type(model).__name__} have no such form ({why}); take null"
+    )

@@ -39,6 +39,14 @@ def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) ->
     into.copy_(((theirs(signs) - theirs(-signs)) / 2 * signs)[0, 0])
 
 
+def for_decoding(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in the dtype of decoding; a copy, which is the drafter's alone, multiplies in 8 bits where it can."""
+    cast = weight.detach().to(dtype)
+    if weight.dtype != dtype:
+        in_8_bits([cast])
+    return cast
+
+
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Put parameters of this dtype, which are not trained, in place of those of another, for decoding."""
     for part in module.modules():

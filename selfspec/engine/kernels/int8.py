@@ -23,8 +23,7 @@ GROUP, LANES = 32, 16  # inputs that share a scale, and outputs of a panel; see 
 
 def fits(weight: Tensor) -> bool:
     """Whether a weight [N, K] can be brought to 8 bits."""
-    outputs, width = weight.shape
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not outputs % LANES and not width % GROUP
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and KERNEL.serves(*weight.shape)
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
