@@ -185,7 +185,17 @@ def test_conversations_longer_than_the_positions_are_refused(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("conversations", 0), ("conversations", 2.5), ("batch", "many"), ("sampled", 1.5), ("validation_share", 1.0)],
+    [
+        ("conversations", 0),
+        ("conversations", 2.5),
+        ("batch", "many"),
+        ("sampled", 1.5),
+        ("sampled", "half"),
+        ("validation_share", 1.0),
+        ("validation_share", "5%"),
+        ("seed", "abc"),
+        ("folder", 3),
+    ],
 )
 def test_bad_settings_are_named(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"data.{name}="):

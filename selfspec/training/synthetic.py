@@ -75,10 +75,13 @@ class Synthetic:
         warmth = self.question_temperature
         if not isinstance(warmth, (int, float)) or not 0 < warmth <= 2:
             raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
-        if not 0 <= self.sampled <= 1:
-            raise ValueError(f"data.sampled={self.sampled} must lie in [0, 1]")
-        if not 0 < self.validation_share < 1:
-            raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
+        if not isinstance(self.sampled, (int, float)) or not 0 <= self.sampled <= 1:
+            raise ValueError(f"data.sampled={self.sampled!r} must lie in [0, 1]")
+        if not isinstance(self.validation_share, (int, float)) or not 0 < self.validation_share < 1:
+            raise ValueError(f"data.validation_share={self.validation_share!r} must lie between 0 and 1")
+        integer("data.seed", self.seed)
+        if self.folder is not None and not isinstance(self.folder, str):
+            raise ValueError(f"data.folder={self.folder!r} must be a path, or null for the cache folder")
 
 
 def synthetic(
