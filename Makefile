@@ -75,7 +75,7 @@ gpu: $(VENV)/.ready
 hybrid: $(VENV)/.ready
 	$(BIN)/python train/target.py +experiment=tiny_hybrid
 	for kind in medusa feature mask; do $(BIN)/python train/heads.py +experiment=tiny_$$kind name=hybrid_$$kind \
-		target.name=runs/tiny_hybrid/target target.dtype=bfloat16 train.distill.rows=0 loop.precision=bf16 loop.steps=150 \
+		target.name=runs/tiny_hybrid/target train.distill.rows=0 loop.steps=150 \
 		loop.validate_every=150 || exit; done
 	$(BIN)/python eval/decode.py -m name=hybrid engine=eager target=runs/tiny_hybrid/target dtype=float32 \
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \

@@ -469,7 +469,7 @@ def test_memory_of_large_targets_is_planned_on_no_device(
 def test_a_check_tells_what_training_would_read(
     tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "\n".join(run_check(small("check", tiny_folder, source_root, "loop.steps=100")))
+    said = "\n".join(run_check(small("check", tiny_folder, source_root, "loop.steps=100"), tmp_path))
     assert "training: " in said
     assert "100.0% filled" in said or "% filled" in said
     assert "example 3:" in said

@@ -37,6 +37,15 @@ from selfspec.utils.files import Figures
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError for a device that is not here."""
+    try:
+        if torch.empty(0, device=device).is_meta:
+            raise RuntimeError("it holds no weights")
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} can not be used here: {error}") from error
+
+
 def load_target(
     source: str | Path | PreTrainedModel,
     dtype: str | torch.dtype = "auto",
@@ -65,11 +74,7 @@ def load_target(
             raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
     check_engine(engine)
     if device is not None:
-        try:
-            if torch.empty(0, device=device).is_meta:
-                raise RuntimeError("it holds no weights")
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device={device!r} can not be used here: {error}") from error
+        check_device(device)
     model: Any
     if isinstance(source, (str, Path)):
         path, packed = _unpacked(resolve(str(source)))

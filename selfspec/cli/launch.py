@@ -86,7 +86,7 @@ def _title(config: DictConfig) -> str:
 @_task
 def train(config: DictConfig, folder: Path) -> None:
     if config.check:
-        for line in runs.run_check(config):
+        for line in runs.run_check(config, folder):
             if is_main_process():
                 print(line)
         return

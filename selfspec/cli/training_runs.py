@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
+from selfspec.checkpoints.loading import check_device, find_drafter, load_target, load_tokenizer
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
@@ -33,6 +33,7 @@ from selfspec.training.checks import check_training, warm_start
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import default_device
 from selfspec.training.pretrain import instruct, pretrain
+from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.rows import distilled, texts_folder, writer_of
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
@@ -132,6 +133,33 @@ def typed(kind: type[R], config: DictConfig) -> R:
     return run
 
 
+def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictConfig]:
+    """A training's config, checked, in which `auto` of loop.precision and target.dtype is what is faster here. A run
+    that was begun in `folder` keeps what it had."""
+    run = typed(kind, config)
+    if config.loop.precision != "auto":
+        return run, config
+    config, begun = config.copy(), folder / "config.yaml"
+    before: Any = OmegaConf.create()
+    with suppress(Exception):  # of YAML, of Unicode: `_same` tells of it
+        before = OmegaConf.load(begun) if begun.exists() else before
+    device = _device(config.target.device if "target" in config else None)
+    check_device(device)
+    if (precision := OmegaConf.select(before, "loop.precision")) is None:
+        state = shard.group(device)
+        precision = "bf16" if shard.gathered([bfloat16_is_faster(device)])[0] else "no"
+        if state.is_main_process:
+            print(f"loop.precision={precision}: matrix products take less time so, measured on {device}")
+    config.loop.precision = precision
+    if "target" in config and config.target.dtype == "auto" and precision == "no" and device == "cpu":
+        config.target.dtype = OmegaConf.select(before, "target.dtype") or "float32"
+    return typed(kind, config), config
+
+
+def _device(asked: str | None) -> str:
+    return default_device() if asked in (None, "cuda") else asked
+
+
 def as_plain(config: DictConfig) -> Figures:
     """A config as plain data. Raises omegaconf's errors for values that are missing."""
     plain: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
@@ -144,9 +172,9 @@ def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
     return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
 
 
-def run_check(config: DictConfig) -> Iterator[str]:
+def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
     """What a training would read and take, as lines; see `selfspec.training.check`."""
-    run = typed(TrainRun, config)
+    run, config = settled(TrainRun, config, folder)
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run, target, tokenizer)
     if isinstance(data, Synthetic) and data.conversations > data.batch:
@@ -184,7 +212,7 @@ def finished(folder: Path, steps: int) -> Figures | None:
 def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """Train a drafter; see `selfspec.training.train_drafter`. A finished run is left as it is, and its
     figures are returned. title: of the run in its logger."""
-    run = typed(TrainRun, config)
+    run, config = settled(TrainRun, config, folder)
     if (done := finished(folder, run.loop.steps)) is not None:
         _same(folder / "config.yaml", as_plain(config), _FREE)
         if is_main_process():
@@ -208,7 +236,7 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
 def run_distill(config: DictConfig, folder: Path) -> Figures:
     """Only write the self-distillation data of a training; see `selfspec.training.distill`. Figures of what was written
     in this call."""
-    run = typed(TrainRun, config)
+    run, config = settled(TrainRun, config, folder)
     settings, loop = run.train.distill, run.loop
     if run.check:
         raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
@@ -244,7 +272,7 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
 
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     """A training's target, tokenizer and data."""
-    device = default_device() if run.target.device in (None, "cuda") else run.target.device
+    device = _device(run.target.device)
     if "path" in config.data:
         files_of(as_plain(config.data)["path"])  # before a target is fetched
     divide = None
@@ -259,7 +287,7 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
 def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     """Train a target; see `selfspec.training.pretrain`. Its second stage lies in the run folder; the first, where there
     are two, in its folder `source`."""
-    run = typed(PretrainRun, config)
+    run, config = settled(PretrainRun, config, folder)
     first = folder / "source" if run.pretrain.instruct.steps else folder
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
     # A first stage of other length would not be what a finished second one began from.

@@ -17,9 +17,9 @@ class LoopConfig:
     """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
     its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
     which the learning rate falls linearly to zero; warmup: steps in which it rises to its peak; clip: largest gradient
-    norm; precision: no, or bf16 (autocast); compile: torch.compile of the training step; seed: of weights and the order
-    of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience: so many validations in a row
-    without a better one end the run, 0 for never."""
+    norm; precision: bf16 (autocast), no, or auto for the faster one here; compile: torch.compile of the training step;
+    seed: of weights and the order of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience:
+    so many validations in a row without a better one end the run, 0 for never."""
 
     steps: int = 1000
     batch_size: int = 8
@@ -27,7 +27,7 @@ class LoopConfig:
     warmup: int = 20
     decay: float = 0.5
     clip: float = 1.0
-    precision: str = "bf16"
+    precision: str = "auto"
     compile: bool = False
     seed: int = 0
     log_every: int = 10
@@ -45,8 +45,8 @@ class LoopConfig:
             raise ValueError(f"loop.clip={self.clip} must be above 0")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"loop.decay={self.decay} must lie in [0, 1]")
-        if self.precision not in ("no", "bf16"):
-            raise ValueError(f"loop.precision={self.precision!r} must be 'no' or 'bf16'")
+        if self.precision not in ("auto", "no", "bf16"):
+            raise ValueError(f"loop.precision={self.precision!r} must be 'auto', 'no' or 'bf16'")
 
     def lr_factor(self, step: int) -> float:
         """Linear warm-up, a plateau, then linear decay to zero at `steps`."""

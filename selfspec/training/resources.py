@@ -81,6 +81,21 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def bfloat16_is_faster(device: str) -> bool:
+    """Whether matrix products of training's sizes take less time in bfloat16 than in float32, measured: a processor
+    without instructions for it takes up to ten times longer (notebooks/LOG.md)."""
+    kinds, place = (torch.bfloat16, torch.float32), torch.device(device)
+    pairs = [[torch.ones(512, 1024, device=place, dtype=kind) for _ in range(2)] for kind in kinds]
+    best = [float("inf"), float("inf")]
+    for _ in range(4):  # the first is longer, and the others alternate
+        for i, (a, b) in enumerate(pairs):
+            start = time.perf_counter()
+            a @ b.T
+            _wait(place)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return best[0] < best[1]
+
+
 def peak_memory_mb(device: torch.device) -> float:
     """The most memory that this process has held."""
     if device.type == "cuda":

@@ -6,10 +6,12 @@ notebooks/results/serving.md from what it found; anywhere else it is skipped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec.api import Spec
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.formats.eagle3 import IDS
 from selfspec.checkpoints.loading import load_tokenizer
@@ -32,7 +33,7 @@ from selfspec.data.questions import Asking, read_questions
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.integrations.export import export
-from selfspec.utils.files import write_text
+from selfspec.utils.files import code_hash, write_text
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm")) / "bin/python"
@@ -110,12 +111,14 @@ def chains(drafter: str, dtype: str, asked: dict[str, list[list[int]]], length: 
     return result
 
 
-def timed(spec: Spec, asked: dict[str, list[list[int]]], nodes: int | None) -> dict[str, Any]:
+def timed(drafter: str, dtype: str, asked: dict[str, list[list[int]]], nodes: int | None) -> dict[str, Any]:
     """Tokens and seconds of our plain decoding (nodes None), or of trees."""
-    result = {}
+    result, spec = {}, selfspec.load(drafter, dtype=dtype)
+    run = spec.autoregressive if nodes is None else spec.generate
+    for rows in asked.values():  # warm
+        run([rows[0]], max_new_tokens=NEW, nodes=nodes)
     for group, rows in asked.items():
         start = time.perf_counter()
-        run = spec.autoregressive if nodes is None else spec.generate
         tokens = [run([row], max_new_tokens=NEW, nodes=nodes).token_ids[0] for row in rows]
         result[group] = {"tokens": tokens, "seconds": time.perf_counter() - start}
     return result
@@ -145,9 +148,28 @@ def configured(name: str, folder: Path, length: int) -> dict[str, Any]:
     return {"method": method, "model": str(folder), "num_speculative_tokens": length}
 
 
+class Kept:
+    """What was measured, by target and dtype, also as `runs/serving/results.json`, written after each part: a run that
+    was cut off goes on. Results of other code, drafters or settings are measured anew."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        if any(self.found.get(key) != value for key, value in settings.items()):
+            self.found = settings | {"targets": {}}
+
+    def part(self, keys: Sequence[str], measure: Callable[..., Any], *given: Any) -> None:
+        at = self.found["targets"]
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        if keys[-1] not in at:
+            at[keys[-1]] = measure(*given)
+            RESULTS.parent.mkdir(parents=True, exist_ok=True)
+            write_text(RESULTS, json.dumps(self.found))
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -> dict[str, Any]:
-    """Everything that is measured, by target and dtype, also as `runs/serving/results.json`."""
+    """Everything that is measured; see `Kept`."""
     torch.set_num_threads(THREADS)
     folder = tmp_path_factory.mktemp("judge")
     version = subprocess.run(
@@ -156,24 +178,24 @@ def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -
         text=True,
         check=True,
     ).stdout.strip()
-    found: dict[str, Any] = {"version": version, "threads": THREADS, "groups": GROUPS, "each": EACH, "targets": {}}
+    weights = {
+        name: hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest() for name, path in exports.items()
+    }
+    settings = {"version": version, "threads": THREADS, "groups": list(GROUPS), "each": EACH, "new_tokens": NEW}
+    kept = Kept(settings | {"code": code_hash("core", "engine", "drafters"), "drafters": weights})
     for target, drafters in CASES.items():
         asked, first = prompts(target), next(iter(drafters))
-        part: dict[str, Any] = {}
         for dtype in DTYPES:
-            spec = selfspec.load(first, dtype=dtype)
-            timed(spec, {group: rows[:1] for group, rows in asked.items()}, 8)  # warm
-            own = {"selfspec plain": timed(spec, asked, None), f"selfspec {first}": timed(spec, asked, 8)}
-            part[dtype] = {"transformers": of_transformers(target, asked, dtype)}
-            part[dtype] |= {"plain": judge(folder, target, dtype, asked, None)} | own | {"chains": {}}
+            place = target, dtype
+            kept.part([*place, "transformers"], of_transformers, target, asked, dtype)
+            kept.part([*place, "plain"], judge, folder, target, dtype, asked, None)
+            kept.part([*place, "selfspec plain"], timed, first, dtype, asked, None)
+            kept.part([*place, f"selfspec {first}"], timed, first, dtype, asked, 8)
             for name, length in ((name, length) for name, lengths in drafters.items() for length in lengths):
-                theirs = judge(folder, target, dtype, asked, configured(name, exports[name], length))
-                ours = chains(name, dtype, asked, length)
-                part[dtype]["chains"][f"{name} {length}"] = {"vllm": theirs, "selfspec": ours}
-        found["targets"][target] = part
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    write_text(RESULTS, json.dumps(found))
-    return found
+                chain, spoken = [*place, "chains", f"{name} {length}"], configured(name, exports[name], length)
+                kept.part([*chain, "vllm"], judge, folder, target, dtype, asked, spoken)
+                kept.part([*chain, "selfspec"], chains, name, dtype, asked, length)
+    return kept.found
 
 
 @pytest.mark.parametrize("target", CASES)

@@ -1,0 +1,80 @@
+"""`loop.precision=auto` and `target.dtype=auto`: what a training takes on processors of two kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from selfspec.cli import training_runs as runs
+from selfspec.cli.config import TrainRun, register
+from selfspec.cli.help import config_folder
+from selfspec.training.resources import bfloat16_is_faster
+
+
+def composed(*overrides: str) -> DictConfig:
+    register(drafters=True)
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        return compose("train", ["name=precision", "target.name=tiny-target", "target.device=cpu", *overrides])
+
+
+def chosen(folder: Path, *overrides: str) -> tuple[str, str]:
+    run, config = runs.settled(TrainRun, composed(*overrides), folder)
+    assert (run.loop.precision, run.target.dtype) == (config.loop.precision, config.target.dtype)
+    return run.loop.precision, run.target.dtype
+
+
+@pytest.mark.parametrize(
+    ("faster", "overrides", "wanted"),
+    [
+        (True, [], ("bf16", "auto")),
+        (False, [], ("no", "float32")),
+        (False, ["target.dtype=bfloat16"], ("no", "bfloat16")),
+        (True, ["loop.precision=no"], ("no", "auto")),
+        (False, ["loop.precision=bf16"], ("bf16", "auto")),
+    ],
+)
+def test_choice(
+    faster: bool, overrides: list[str], wanted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "bfloat16_is_faster", lambda device: faster)
+    assert chosen(tmp_path, *overrides) == wanted
+
+
+def test_a_begun_run_keeps_its_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may go on on another machine."""
+    monkeypatch.setattr(runs, "bfloat16_is_faster", lambda device: True)
+    saved = OmegaConf.create({"loop": {"precision": "no"}, "target": {"dtype": "float32"}})
+    OmegaConf.save(saved, tmp_path / "config.yaml")
+    assert chosen(tmp_path) == ("no", "float32")
+    OmegaConf.save(
+        OmegaConf.create({"loop": {"precision": "bf16"}, "target": {"dtype": "auto"}}), tmp_path / "config.yaml"
+    )
+    assert chosen(tmp_path) == ("bf16", "auto")
+    (tmp_path / "config.yaml").write_text("- [damaged")
+    assert chosen(tmp_path) == ("bf16", "auto")
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="device='nowhere' can not be used here"):
+        runs.settled(TrainRun, composed("target.device=nowhere"), tmp_path)
+
+
+def test_bfloat16_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower products of one kind decide, whichever it is."""
+    times = {torch.bfloat16: 1.0, torch.float32: 2.0}
+    now = [0.0]
+    product = torch.Tensor.__matmul__
+
+    def slow(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        now[0] += times[a.dtype]
+        return product(a[:1], b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert bfloat16_is_faster("cpu")
+    times[torch.float32] = 0.5
+    assert not bfloat16_is_faster("cpu")
