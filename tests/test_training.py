@@ -478,4 +478,4 @@ def test_a_check_tells_what_training_would_read(
     assert "100 steps" in said
     assert "memory of this process" in said
     with pytest.raises(ValueError, match=r"train\.length=999999 exceeds"):
-        list(run_check(small("check", tiny_folder, source_root, "train.length=999999")))
+        list(run_check(small("check", tiny_folder, source_root, "train.length=999999"), tmp_path))

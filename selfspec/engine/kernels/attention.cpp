@@ -33,17 +33,18 @@ void scores(const Bits* query, const Bits* keys, float* left, float* score, int6
   spread_tiles(query, of, count, width);
   for (int64_t s = 0; s < slots; s += TILE) tiles<1>(of, keys + s * width, score + s * QUERIES, width, false);
 #else
+  Left* of = reinterpret_cast<Left*>(left);
   alignas(64) float block[WIDE * WIDE];
   for (int64_t m = 0; m < count; m += WIDE) {
     const int each = count - m < WIDE ? count - m : WIDE;
-    spread(query + m * width, left, each, width);
+    spread(query + m * width, of, each, width);
     for (int64_t s = 0; s < slots; s += WIDE) {
       const Bits* right = keys + s * width;
       switch (each) {
-        case 1: store(block, products<1, WIDE, false>(left, right, width)); break;
-        case 2: store(block, products<2, WIDE, false>(left, right, width)); break;
-        case 3: store(block, products<3, WIDE, false>(left, right, width)); break;
-        default: store(block, products<4, WIDE, false>(left, right, width));
+        case 1: store(block, products<1, WIDE, false>(of, right, width)); break;
+        case 2: store(block, products<2, WIDE, false>(of, right, width)); break;
+        case 3: store(block, products<3, WIDE, false>(of, right, width)); break;
+        default: store(block, products<4, WIDE, false>(of, right, width));
       }
       for (int i = 0; i < each; i++)
         for (int n = 0; n < WIDE; n++) score[(s + n) * QUERIES + m + i] = block[i * WIDE + n];

@@ -52,6 +52,11 @@ def has_compiler() -> bool:
     return True
 
 
+def has_pairs() -> bool:
+    """Whether this processor adds two bfloat16 products in one instruction (AVX-512 BF16, Zen 4 on)."""
+    return has_avx512() and "avx512_bf16" in processor()["flags"].split()
+
+
 @cache
 def has_tiles() -> bool:
     """Whether this processor has AMX, the compiler knows it and this process may use it."""
@@ -120,6 +125,7 @@ def _compiler() -> str:
 def _source(name: str, tiles: bool) -> str:
     parts = [path.read_text() for path in SOURCES if path.name in (*HEADERS, name)]
     defined = ["#define SELFSPEC_AVX512"] * has_avx512() + ["#define SELFSPEC_TILES"] * tiles
+    defined += ["#define SELFSPEC_PAIRS"] * (has_pairs() and not tiles)
     return "\n".join(defined + parts)
 
 

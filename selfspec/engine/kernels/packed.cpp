@@ -11,11 +11,11 @@ constexpr int OUTPUTS = 16 * VECTORS;   // outputs of a panel
 constexpr int64_t SMALL = 1 << 15;      // products that one thread does
 constexpr int NEAR = 1024;              // bytes ahead of what is read, fetched into the nearest cache
 
-// M rows times a panel of V vectors. An output's products are added one after another in float32, in the order of the
-// inputs, so that its bits depend neither on M nor on V. Meanwhile lines from `next` on are fetched, `step` bytes for
-// every pair of inputs: the panel that comes after this one.
+// M rows times a panel of V vectors. An output's products are added in float32 in the order of the inputs, one after
+// another or pair after pair, so that its bits depend neither on M nor on V. Meanwhile lines from `next` on are fetched,
+// `step` bytes for every pair of inputs: the panel that comes after this one.
 template <int M, int V>
-void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride,
+void block(const Left* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride,
            const char* next, int64_t step) {
   Floats sum[M][V];
 #pragma GCC unroll 8
@@ -31,6 +31,14 @@ void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, i
       _mm_prefetch(reinterpret_cast<const char*>(weight + 32 * v) + NEAR * V, _MM_HINT_T0);
     }
     for (until += step; next < until; next += 64) _mm_prefetch(next, _MM_HINT_T1);
+#ifdef SELFSPEC_PAIRS
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const Ints by = all(left + m * width + k);
+#pragma GCC unroll 3
+      for (int v = 0; v < V; v++) sum[m][v] = fmadd(pairs[v], by, sum[m][v]);
+    }
+#else
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const Floats by = all(left[m * width + k]);
@@ -43,6 +51,7 @@ void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, i
 #pragma GCC unroll 3
       for (int v = 0; v < V; v++) sum[m][v] = fmadd(upper(pairs[v]), by, sum[m][v]);
     }
+#endif
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; m++)
@@ -54,7 +63,7 @@ void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, i
 }
 
 template <int V, int M = ROWS>
-void rows(int64_t count, const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width,
+void rows(int64_t count, const Left* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width,
           int64_t stride, const char* next, int64_t step) {
   if constexpr (M > 1)
     if (count < M) return rows<V, M - 1>(count, left, weight, bias, out, width, stride, next, step);
@@ -68,9 +77,13 @@ void rows(int64_t count, const float* left, const Bits* weight, const Bits* bias
 // width is a multiple of 32, outputs of 16.
 extern "C" void kernel(const Bits* left, const Bits* weight, const Bits* bias, Bits* out, int64_t count, int64_t width,
                        int64_t outputs, int64_t biased) {
+#ifdef SELFSPEC_PAIRS
+  const Left* of_rows = left;
+#else
   static thread_local Scratch scratch;
-  float* exact = scratch.of(count * width);
-  for (int64_t i = 0; i < count * width; i += 16) store(exact + i, float_of(left + i));
+  float* of_rows = scratch.of(count * width);
+  for (int64_t i = 0; i < count * width; i += 16) store(of_rows + i, float_of(left + i));
+#endif
   const int64_t panels = (outputs + OUTPUTS - 1) / OUTPUTS, groups = (count + ROWS - 1) / ROWS;
 #pragma omp parallel for schedule(static) if (count * outputs * width > SMALL)
   for (int64_t p = 0; p < panels; p++) {
@@ -80,7 +93,7 @@ extern "C" void kernel(const Bits* left, const Bits* weight, const Bits* bias, B
     for (int64_t g = 0; g < groups; g++) {
       const int64_t m = count * g / groups, each = count * (g + 1) / groups - m;
       const char* next = reinterpret_cast<const char*>(from + 16 * vectors * width) + g * step * (width / 2);
-      const float* of = exact + m * width;
+      const Left* of = of_rows + m * width;
       Bits* to = out + m * outputs + n;
       if (vectors == VECTORS)
         rows<VECTORS>(each, of, from, more, to, width, outputs, next, step);

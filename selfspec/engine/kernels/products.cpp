@@ -11,7 +11,7 @@ inline float float_of_one(Bits bits) {
 }
 
 template <int M, int N>
-inline void block(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride) {
+inline void block(const Left* left, const Bits* weight, const Bits* bias, Bits* out, int64_t width, int64_t stride) {
   const Floats total = products<M, N, true>(left, weight, width);
   alignas(64) float found[WIDE * WIDE];
   store(found, total);
@@ -24,9 +24,9 @@ inline void block(const float* left, const Bits* weight, const Bits* bias, Bits*
 }
 
 template <int N>
-void sweep(const float* left, const Bits* weight, const Bits* bias, Bits* out, int64_t count, int64_t width, int64_t stride) {
+void sweep(const Left* left, const Bits* weight, const Bits* bias, Bits* out, int64_t count, int64_t width, int64_t stride) {
   for (int64_t m = 0; m < count; m += WIDE) {
-    const float* from = left + m * width;
+    const Left* from = left + m * width;
     Bits* to = out + m * stride;
     switch (count - m) {
       case 1: block<1, N>(from, weight, bias, to, width, stride); break;
@@ -47,7 +47,7 @@ extern "C" void kernel(const Bits* left, const Bits* first, const Bits* second, 
   const Bits* weights[] = {first, second, third};
   const int64_t outputs[] = {n1, n2, n3}, stride = n1 + n2 + n3;
   static thread_local Scratch scratch;
-  float* exact = scratch.of(batch * count * width);
+  Left* exact = reinterpret_cast<Left*>(scratch.of(batch * count * width));
   for (int64_t b = 0; b < batch; b++)
     for (int64_t m = 0; m < count; m += WIDE) {
       const int64_t at = (b * count + m) * width;
@@ -60,7 +60,7 @@ extern "C" void kernel(const Bits* left, const Bits* first, const Bits* second, 
     const int64_t b = each / blocks[3], i = each % blocks[3];
     const int w = i < blocks[1] ? 0 : i < blocks[2] ? 1 : 2;
     const int64_t n = (i - blocks[w]) * WIDE, before = w == 0 ? 0 : w == 1 ? n1 : n1 + n2;
-    const float* of = exact + b * count * width;
+    const Left* of = exact + b * count * width;
     const Bits* from = weights[w] + (b * outputs[w] + n) * width;
     const Bits* more = biased && w == 0 ? bias + n : nullptr;
     Bits* to = out + b * count * stride + before + n;

@@ -31,28 +31,32 @@ inline __m512 sums(const __m512 (&v)[16]) {
 // order in which products are added is the same for every M, so a row's result does not depend on the rows beside it.
 // AHEAD: the right side comes from far, so the next block is fetched meanwhile.
 template <int M, int N, bool AHEAD>
-inline __m512 products(const float* left, const Bits* right, int64_t width) {
+inline __m512 products(const Left* left, const Bits* right, int64_t width) {
   __m512 sum[WIDE * WIDE];
 #pragma GCC unroll 16
   for (int i = 0; i < WIDE * WIDE; i++) sum[i] = _mm512_setzero_ps();
   for (int64_t k = 0; k < width; k += STEP) {
-    __m512 even[N], odd[N];
+    Ints pairs[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       const Bits* at = right + n * width + k;
       if constexpr (AHEAD) _mm_prefetch(reinterpret_cast<const char*>(at + WIDE * width), _MM_HINT_T0);
-      const Ints pairs = pairs_at(at);
-      even[n] = lower(pairs);
-      odd[n] = upper(pairs);
+      pairs[n] = pairs_at(at);
     }
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
-      const float* at = left + k * M + m * STEP;
+      const Left* at = left + k * M + m * STEP;
+#ifdef SELFSPEC_PAIRS
+      const Ints both = pairs_at(at);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sum[m * WIDE + n] = fmadd(pairs[n], both, sum[m * WIDE + n]);
+#else
       const __m512 first = _mm512_load_ps(at), second = _mm512_load_ps(at + STEP / 2);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) sum[m * WIDE + n] = _mm512_fmadd_ps(even[n], first, sum[m * WIDE + n]);
+      for (int n = 0; n < N; n++) sum[m * WIDE + n] = fmadd(lower(pairs[n]), first, sum[m * WIDE + n]);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) sum[m * WIDE + n] = _mm512_fmadd_ps(odd[n], second, sum[m * WIDE + n]);
+      for (int n = 0; n < N; n++) sum[m * WIDE + n] = fmadd(upper(pairs[n]), second, sum[m * WIDE + n]);
+#endif
     }
   }
   return sums(sum);
@@ -119,13 +123,19 @@ inline Floats products(const float* left, const Bits* right, int64_t width) {
 
 #endif
 
-// M rows as float32: those of a block step by step, and of each step first the even numbers, then the odd ones.
-void spread(const Bits* left, float* to, int64_t M, int64_t width) {
+// M rows: those of a block step by step, and of each step, where they are float32, first the even numbers, then the odd
+// ones.
+void spread(const Bits* left, Left* to, int64_t M, int64_t width) {
   for (int64_t m = 0; m < M; m++)
     for (int64_t k = 0; k < width; k += STEP) {
-      const Ints pairs = pairs_at(left + m * width + k);
-      store(to + k * M + m * STEP, lower(pairs));
-      store(to + k * M + m * STEP + STEP / 2, upper(pairs));
+      const Bits* from = left + m * width + k;
+      Left* at = to + k * M + m * STEP;
+#ifdef SELFSPEC_PAIRS
+      std::memcpy(at, from, STEP * sizeof(Bits));
+#else
+      store(at, lower(pairs_at(from)));
+      store(at + STEP / 2, upper(pairs_at(from)));
+#endif
     }
 }
 

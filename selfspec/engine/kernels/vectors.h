@@ -91,8 +91,24 @@ inline void transpose(Ints (&v)[16]) {
   }
 }
 
+// What the left side of a product is held as: where an instruction adds two bfloat16 products, as it is.
+#ifdef SELFSPEC_PAIRS
+using Left = Bits;
+inline Ints all(const Bits* at) {  // both numbers, 16 times
+  int32_t both;
+  std::memcpy(&both, at, sizeof(both));
+  return _mm512_set1_epi32(both);
+}
+inline Floats fmadd(Ints a, Ints b, Floats c) {  // both products of each pair are added
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+#else
+using Left = float;
+#endif
+
 #else
 
+using Left = float;
 struct Floats {
   __m256 a, b;
 };
