@@ -23,6 +23,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.block import BlockConfig, BlockDrafter
+from selfspec.drafters.parts import block_masks
 from selfspec.integrations.export import export
 
 TEXT = torch.tensor([[5, 9, 2, 7, 11, 3, 8, 30, 1, 4, 17, 40]])
@@ -130,6 +131,31 @@ def test_trees_are_scored_along_their_paths(form: str) -> None:
         assert tree.scores is not None
         assert float(tree.scores[0, node].log()) == pytest.approx(wanted, abs=1e-3)
     assert deepest > 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_sparse_attention_trains_as_the_dense_mask_does(
+    form: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs compiled, here by torch's definition of it, which can be differentiated on a CPU as well."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    drafter = drafter_of(target_of(torch.float32), **FORMS[form]).train()
+    torch.manual_seed(0)
+    tokens, anchors = torch.randint(0, 48, (2, 40)), torch.tensor([[3, 11, 20, 34], [1, 2, 25, 30]])
+    stacked = torch.randn(2, 40, 2 * drafter.target_head.in_features)
+    documents = torch.arange(40).expand(2, -1) // 17 if packed else None
+    found = []
+    for sparse in (False, True):
+        monkeypatch.setattr(block_masks, "sparse", lambda device, sparse=sparse: sparse)
+        drafter.zero_grad()
+        hidden = drafter.along(tokens, anchors, stacked, documents).hidden
+        (hidden * torch.linspace(-1, 1, hidden.shape[-1])).square().sum().backward()
+        found.append([hidden.detach(), *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    assert len(found[0]) > 10
+    assert len(found[0]) == len(found[1])
+    for dense, other in zip(*found, strict=True):
+        torch.testing.assert_close(dense, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -23,6 +23,7 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
+from selfspec.drafters.parts.block_masks import training_masks
 from selfspec.drafters.parts.block_stack import BlockCache, BlockStack, FeatureStack, read_text
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import PendingRows, check_layers, layers_of, usual_layers
@@ -170,15 +171,15 @@ class BlockDrafter(Reduced):
         first = F.embedding(roots.to(self.embedding.device), self.embedding)[..., None, :].to(mask.dtype)
         return torch.cat([first, mask.expand(*first.shape[:-2], self.config.size - 1, -1)], -2)
 
-    def masks(self, near: Tensor, text: Tensor, block: Tensor, after: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Additive masks [B, 1, n, S] for layers that read all and, where there are some, for sliding ones. Which
-        entries rows see: text: bool [B, n, S]; block: their own block's; after: of these, those of rows behind them;
-        near: how many positions an entry stands before a row, int64 [B, n, S]."""
+    def seen(self, near: Tensor, text: Tensor, block: Tensor, after: Tensor) -> list[Tensor]:
+        """Which entries rows read, bool like all that is given: in layers that read all and, where there are some, in
+        sliding ones. text: whether an entry is one of the text that a row may read; block: one of its own block; after:
+        behind it there; near: how many positions before it, int64."""
         config = self.config
         seen = [text | (block & ~after if config.causal else block)]
         if config.window is not None:
             seen.append((text & (near < config.window)) | (block & ~after if config.sliding_causal else block))
-        return [additive(one, dtype)[:, None] for one in seen]
+        return seen
 
     def forecasts(self, hidden: Tensor) -> Rows:
         """What all depths forecast, from outputs [..., size, H] of the stack, before any correction."""
@@ -217,19 +218,19 @@ class BlockDrafter(Reduced):
         read = order.expand(rows, -1) if documents is None else restarting(documents)
         cache = TextCache(self.stack.count, kept=True)
         stack.read(stacked, read, cache)
-        text = order < anchors[:, :, None]  # [B, A, S]
-        if documents is not None:
-            text = text & (documents.gather(1, anchors)[:, :, None] == documents[:, None])
-        text = F.pad(text.repeat_interleave(size, 1), (0, count * size))
-        row = torch.arange(count * size, device=device)
-        block, after = (
-            F.pad(one, (length, 0)).expand(rows, -1, -1)
-            for one in (row[:, None] // size == row // size, row[:, None] < row)
-        )
         places = (read.gather(1, anchors)[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        near = places[:, :, None] - torch.cat([read, places], 1)[:, None]
+
+        def seen(of: Tensor, row: Tensor, entry: Tensor) -> list[Tensor]:
+            root, behind, text = anchors[of, row // size], entry - length, entry.clamp(max=length - 1)
+            readable = entry < root
+            if documents is not None:
+                readable = readable & (documents[of, root] == documents[of, text])
+            at = torch.where(behind < 0, read[of, text], places[of, behind.clamp(min=0)])
+            block = (behind >= 0) & (behind // size == row // size)
+            return self.seen(places[of, row] - at, readable, block, row < behind)
+
         entering = self.entering(tokens.gather(1, anchors), stack.mask).flatten(1, 2)
-        masks = self.masks(near, text, block, after, entering.dtype)
+        masks = training_masks(seen, (rows, count * size, length + count * size), device, entering.dtype)
         hidden = stack(entering, places.clamp(max=self.stack.last), masks, cache)
         return self.forecasts(hidden.unflatten(1, (count, size)))
 
@@ -278,7 +279,8 @@ def forecast(drafter: BlockDrafter, roots: Tensor, stack: BlockStack, pending: P
     near = entries[:, :, None] - order  # [B, size, S]
     inside = (order - kv.lengths[:, None])[:, None].expand_as(near)  # row of the block
     entering = drafter.entering(roots, stack.mask)
-    masks = drafter.masks(near, inside < 0, (inside >= 0) & (inside < size), near < 0, entering.dtype)
+    seen = drafter.seen(near, inside < 0, (inside >= 0) & (inside < size), near < 0)
+    masks = [additive(one, entering.dtype)[:, None] for one in seen]
     cache = pass_cache(kv, entries, None, None)
     return drafter.forecasts(stack(entering, entries.clamp(max=last), masks, cache))
 

@@ -12,19 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    repeat_kv,
-)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from selfspec.core.cache import KVCache
 from selfspec.core.contract import Context
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
+from selfspec.drafters.parts.block_masks import Mask, attention
 from selfspec.drafters.parts.feature_layer import FeatureCache, FeatureReader
 from selfspec.drafters.parts.views import final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
@@ -51,12 +46,12 @@ class BlockAttention(nn.Module):
         values = self.v_proj(states).unflatten(-1, (-1, self.width)).transpose(1, 2)
         return apply_rotary_pos_emb(keys, keys, *rotary)[0].to(values.dtype), values
 
-    def forward(self, states: Tensor, rotary: Rotary, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """What rows [B, n, H] read from keys and values [B, key heads, S, D] under an additive mask [B, 1, n, S]."""
+    def forward(self, states: Tensor, rotary: Rotary, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+        """What rows [B, n, H] read from keys and values [B, key heads, S, D] under a mask, such as an additive one
+        [B, 1, n, S]."""
         queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
         queries = apply_rotary_pos_emb(queries, queries, *rotary)[0].to(values.dtype)
-        keys, values = (repeat_kv(part, queries.shape[1] // part.shape[1]) for part in (keys, values))
-        read = F.scaled_dot_product_attention(queries, keys, values, mask.to(values.dtype))
+        read = attention(queries, keys, values, mask)
         return self.o_proj(read.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -69,7 +64,7 @@ class BlockLayer(nn.Module):
         norms = (LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
         self.input_layernorm, self.post_attention_layernorm = norms
 
-    def forward(self, states: Tensor, rotary: Rotary, mask: Tensor, cache: PassCache, layer: int) -> Tensor:
+    def forward(self, states: Tensor, rotary: Rotary, mask: Mask, cache: PassCache, layer: int) -> Tensor:
         entering = self.input_layernorm(states)
         seen = cache.update(*self.self_attn.keys_values(entering, rotary), layer)
         states = states + self.self_attn(entering, rotary, *seen, mask)
@@ -118,7 +113,7 @@ class BlockStack(nn.Module):
         for i, layer in enumerate(self.layers):
             cache.update(*layer.self_attn.keys_values(states, rotary), i)  # type: ignore[operator, union-attr]
 
-    def forward(self, states: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: PassCache) -> Tensor:
+    def forward(self, states: Tensor, positions: Tensor, masks: Sequence[Mask], cache: PassCache) -> Tensor:
         """Outputs [B, n, H], behind the final norm, of blocks of rows that enter as states [B, n, H]. masks: of layers
         that read all, and of sliding ones."""
         rotary = self.rotary(states, positions)
