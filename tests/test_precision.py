@@ -54,6 +54,9 @@ def test_a_begun_run_keeps_its_choice(tmp_path: Path, monkeypatch: pytest.Monkey
         OmegaConf.create({"loop": {"precision": "bf16"}, "target": {"dtype": "auto"}}), tmp_path / "config.yaml"
     )
     assert chosen(tmp_path) == ("bf16", "auto")
+    saved.target.dtype = "bfloat16"
+    OmegaConf.save(saved, tmp_path / "config.yaml")
+    assert chosen(tmp_path) == ("no", "bfloat16")
     (tmp_path / "config.yaml").write_text("- [damaged")
     assert chosen(tmp_path) == ("bf16", "auto")
 

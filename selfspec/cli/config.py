@@ -34,8 +34,8 @@ from selfspec.utils.tracking import Logged
 
 @dataclass
 class TargetConfig:
-    """name: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own (with loop.precision=no or
-    auto float32, where a processor is slower in bfloat16), int8 quantizes; device: cpu, cuda or the like (null: a GPU
+    """name: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own (float32 where
+    loop.precision=auto finds a CPU slower in bfloat16), int8 quantizes; device: cpu, cuda or the like (null: a GPU
     where there is one); revision: of a hub id."""
 
     name: str = MISSING

@@ -134,25 +134,25 @@ def typed(kind: type[R], config: DictConfig) -> R:
 
 
 def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictConfig]:
-    """A training's config, checked, in which `auto` of loop.precision and target.dtype is what is faster here. A run
-    that was begun in `folder` keeps what it had."""
-    run = typed(kind, config)
-    if config.loop.precision != "auto":
-        return run, config
+    """A training's config, checked, in which `auto` of loop.precision and target.dtype is what a run begun in `folder`
+    had, or what is faster here."""
+    typed(kind, config)
     config, begun = config.copy(), folder / "config.yaml"
     before: Any = OmegaConf.create()
     with suppress(Exception):  # of YAML, of Unicode: `_same` tells of it
         before = OmegaConf.load(begun) if begun.exists() else before
-    device = _device(config.target.device if "target" in config else None)
-    check_device(device)
-    if (precision := OmegaConf.select(before, "loop.precision")) is None:
+    for key in ("loop.precision", "target.dtype"):
+        if OmegaConf.select(config, key) == "auto" and (value := OmegaConf.select(before, key)) is not None:
+            OmegaConf.update(config, key, value)
+    if config.loop.precision == "auto":
+        device = _device(config.target.device if "target" in config else None)
+        check_device(device)
         state = shard.group(device)
-        precision = "bf16" if shard.gathered([bfloat16_is_faster(device)])[0] else "no"
+        config.loop.precision = "bf16" if shard.gathered([bfloat16_is_faster(device)])[0] else "no"
         if state.is_main_process:
-            print(f"loop.precision={precision}: matrix products take less time so, measured on {device}")
-    config.loop.precision = precision
-    if "target" in config and config.target.dtype == "auto" and precision == "no" and device == "cpu":
-        config.target.dtype = OmegaConf.select(before, "target.dtype") or "float32"
+            print(f"loop.precision={config.loop.precision}: matrix products take less time so, measured on {device}")
+        if "target" in config and config.target.dtype == "auto" and config.loop.precision == "no" and device == "cpu":
+            config.target.dtype = "float32"
     return typed(kind, config), config
 
 
