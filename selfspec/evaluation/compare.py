@@ -149,10 +149,10 @@ def run_comparison(
         (turn, point, [arm for arm in calls if (*point.key, *arm) not in done]) for turn, point in enumerate(points)
     ]
     missing = [entry for entry in missing if entry[2]]
-    bar = progress(total=sum(len(left) for _, _, left in missing), desc="compare")
     if missing:
         longest = max((prompt.ids for group in prompts.values() for prompt in group), key=len)
         _warm_up(spec, calls, longest, config)
+    bar = progress(total=sum(len(left) for _, _, left in missing), desc="compare")
     for turn, point, left in missing:
         order = Random(config.seed + turn).sample(left, len(left))
         for run in _between_plain(spec, calls, order, point, config):
@@ -196,11 +196,12 @@ def _same_texts(path: Path, runs: list[Run], points: list[_Point]) -> None:
 def _warm_up(spec: Spec, calls: dict[tuple[str, str], Call], prompt: list[int], config: CompareConfig) -> None:
     """Measure the costs of passes and run every arm once, so that nothing timed later includes set-up. `prompt` is the
     longest, since transformers keeps a static cache that is large enough."""
-    for temperature in config.temperatures:
-        if "auto" in config.nodes:
+    bar = progress([(temperature, *arm) for temperature in config.temperatures for arm in calls], desc="set-up")
+    for temperature, arm, nodes in bar:
+        bar.set_postfix(T=temperature, arm=f"{arm} {nodes}")
+        if nodes == "auto":
             pass_costs(spec.target, 1, temperature > 0)
-        for call in calls.values():
-            call(prompt, temperature, config.seed)
+        calls[arm, nodes](prompt, temperature, config.seed)
 
 
 def _between_plain(
