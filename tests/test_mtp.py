@@ -47,7 +47,7 @@ TWO["moe_shared_expert_intermediate_size"] = 24
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.5": ("glm4_moe", {k: v for k, v in MLA.items() if "lora" not in k and "head" not in k} | {"head_dim": 8}),
     "GLM-4.7-Flash": ("glm4_moe_lite", MLA),
-    "EXAONE-MoE": ("exaone_moe", EXPERTS),
+    "EXAONE-MoE": ("exaone_moe", EXPERTS | WINDOWED),
     "Mellum": ("mellum", EXPERTS | {"mtp_layer_types": ["full_attention"]}),
     "HY-V3": ("hy_v3", EXPERTS),
     "Mellum (a window)": ("mellum", EXPERTS | WINDOWED | {"mtp_layer_types": [ROW[0]]}),
@@ -58,6 +58,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What a model whose last layer is a module's would have in its config.
 AS_LAST: dict[str, dict[str, Any]] = {
+    "EXAONE-MoE": {"layer_types": [*ROW, ROW[0]][1:], "mlp_layer_types": ["dense", "dense"]},
     "Mellum (a window)": {"layer_types": [*ROW, ROW[0]][1:]},
     "ERNIE 4.5 MoE": {"moe_layer_end_index": 0},
     "MiMo-V2-Flash": {"layer_types": [*ROW, ROW[0]][1:], "mlp_layer_types": ["sparse", "dense"]},
@@ -382,11 +383,11 @@ def test_a_count_that_disagrees_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
-    model, _ = shipped("EXAONE-MoE", tmp_path)
+    model, _ = shipped("HY-V3", tmp_path)
     path = tmp_path / "model.safetensors"
-    whole, bias = load_file(path), "mtp.layers.0.mlp.e_score_correction_bias"
-    save_file(whole | {bias.replace("mlp.", "mlp.gate."): whole[bias] + 1}, path, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"holds layers\.0\.mlp\.e_score_correction_bias twice"):
+    whole, bias = load_file(path), "model.layers.2.mlp.expert_bias"
+    save_file(whole | {bias.replace("expert", "e_score_correction"): whole[bias] + 1}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"holds mlp\.expert_bias twice"):
         mtp.read(Target(model), tmp_path)
 
 

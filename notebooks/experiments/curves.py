@@ -31,7 +31,6 @@ RUNS = {
     "feature": "+experiment=smollm2_eagle3 drafter=feature",
     "sequential": "+experiment=smollm2_eagle3 drafter=sequential drafter.blocks=1 train.lr=1.5e-3",
     "early_exit": "+experiment=smollm2_eagle3 drafter=early_exit drafter.exit=3 train.lr=2e-3",
-    "eagle3_full": "+experiment=smollm2_eagle3 drafter.draft_vocab=null",
     "mask": "+experiment=smollm2_mask loop.steps=200",
 }
 

@@ -36,6 +36,7 @@ BLOCK = BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1], loss="c
 Kind = Mtp | BlockDrafter | Eagle3
 CASES: dict[str, tuple[str, type[Kind], DrafterConfig, int, tuple[int, ...]]] = {
     "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),  # vLLM's latent attention takes no heads as small as these
+    "exaone": ("exaone_moe", Mtp, MtpConfig(form=("sliding_attention", "dense")), 100, (1, 3)),
     "dflash": ("llama", BlockDrafter, BLOCK, 300, (4,)),
     "eagle3": (
         "llama",
@@ -111,7 +112,7 @@ def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
     options = Options(NEW, Sampling(0.0), 0, frozenset([0]))
     wanted = [autoregressive(target, [prompt], options).token_ids[0] for prompt in prompts]
     for length in lengths:
-        speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": length}
+        speculation: dict[str, Any] = {"method": "mtp" if whole else method, "num_speculative_tokens": length}
         speculation |= {} if whole else {"model": str(tmp_path / "served")}
         speculation |= {"parallel_drafting": True} if kind is Eagle3 else {}
         folder = str(tmp_path / ("served" if whole else "target"))

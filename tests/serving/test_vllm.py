@@ -89,7 +89,7 @@ def judge(
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-30000:] + done.stderr[-3000:]
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

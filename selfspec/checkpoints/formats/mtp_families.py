@@ -10,12 +10,15 @@ from dataclasses import dataclass, replace
 from selfspec.core.target import Target
 
 
+FIRST = "as the first"
+
+
 @dataclass(frozen=True)
 class Family:
     """Names behind `prefix`, in which {k} is the module's index and {at} that plus the number of the target's layers;
     norm: the final one (None: there is none); block: of the decoder layer's tensors; renamed: parts of their names, as
-    published and as transformers has them; form: of the decoder layer, see `MtpConfig`; count: the config's name for
-    the number of modules."""
+    published and as transformers has them; form: of the decoder layer, see `MtpConfig` (`FIRST`: attention as in the
+    target's first layer); count: the config's name for the number of modules."""
 
     prefix: str = "model.layers.{at}."
     enorm: str = "enorm.weight"
@@ -40,15 +43,15 @@ class Family:
         form: list[str | None] = [None, None] if self.form is None else [*self.form]
         for i, name in enumerate(("mtp_layer_types", "mtp_mlp_layer_types")):
             form[i] = next(iter(getattr(config, name, None) or []), form[i])
-        last = [(getattr(config, name, None) or [None])[-1] for name in ("layer_types", "mlp_layer_types")]
-        form = [kind or other for kind, other in zip(form, last, strict=True)]
+        first, last = ([(getattr(config, name, None) or [None])[at] for name in _KINDS] for at in (0, -1))
+        form = [first[0] if kind == FIRST else kind or other for kind, other in zip(form, last, strict=True)]
         return None if form == last or None in form else tuple(map(str, form))
 
 
+_KINDS = "layer_types", "mlp_layer_types"
 _DEEPSEEK = Family()
 _NORMS = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"
 _QWEN = Family("mtp.", *_NORMS, "fc.weight", "norm.weight", "layers.0.")
-_BIAS = "mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"
 _HY = (
     ("mlp.router.gate.", "mlp.gate."),
     ("mlp.expert_bias", "mlp.e_score_correction_bias"),
@@ -69,7 +72,7 @@ FAMILIES = {
     "qwen3_next": _QWEN,
     "qwen3_5_text": replace(_QWEN, count="mtp_num_hidden_layers"),
     "qwen3_5_moe_text": replace(_QWEN, count="mtp_num_hidden_layers"),
-    "exaone_moe": replace(_QWEN, renamed=(_BIAS,)),
+    "exaone_moe": replace(_QWEN, form=(FIRST, "dense")),
     "mellum": _QWEN,
     "hy_v3": Family(norm=_FINAL, renamed=_HY),
     "ernie4_5": _ERNIE,
