@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from selfspec.core.target import Target
 
-
 FIRST = "as the first"
 
 
