@@ -1,6 +1,6 @@
-"""Expected acceptance length by the tokens that were trained on: every kind of drafter for SmolLM2, from scratch.
+"""Expected acceptance length by the tokens that were trained on: drafters for SmolLM2, from scratch.
 
-    python notebooks/experiments/curves.py     # an hour and a half; the conversations take 15 minutes more at first
+    python notebooks/experiments/curves.py     # an hour; the conversations take 15 minutes more at first
 
 All read the same conversations in the same order, 3,072 tokens a step. Runs that have ended are not trained again. The
 table is printed (8 nodes, T=0 and T=1) and drawn into notebooks/figures/curves.png.
@@ -31,7 +31,6 @@ RUNS = {
     "feature": "+experiment=smollm2_eagle3 drafter=feature",
     "sequential": "+experiment=smollm2_eagle3 drafter=sequential drafter.blocks=1 train.lr=1.5e-3",
     "early_exit": "+experiment=smollm2_eagle3 drafter=early_exit drafter.exit=3 train.lr=2e-3",
-    "mask": "+experiment=smollm2_mask loop.steps=200",
 }
 
 
