@@ -110,7 +110,7 @@ page-data: $(VENV)/.ready runs/readme/compare.json
 	$(BIN)/python eval/compare.py name=page_compare engine=eager compare.prompts=2 "compare.nodes=[8,16]"
 	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.shown=20 \
 		page.data=runs/page_tiny.json
-	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
+	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json page.shown=8 \
 		"page.runs=[runs/page_smollm2,runs/page_smollm2_limits,runs/readme,runs/page_tiny.json]"
 
 runs/readme/compare.json:
