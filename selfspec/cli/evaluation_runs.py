@@ -270,10 +270,11 @@ def run_report(config: DictConfig) -> None:
     if not points:
         raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
     whole = any("all" in point["config"]["decode"].get("columns", ()) for point in points)
-    text = f"{table(points, brief=not whole)}\n\n{group_table(points)}"
-    write_text(folder / "table.md", f"{table(points)}\n\n{group_table(points)}\n")
+    groups = group_table(points)
+    write_text(folder / "table.md", f"{table(points)}\n\n{groups}\n")
     plot_points(points, folder)
-    print(f"\n{text}\n{folder}")
+    print(f"\n{table(points, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))
+    print(f"by group of text: {folder / 'table.md'}; plots beside it")
 
 
 ERROR = "error.txt"  # of a point of a sweep that failed
