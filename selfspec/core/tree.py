@@ -123,7 +123,8 @@ class DraftTree:
 def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, **more: Any) -> DraftTree:
     """A tree of a drafter's own making, whose parents need no check. more: other fields of the tree."""
     tree = object.__new__(DraftTree)
-    tree.__dict__.update(_DEFAULTS, tokens=tokens, parents=parents, scores=scores, **more)
+    for name, value in {**_DEFAULTS, "tokens": tokens, "parents": parents, "scores": scores, **more}.items():
+        object.__setattr__(tree, name, value)  # torch 2.11 traces no update of a __dict__
     return tree
 
 

@@ -155,8 +155,11 @@ class Engine:
         return code
 
     def _code(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        from torch._dynamo.exc import RestartAnalysis  # slow to import
+        import torch._dynamo.config as dynamo  # slow to import
+        from torch._dynamo.exc import RestartAnalysis
 
+        if hasattr(dynamo, "enable_aot_compile"):
+            dynamo.enable_aot_compile = True  # not so by default before torch 2.12
         compiling: Any = torch.compile(
             function,
             backend=self.backend,  # type: ignore[arg-type]
