@@ -18,7 +18,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.engine.capture import Captured, parts_of
+from selfspec.engine.capture import Captured, _Graph, devices_of, parts_of, weights_of
 from selfspec.engine.engine import Engine
 
 ROOT = Path(__file__).parents[1]
@@ -66,12 +66,55 @@ def test_what_stays_and_what_is_copied() -> None:
     """Tensors in lists and weights stay where they are, all others are loose; dicts and tuples keep their form."""
     store, loose, layer = torch.zeros(3), torch.ones(2), torch.nn.Linear(2, 2)
     found = list(parts_of(([(store, None)], {"x": loose}, layer, 5)))
-    assert [(part.data_ptr(), stays) for part, stays in found] == [
-        (store.data_ptr(), True),
-        (loose.data_ptr(), False),
-        (layer.weight.data_ptr(), True),
-        (layer.bias.data_ptr(), True),
-    ]
+    assert [(part.data_ptr(), stays) for part, stays in found] == [(store.data_ptr(), True), (loose.data_ptr(), False)]
+    arguments = ([(store, None)], {"x": loose}, (layer, 5))
+    assert [part.data_ptr() for part in weights_of(arguments)] == [layer.weight.data_ptr(), layer.bias.data_ptr()]
+    assert devices_of(arguments) == {torch.device("cpu")}
+
+
+class _Recorded:
+    """Stands for a CUDA graph and its events: a replay computes from the addresses that the capture saw."""
+
+    def __init__(self, layer: torch.nn.Linear, store: torch.Tensor) -> None:
+        self.weight, self.store, self.input, self.output = layer.weight.data, store, torch.zeros(3), torch.zeros(3)
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.output.copy_(self.weight @ self.input + self.store)
+
+    def wait(self) -> None: ...
+
+    def record(self) -> None: ...
+
+
+def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[_Recorded] = []
+
+    def capture(self: Captured, args: Any) -> _Graph:
+        recorded: Any = _Recorded(args[0], args[1][0])
+        made.append(recorded)
+        return _Graph(recorded, [recorded.input], recorded.output, recorded)
+
+    monkeypatch.setattr(Captured, "_capture", capture)
+    layer, stores = torch.nn.Linear(3, 3, bias=False), [torch.ones(3), torch.full((3,), 5.0)]
+    captured = Captured(lambda layer, store, x: layer.weight.detach() @ x + store[0], print)
+
+    def right(store: torch.Tensor) -> None:
+        x = torch.randn(3)
+        torch.testing.assert_close(captured(layer, [store], x), layer.weight.detach() @ x + store)
+
+    for store in stores:
+        for _ in range(3):  # as it is, captured, replayed
+            right(store)
+    assert [each.replays for each in made] == [2, 2]
+    layer.weight.data.mul_(2)  # trained in place: the same graphs
+    right(stores[0])
+    assert [each.replays for each in made] == [3, 2]
+    layer.weight.data = torch.randn(3, 3)  # elsewhere: another graph
+    for _ in range(2):
+        right(stores[0])
+    assert [each.replays for each in made] == [3, 2, 1]
 
 
 @pytest.mark.slow

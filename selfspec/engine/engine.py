@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.engine import disk
-from selfspec.engine.capture import Captured, parts_of
+from selfspec.engine.capture import Captured, devices_of
 from selfspec.engine.fit import file_name, key
 from selfspec.engine.kernels.native import has_compiler
 from selfspec.engine.kernels.redirect import redirected
@@ -126,19 +126,15 @@ class Engine:
                 if not disk.write(path, code, self.varying.get(what, "")):
                     self.folder = None
         self.made.append((what, time.perf_counter() - start, how))
-        if code is not function and len({part.device for part, _ in parts_of(args) if part.is_cuda}) == 1:
+        if code is not function and len({device for device in devices_of(args) if device.type == "cuda"}) == 1:
             code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
         self.compiled[wanted] = code
         return code
 
     def _compile(self, function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
         """The compiled function; None where torch can not compile it."""
-        on_cpu = all(part.device.type == "cpu" for part, _ in parts_of(args))
         code: Any = None
-        for modules in (
-            [*modules_in(args)] if on_cpu else [],
-            [],
-        ):  # layers that change what they hold can not be nested
+        for modules in ([*modules_in(args)], []):  # layers that change what they hold can not be nested
             options = _options(str(self.backend))
             with compiled_once(modules) as nested:
                 try:
