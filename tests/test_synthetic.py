@@ -241,3 +241,8 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
             found.append(document.tokens[start : start + len(words)].tolist() == words)
             assert not document.mask[: start + len(words)].any()  # what is given does not count
     assert found.count(True) >= len(found) // 2
+
+
+def test_they_are_not_measured_with() -> None:
+    with pytest.raises(ValueError, match=r"data=synthetic is for training.*decode.questions"):
+        Synthetic().evaluation()

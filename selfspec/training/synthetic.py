@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,6 +82,13 @@ class Synthetic:
         integer("data.seed", self.seed)
         if self.folder is not None and not isinstance(self.folder, str):
             raise ValueError(f"data.folder={self.folder!r} must be a path, or null for the cache folder")
+
+    def evaluation(self) -> NoReturn:
+        """Raises ValueError: what is written here is for training."""
+        raise ValueError(
+            "data=synthetic is for training and has no questions to measure with; give files of questions "
+            "(such as decode.questions=[file.jsonl]), or another data="
+        )
 
 
 def synthetic(
