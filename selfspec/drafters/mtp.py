@@ -87,7 +87,7 @@ class Mtp(Unrolled):
         return self.layer.tail.parts[1]  # type: ignore[return-value]
 
     def session(self, target: Target, rows: int) -> Session:
-        return super().session(target, rows) if len(self.draft_layers) == 1 else ModulesSession(self)
+        return super().session(target, rows) if len(self.draft_layers) == 1 else ModulesSession(self, target)
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """With those of the decoder layers, such as the bias of a router."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from selfspec.core.cache import KVCache
 from selfspec.core.contract import Accepted, Context
+from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.feature_layer import (
@@ -153,8 +154,9 @@ class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
 class ModulesSession:
     """What one call keeps: the layers' caches."""
 
-    def __init__(self, drafter: Unrolled) -> None:
+    def __init__(self, drafter: Unrolled, target: Target) -> None:
         self.drafter, self.cache = drafter, ModulesCache(drafter.draft_layers)
+        self.depth_cost = drafter.depth_cost(target)
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config, cache = self.drafter, self.drafter.config, self.cache
@@ -162,7 +164,8 @@ class ModulesSession:
             return chain(context.roots[:, None])
         pending = cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
         given = cache.carried, pending
-        *tree, cache.carried = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob)
+        growing = config.width, config.min_prob, False, self.depth_cost
+        *tree, cache.carried = drafted_by(tree_of, drafter, context, given, *growing)
         return trusted(*tree)
 
     def observe(self, accepted: Accepted) -> None:

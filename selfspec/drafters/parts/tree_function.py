@@ -26,9 +26,11 @@ def drafted_by(
     width: int,
     min_prob: float,
     reserve: bool = False,
+    depth_cost: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """The nodes of a tree, as `Growth.best` gives them, and what else the grower of a drafter gives, all with rows
-    first. given: what the grower needs beside, tensors with rows first; the rest is of `Growth`.
+    first. given: what the grower needs beside, tensors with rows first; depth_cost: what one more depth costs, in
+    target passes; the rest is of `Growth`.
 
     Eager passes expand nodes as long as their probability says so, `width` at each depth at most. A graph can not end
     early: how many nodes it expands at each depth is set in advance, by the static tree for the drafter's calibration.
@@ -36,7 +38,8 @@ def drafted_by(
     engine, calibration = context.target.engine, drafter.calibration[context.mode]
     noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
     if not engine.eager:
-        widths, min_prob = expanded(tuple(map(tuple, calibration.acceptance)), context.nodes, width), 0.0
+        acceptance = tuple(map(tuple, calibration.acceptance))
+        widths, min_prob = expanded(acceptance, context.nodes, width, depth_cost), 0.0
     factors = torch.tensor(calibration.inverse_temperature, device=context.roots.device)
     ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
     padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
@@ -63,10 +66,16 @@ def _grown(
 
 
 @lru_cache(maxsize=256)
-def expanded(acceptance: Acceptance, nodes: int, width: int) -> tuple[int, ...]:
+def expanded(acceptance: Acceptance, nodes: int, width: int, depth_cost: float = 0.0) -> tuple[int, ...]:
     """Nodes to expand at depth 1, 2, ...: one more than the static tree does, so that a tree grown for its context can
-    choose; `width` at most, and none where the static tree expands none."""
-    parents, _, _ = static_tree(acceptance, nodes)
+    choose; `width` at most, and none where the static tree expands none. The static tree is as deep as gives the most
+    tokens per second."""
+
+    def rate(depth: int) -> float:
+        return sum(static_tree(acceptance[:depth], nodes)[2]) / (1 + depth * depth_cost)
+
+    deepest = max(range(1, len(acceptance) + 1), key=rate, default=0)
+    parents, _, _ = static_tree(acceptance[:deepest], nodes)
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)

@@ -12,6 +12,7 @@ verified features.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -149,8 +150,20 @@ class Unrolled(Reduced):
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
         return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
+    def depth_cost(self, target: Target) -> float:
+        """What one more depth of a tree costs, in target passes: the weights that both read, by their number."""
+        block = self.draft_layers[-1].block
+        drafting = block.target.layers[block.first : block.layer + 1]
+        drafted = target.vocab_size if self.vocabulary is None else len(self.vocabulary)
+        read = _weights(drafting) + drafted * target.hidden_size
+        return read / (_weights(target.layers) + target.vocab_size * target.hidden_size)
+
     def session(self, target: Target, rows: int) -> Session:
-        return UnrolledSession(self)
+        return UnrolledSession(self, target)
+
+
+def _weights(layers: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for layer in layers for p in layer.parameters())
 
 
 def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[DraftView]) -> Nodes:
@@ -180,15 +193,17 @@ def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: Pendin
 class UnrolledSession:
     """What one call keeps: the draft layer's cache."""
 
-    def __init__(self, drafter: Unrolled) -> None:
+    def __init__(self, drafter: Unrolled, target: Target) -> None:
         self.drafter, self.cache = drafter, DraftLayerCache(drafter.layer)
+        self.depth_cost = drafter.depth_cost(target)
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config = self.drafter, self.drafter.config
         if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
-        return trusted(*drafted_by(tree_of, drafter, context, (pending,), config.width, config.min_prob))
+        growing = config.width, config.min_prob, False, self.depth_cost
+        return trusted(*drafted_by(tree_of, drafter, context, (pending,), *growing))
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)
