@@ -85,7 +85,7 @@ hybrid: $(VENV)/.ready
 readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
-		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[auto,8,16]" \
+		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[8]" \
 		"compare.temperatures=[0,0.7,1]" "compare.methods=[hf_generate]" compare.summary=README.md \
 		compare.results=notebooks/results/smollm2.md \
 		"compare.drafters=[smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,prompt_lookup,smollm2-eagle3,smollm2-medusa]"
