@@ -81,7 +81,7 @@ hybrid: $(VENV)/.ready
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
-# The table and the figure that README begins with, half an hour; QUESTIONS names Spec-Bench's question.jsonl.
+# The table and the figure that README begins with, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
 readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \

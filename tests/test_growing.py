@@ -668,3 +668,14 @@ def test_a_compiled_tree_is_as_deep_as_pays() -> None:
         rates = [sum(static_tree(acceptance[:d], 8)[2]) / (1 + d * cost) for d in range(1, 6)]
         assert rates[depth] == max(rates)
     assert max(expanded(acceptance, 8, 2)) == 2
+
+
+@pytest.mark.parametrize("kind", [Eagle3, Feature])
+def test_a_depth_costs_the_weights_that_it_reads(kind: type[Drafter], llama: Target) -> None:
+    """Those of the draft layer and of its head, beside those of the target's layers and its head; what is read once for
+    all depths, such as the product that fuses features, does not count."""
+    drafter = random_drafter(kind, llama, draft_vocab=8)
+    layer = drafter.layer.midlayer if kind is Eagle3 else drafter.layer.tail.target.layers[-1]
+    numbers = [sum(p.numel() for p in part.parameters()) for part in (layer, llama.layers, llama.lm_head)]
+    assert drafter.depth_cost(llama) == (numbers[0] + 8 * llama.hidden_size) / (numbers[1] + numbers[2])
+    assert drafter.session(llama, 1).depth_cost == drafter.depth_cost(llama)

@@ -152,7 +152,7 @@ class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
 
 
 class ModulesSession:
-    """What one call keeps: the layers' caches."""
+    """What one call keeps: the layers' caches; depth_cost: see `Unrolled.depth_cost`."""
 
     def __init__(self, drafter: Unrolled, target: Target) -> None:
         self.drafter, self.cache = drafter, ModulesCache(drafter.draft_layers)
@@ -164,8 +164,8 @@ class ModulesSession:
             return chain(context.roots[:, None])
         pending = cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
         given = cache.carried, pending
-        growing = config.width, config.min_prob, False, self.depth_cost
-        *tree, cache.carried = drafted_by(tree_of, drafter, context, given, *growing)
+        growing = config.width, config.min_prob
+        *tree, cache.carried = drafted_by(tree_of, drafter, context, given, *growing, depth_cost=self.depth_cost)
         return trusted(*tree)
 
     def observe(self, accepted: Accepted) -> None:

@@ -151,7 +151,7 @@ class Unrolled(Reduced):
         return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
     def depth_cost(self, target: Target) -> float:
-        """What one more depth of a tree costs, in target passes: the weights that both read, by their number."""
+        """What one more depth of a tree costs, in target passes: the numbers of weights that both read, as a ratio."""
         block = self.draft_layers[-1].block
         drafting = block.target.layers[block.first : block.layer + 1]
         drafted = target.vocab_size if self.vocabulary is None else len(self.vocabulary)
@@ -191,7 +191,7 @@ def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: Pendin
 
 
 class UnrolledSession:
-    """What one call keeps: the draft layer's cache."""
+    """What one call keeps: the draft layer's cache; depth_cost: see `Unrolled.depth_cost`."""
 
     def __init__(self, drafter: Unrolled, target: Target) -> None:
         self.drafter, self.cache = drafter, DraftLayerCache(drafter.layer)
@@ -202,8 +202,8 @@ class UnrolledSession:
         if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
-        growing = config.width, config.min_prob, False, self.depth_cost
-        return trusted(*drafted_by(tree_of, drafter, context, (pending,), *growing))
+        growing = config.width, config.min_prob
+        return trusted(*drafted_by(tree_of, drafter, context, (pending,), *growing, depth_cost=self.depth_cost))
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)
