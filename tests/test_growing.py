@@ -661,11 +661,11 @@ def test_scores_that_are_no_numbers_change_nothing(llama: Target) -> None:
 def test_a_compiled_tree_is_as_deep_as_pays() -> None:
     """Where depths cost nothing, the static tree decides; the dearer they are, the fewer are drafted."""
     acceptance = tuple((p, 0.1, 0.05) for p in (0.6, 0.55, 0.5, 0.45, 0.4))
-    depths = [len(expanded(acceptance, 8, 4, cost)) for cost in (0.0, 0.02, 0.2, 2.0)]
+    depths = [len(expanded(acceptance, 8, 4, cost)) for cost in (0.0, 0.04, 0.4, 4.0)]
     assert depths == sorted(depths, reverse=True)
     assert depths[0] > depths[2] > depths[3]
-    for cost, depth in zip((0.0, 0.02, 0.2, 2.0), depths, strict=True):
-        rates = [sum(static_tree(acceptance[:d], 8)[2]) / (1 + d * cost) for d in range(1, 6)]
+    for cost, depth in zip((0.0, 0.04, 0.4, 4.0), depths, strict=True):
+        rates = [sum(static_tree(acceptance[:d], 8)[2]) / (2 + d * cost) for d in range(1, 6)]
         assert rates[depth] == max(rates)
     assert max(expanded(acceptance, 8, 2)) == 2
 

@@ -69,10 +69,10 @@ def _grown(
 def expanded(acceptance: Acceptance, nodes: int, width: int, depth_cost: float = 0.0) -> tuple[int, ...]:
     """Nodes to expand at depth 1, 2, ...: one more than the static tree does, so that a tree grown for its context can
     choose; `width` at most, and none where the static tree expands none. The static tree is as deep as gives the most
-    tokens per second."""
+    tokens per second, where the rest of a pass takes two plain passes."""
 
     def rate(depth: int) -> float:
-        return sum(static_tree(acceptance[:depth], nodes)[2]) / (1 + depth * depth_cost)
+        return sum(static_tree(acceptance[:depth], nodes)[2]) / (2 + depth * depth_cost)
 
     deepest = max(range(1, len(acceptance) + 1), key=rate, default=0)
     parents, _, _ = static_tree(acceptance[:deepest], nodes)
