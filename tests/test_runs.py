@@ -26,6 +26,7 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
 from selfspec.training import pace as pace_module
 from selfspec.training.config_warnings import config_warnings
+from selfspec.training.distill import DistillConfig
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
@@ -365,6 +366,11 @@ def test_doubtful_settings_are_told(loop: dict[str, Any], prompts: int, counted:
         import re
 
         assert re.search(message, said[0])
+
+
+def test_few_counted_tokens_are_no_doubt_where_answers_are_written_anew() -> None:
+    config = DrafterTraining(distill=DistillConfig(rows=8))
+    assert not list(config_warnings(config, LoopConfig(steps=100), corpus(10), 1000, 64))
 
 
 def test_a_corpus_without_a_counted_token_is_refused() -> None:

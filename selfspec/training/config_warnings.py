@@ -23,7 +23,7 @@ def config_warnings(
             "none of the training tokens counts in the loss; conversations need turns of the assistant, and a chat "
             "template that shows them"
         )
-    if (share := train.counted / max(1, len(train.tokens))) < _FEW:
+    if (share := train.counted / max(1, len(train.tokens))) < _FEW and not config.distill.rows:
         yield f"only {share:.1%} of the training tokens count in the loss (what the assistant says); see --check"
     if prompts < config.prompts:
         yield f"train.prompts={config.prompts}, but the validation text has {prompts}, which are used"
