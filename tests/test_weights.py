@@ -4,6 +4,7 @@ no longer there."""
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from selfspec.engine.kernels import int8
 from selfspec.engine.kernels import weights as module
-from selfspec.engine.kernels.native import binding, has_tiles
+from selfspec.engine.kernels.native import binding, has_tiles, served
 from selfspec.engine.kernels.skinny_gemm import few_rows
 from selfspec.engine.kernels.weights import KERNELS, Kernel, choose, freeze, laid_out, measure, row_invariant
 
@@ -26,6 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_choices", {})
     monkeypatch.setattr(module, "_met", set())
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
     return tmp_path
 
 
@@ -71,6 +73,17 @@ def test_a_choice_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_choices", {})
     monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured twice"))
     assert choose(96, 64) is chosen
+
+
+@pytest.mark.skipif(not served(), reason="needs a processor with AVX2 or AVX-512")
+def test_beside_other_work_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * (os.cpu_count() or 1), 0.0, 0.0), raising=False)
+    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
+    chosen = choose(96, 64)
+    assert chosen is not None
+    assert chosen.name in ("in place", "panels")
+    assert not module.measured()
+    assert not list(folder.rglob("*.json"))
 
 
 def test_only_row_invariant_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ import torch
 
 @cache
 def processor() -> dict[str, str]:
-    """The "model name" and the "flags" of the processor, where the system tells them."""
+    """The "model name", the "vendor_id" and the "flags" of the processor, where the system tells them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     pairs = (line.split(":", 1) for line in reversed(lines) if ":" in line)
     fields = {name.strip(): value.strip() for name, value in pairs}
-    return {"model name": fields.get("model name") or platform.processor(), "flags": fields.get("flags", "")}
+    known = {name: fields.get(name, "") for name in ("model name", "vendor_id", "flags")}
+    return {**known, "model name": known["model name"] or platform.processor()}
 
 
 def device_name(device: torch.device) -> str:

@@ -53,8 +53,9 @@ def has_compiler() -> bool:
 
 
 def has_pairs() -> bool:
-    """Whether this processor adds two bfloat16 products in one instruction (AVX-512 BF16, Zen 4 on)."""
-    return has_avx512() and "avx512_bf16" in processor()["flags"].split()
+    """Whether this processor adds two bfloat16 products by one instruction (AVX-512 BF16) faster than it widens and
+    adds them: AMD's from Zen 4 on. Intel's begin one every other cycle (notebooks/LOG.md)."""
+    return has_avx512() and "avx512_bf16" in processor()["flags"].split() and processor()["vendor_id"] == "AuthenticAMD"
 
 
 @cache

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import mmap
+import os
 import statistics
 import sys
 import threading
@@ -217,9 +218,10 @@ def _serves_panels(outputs: int, width: int) -> bool:
 
 
 IN_PLACE = Kernel("in place", lambda weight: weight, _in_place, lambda _, width: served() and not width % STEP)
+PANELS = Kernel("panels", in_panels, _in_panels, _serves_panels)
 KERNELS = (
     IN_PLACE,
-    Kernel("panels", in_panels, _in_panels, _serves_panels),
+    PANELS,
     Kernel(
         "onednn",
         lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight, 16),
@@ -235,7 +237,8 @@ KERNELS = (
 
 def choose(outputs: int, width: int) -> Kernel | None:
     """The fastest row-invariant kernel for weights [outputs, width]; None where none is. It is measured once and kept
-    for later processes."""
+    for later processes. Beside other work nothing is measured: it would hold up one kernel and not another, a hundred
+    times as long as a product takes."""
     name = f"{outputs}x{width}"
     _met.add((outputs, width))
     if name not in _choices:
@@ -244,6 +247,8 @@ def choose(outputs: int, width: int) -> Kernel | None:
             saved = json.loads(path.read_text()).items()
             _choices.update({shape: of for shape, of in saved if isinstance(of, dict) and "kernel" in of})
         if name not in _choices:
+            if busy() and (usual := _usual(outputs, width)) is not None:
+                return usual
             if not _choices:
                 print("kernels are measured, once for each product; `selfspec limits` shows them", file=sys.stderr)
             _choices[name] = measure(outputs, width)
@@ -255,7 +260,19 @@ def choose(outputs: int, width: int) -> Kernel | None:
 
 def measured() -> dict[str, Figures]:
     """What was measured of the products that this process has met, by their shape; see `measure`."""
-    return {f"{outputs}x{width}": _choices[f"{outputs}x{width}"] for outputs, width in sorted(_met)}
+    names = (f"{outputs}x{width}" for outputs, width in sorted(_met))
+    return {name: _choices[name] for name in names if name in _choices}
+
+
+def busy() -> bool:
+    """Whether more threads wanted to run in the last minute than there are processors."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1) + 0.5
+
+
+def _usual(outputs: int, width: int) -> Kernel | None:
+    """The kernel that is fastest on most processors of this kind; None where none of ours serves."""
+    ours = (IN_PLACE, PANELS) if has_tiles() else (PANELS, IN_PLACE)
+    return next((kernel for kernel in ours if kernel.serves(outputs, width)), None)
 
 
 @cache
