@@ -31,9 +31,12 @@ TRAIN = "train/heads.py wandb.mode=disabled +experiment=demo loop.steps=60 loop.
 FEW = "compare.groups=[edit] compare.max_new_tokens=8 compare.temperatures=[0]"
 SMALL = "limits.config=configs/models/llama_250m.json limits.sizes=[1,2] limits.rounds=3"
 SMOLLM2 = "smollm2-medusa,smollm2-eagle3,prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup"
-REAL = f"{COMPARE} target=smollm2 compare.max_new_tokens=128 compare.drafters=[{SMOLLM2}]"
+REAL = f"{COMPARE} target=smollm2 compare.max_new_tokens=64 compare.temperatures=[0,1] compare.drafters=[{SMOLLM2}]"
 ONE = f"{FEW} compare.nodes=[4] compare.drafters=[prompt_lookup] target=tiny-target"
-BATCHES = "eval/decode.py -m wandb.mode=disabled target=smollm2 tree.nodes=auto decode.prompts=32"
+BATCHES = (
+    "eval/decode.py -m wandb.mode=disabled target=smollm2 tree.nodes=auto decode.prompts=32 decode.max_new_tokens=64 "
+    "decode.arms=[autoregressive,speculative] decode.repeats=1 engine=eager"
+)
 DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature,tiny-mask"
 # By name: the command, how it is changed where there is no GPU, and the GiB of memory that it needs
 PARTS = {
@@ -50,8 +53,7 @@ PARTS = {
     "SmolLM2 in batches": (
         f"{BATCHES} drafter=smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup decode.batch_size=1,4,16,32 "
         "decode.temperature=0,1",
-        "target=tiny-target drafter=prompt_lookup decode.batch_size=2 decode.prompts=2 decode.max_new_tokens=8 "
-        "engine=eager",
+        "target=tiny-target drafter=prompt_lookup decode.batch_size=2 decode.prompts=2 decode.max_new_tokens=8",
         2,
     ),
     "audits": (
@@ -103,8 +105,9 @@ def run(name: str, typed: list[str], seconds: float) -> str:
         done = subprocess.run(
             [sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=True
         )
-    except subprocess.TimeoutExpired:
-        return f": stopped after {seconds:.0f} s, when the time was over"
+    except subprocess.TimeoutExpired as error:
+        said = (error.stderr or b"").decode(errors="replace").split()  # bytes, unlike a finished command's
+        return f": stopped after {seconds:.0f} s, when the time was over; last `{' '.join(said)[-80:]}`"
     except subprocess.CalledProcessError as error:
         return f": failed\n\n```\n{error.stderr[-2000:]}\n```"
     where = next(argument for argument in typed if argument.startswith("hydra.run.dir=")).split("=", 1)[1]
@@ -115,6 +118,9 @@ def run(name: str, typed: list[str], seconds: float) -> str:
 def main(config: DictConfig) -> None:
     with clear_errors():
         folder = Path(HydraConfig.get().runtime.output_dir)
+        wanted = PARTS if config.parts is None else config.parts
+        if unknown := sorted(set(wanted) - set(PARTS)):
+            raise ValueError(f"parts={unknown} are unknown; known are {', '.join(PARTS)}")
         gpu = torch.cuda.is_available()
         device = "cuda" if gpu else "cpu"
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if gpu else float("inf")
@@ -124,7 +130,8 @@ def main(config: DictConfig) -> None:
             time.monotonic() + 60 * config.minutes,
             [f"{datetime.date.today()}, {title}, torch {torch.__version__}"],
         )
-        for name, (_, _, needed) in PARTS.items():
+        for name in wanted:
+            needed = PARTS[name][2]
             left, typed = end - time.monotonic(), command(name, folder, device)
             print(f"{name}: python {' '.join(typed)}", flush=True)
             if memory < needed:

@@ -48,6 +48,11 @@ def test_every_part_is_a_command_that_its_script_takes(gpu: Any, tmp_path: Path,
         assert len(set(given)) == len(given)
 
 
+def test_a_part_that_took_too_long_says_where_it_was(gpu: Any) -> None:
+    slow = "import sys, time; print('drafters: 3/7', file=sys.stderr, flush=True); time.sleep(60)"
+    assert gpu.run("drafters, eager", ["-c", slow], 1.0).endswith("when the time was over; last `drafters: 3/7`")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA devices alone")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_graphs_give_the_tokens_of_eager_passes(temperature: float) -> None:

@@ -19,7 +19,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.training.chat_template import Template
 
-_AT_ONCE = 32  # rows of logits that tokens are picked from at once: their probabilities stay in a cache
+_AT_ONCE = 32  # rows of logits that a CPU picks tokens from at once: their probabilities stay in a cache
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ def _picked(logits: Tensor, at: list[int], rows: list[Conversation], rules: Rule
     bits = noise_bits(torch.tensor(seed), numbers, positions, torch.tensor(0))
     uniform = ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
     picked: list[int] = []
-    for start in range(0, len(at), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
+    size = _AT_ONCE if logits.device.type == "cpu" else max(len(at), 1)  # a GPU waits once
+    for start in range(0, len(at), size):
+        part = slice(start, start + size)
         of = logits[torch.tensor(at[part], device=logits.device)].float()
         warmth = torch.tensor(temperatures[part], device=of.device)[:, None]
         below = (of / warmth.clamp_min(1e-4)).softmax(-1).cumsum(-1)
