@@ -289,6 +289,7 @@ def test_what_a_pass_took_that_compiled_teaches_nothing(llama: Target) -> None:
         sized, _, past = auto(_Spy([0.5] * 4), FREE, limit=60)
         target = Target(llama.model)
         session: Any = sized.session(target, 1)
+        session.propose(context(target, 4))
         session.propose(context(target, 5))
         if compiled:
             target.engine.made.append(("drafted", 10.0, "compiled"))
@@ -298,6 +299,18 @@ def test_what_a_pass_took_that_compiled_teaches_nothing(llama: Target) -> None:
         session.propose(context(target, 6))
         assert (past.slow == 1.0) == compiled
         assert (past.passes == 0) == compiled
+
+
+def test_reading_the_prompt_does_not_count_against_drafts(llama: Target) -> None:
+    """A first draft of a hundred plain steps neither ends drafting in its call nor in later ones."""
+    past = Experience()
+    for call in range(3):
+        spy = _Spy([0.9] * 2)
+        session: Any = Auto(spy, FREE, past, Forecast(), 1, 40).session(llama, 1)
+        for length in range(5, 45):
+            session.propose(context(llama, length))
+            session.last.draft = 0.1 * FREE[0] if length > 5 else 100 * FREE[0]
+        assert len(spy.asked) == 40, call
 
 
 def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:

@@ -18,7 +18,8 @@ Nothing here can change the output. The rules, each with what it rests on (figur
    the call is plain. Earlier calls count as 24 passes in that, for texts differ: with prompt lookup at T=0.7 some
    decode plainly at best, others three times as fast (as 96 where trees can not be cut: lookahead has to collect
    first). Where earlier calls were slower than plain decoding by 3%, a call is plain from its first pass, but for every
-   eighth, which tries.
+   eighth, which tries. The first draft of a call, for which a drafter reads the prompt, counts for nothing here: it
+   is spent when the others are judged (for EAGLE-3 with prompt lookup at T=1 one long prompt had ended all drafting).
 5. Times are compared in units of measured costs: the speed of a machine drifts, the ratio of draft to pass does not.
 """
 
@@ -206,7 +207,8 @@ class AutoSession:
         past, rows, length = self.past, len(context.lengths), sum(map(len, context.tokens))
         self.end = self.end or self.limit + max(map(len, context.tokens))
         steady, self.compiled = self.target.compiled == self.compiled, self.target.compiled
-        if (last := self.last) is not None and last.rows == rows and steady:
+        begun = self.forecast.passes > 1  # the first draft has read the prompt too, which is spent (rule 4)
+        if (last := self.last) is not None and last.rows == rows and steady and begun:
             draft, cost = last.draft / past.slow, self._cost(last.nodes)
             self.tokens += past.book(length - last.length, rows, last.expected, draft, cost)
             self.steps += (draft + cost) / self.costs[0]
