@@ -8,16 +8,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.options import integer
-from selfspec.data.chat import message, opening
+from selfspec.data.chat import Chat, ChatTemplate
 
 Ids = Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
-Prompts = str | Ids | Messages | Sequence[str] | Sequence[Ids] | Sequence[Messages]
+Record = Mapping[str, Any]  # with `messages` and what a chat template reads beside them: tools, documents, ...
+Prompts = str | Ids | Messages | Record | Sequence[str] | Sequence[Ids] | Sequence[Messages] | Sequence[Record]
 
 
 def encode(prompts: Prompts, tokenizer: Tokenizer | None, target: str) -> list[list[int]]:
-    """Token ids of prompts: a text, a list of token ids or a conversation (a list of messages), which is one row, or a
-    list of these. target: its name, for messages.
+    """Token ids of prompts: a text, a list of token ids or a conversation, which is one row, or a list of these. A
+    conversation is a list of messages, or a record of `messages` and what a chat template reads beside them: `tools`,
+    `documents`, `chat_template_kwargs`. target: its name, for messages.
 
     Raises ValueError for what is none of these, for an empty prompt, and for text without a tokenizer.
     """
@@ -26,13 +28,15 @@ def encode(prompts: Prompts, tokenizer: Tokenizer | None, target: str) -> list[l
         if given.ndim > 2:
             raise ValueError(f"prompts has {given.ndim} dimensions; give one row of token ids per prompt: [[...]]")
         given = given.tolist()
+    if _is_record(given):
+        given = [given]
     if isinstance(given, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(given, Iterable):
         raise ValueError(
             f"prompts is a {type(given).__name__}; give a text, a list of token ids or a conversation, or a list of "
             "these"
         )
     rows: list[Any] = [given] if isinstance(given, str) else list(given)
-    one = not isinstance(given, str) and rows and (_is_number(rows[0]) or isinstance(rows[0], Mapping))
+    one = not isinstance(given, str) and rows and (_is_number(rows[0]) or _is_message(rows[0]))
     return [_encoded(i, prompt, tokenizer, target) for i, prompt in enumerate([rows] if one else rows)]
 
 
@@ -40,17 +44,27 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) or (hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0)
 
 
+def _is_record(value: object) -> bool:
+    return isinstance(value, Mapping) and bool({"messages", "conversations"} & value.keys())
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and not _is_record(value)
+
+
 def _encoded(i: int, prompt: Any, tokenizer: Tokenizer | None, target: str) -> list[int]:
     prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if prompt is None or isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set, float, int)):
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    talk = _is_record(prompt) or (listed and prompt and isinstance(prompt[0], Mapping))
+    if prompt is None or (not talk and isinstance(prompt, (bytes, bytearray, memoryview, Mapping, Set, float, int))):
         raise ValueError(f"prompt {i} is {type(prompt).__name__}; give text or a list of token ids")
-    talk = isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
     if (talk or isinstance(prompt, str)) and tokenizer is None:
         what = "a conversation" if talk else "text"
         raise ValueError(f"prompt {i} is {what}, but target {target!r} has no tokenizer; give ids")
     if talk:
         assert tokenizer is not None
-        return opening([message(turn, f"prompt {i}") for turn in prompt], tokenizer, f"prompt {i}")
+        chat = Chat.of(prompt if _is_record(prompt) else {"messages": list(prompt)}, f"prompt {i}")
+        return ChatTemplate(tokenizer).opening(chat, f"prompt {i}")
     if isinstance(prompt, str):
         assert tokenizer is not None
         if not prompt:

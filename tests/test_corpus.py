@@ -69,10 +69,15 @@ def test_every_turn_counts_under_a_template_that_rewrites_earlier_ones(tokenizer
     turns = [("user", "say one"), ("assistant", "one"), ("user", "now two, not one"), ("assistant", "two")]
     messages = [{"role": role, "content": content} for role, content in turns]
     path = write_lines(tmp_path / "d.jsonl", [{"messages": messages}, {"text": "x"}])
-    (document, _), _ = JsonLines(path=path, tokenizer=other).documents()
-    end = other.eos_token
-    assert [text for text, counts in document.spans if counts] == [f"one{end}", f"two{end}"]
-    assert document.text == other.apply_chat_template(messages, tokenize=False)
+    source = JsonLines(path=path, tokenizer=other)
+    documents = [document for document, _ in source.documents()][:-1]
+    said = [[text for text, counts in document.spans if counts] for document in documents]
+    assert said == [[f"[assistant]<think></think>{word}{other.eos_token}"] for word in ("one", "two")]
+    assert [document.text for document in documents] == [
+        other.apply_chat_template(messages[:n], tokenize=False) for n in (2, 4)
+    ]
+    parts = {part for document, part in source.documents() if document.text.startswith("[user]")}
+    assert len(parts) == 1  # a record's documents validate together, or train together
 
 
 def test_line_separators_inside_a_string_are_text(tokenizer: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.chat import spans
+from selfspec.data.chat import Chat, ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.instructions import Instructions, conversations, instructions
@@ -101,7 +101,7 @@ def test_the_first_of_more_are_the_same(held_out: Pool) -> None:
 
 
 def test_spans_are_the_generation_tags_of_the_template(held_out: Pool, chatty: Any) -> None:
-    documents = conversations(instructions(held_out, list(TASKS), 40, 0), chatty, 0)
+    documents = conversations(instructions(held_out, list(TASKS), 40, 0), ChatTemplate(chatty), 0)
     assert any(d.text.count("<|user|>") > 1 for d in documents)
     assert any("<|system|>" in d.text for d in documents)
     for document in documents:
@@ -119,7 +119,11 @@ def test_spans_are_the_generation_tags_of_the_template(held_out: Pool, chatty: A
 
 
 def test_openings_end_where_an_answer_begins(held_out: Pool, chatty: Any) -> None:
-    document = next(d for d in conversations(instructions(held_out, ["extract"], 20, 0), chatty, 0) if len(d.spans) > 2)
+    document = next(
+        d
+        for d in conversations(instructions(held_out, ["extract"], 20, 0), ChatTemplate(chatty), 0)
+        if len(d.spans) > 2
+    )
     corpus = tokenize([Document("plain", (("x = 1\n", True),)), document, document], chatty)
     starts, ends = openings(corpus)
     assert len(starts) == 2 * sum(counts for _, counts in document.spans)
@@ -134,7 +138,8 @@ def test_openings_end_where_an_answer_begins(held_out: Pool, chatty: Any) -> Non
 @pytest.mark.parametrize("own", [True, False])
 def test_an_answer_may_be_a_word_of_the_template(answer: str, own: bool, chatty: Any, tokenizer: Any) -> None:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}] * 2
-    found = spans(said, chatty if own else tokenizer, "x")
+    (document,), _ = ChatTemplate(chatty if own else tokenizer).documents(Chat(said), "x")
+    found = document.spans
     assert [text.removesuffix("<|end|>") for text, counts in found if counts] == [answer, answer]
     assert found[0][0].endswith("<|assistant|>" if own else "<assistant>")
 
@@ -142,7 +147,7 @@ def test_an_answer_may_be_a_word_of_the_template(answer: str, own: bool, chatty:
 def test_prompts_of_conversations_leave_room_and_are_different(chatty: Any) -> None:
     def talk(words: int) -> Document:
         said = [{"role": "user", "content": "word " * words}, {"role": "assistant", "content": "yes"}]
-        return Document(f"{words}", spans(said, chatty, "x"))
+        return ChatTemplate(chatty).documents(Chat(said), f"{words}")[0][0]
 
     talks = [talk(n) for n in (1, 2, 3, 900)]  # the last is too long
     found = sample_prompts(tokenize(talks[:4], chatty), chatty, 3, 16, 8, limit=256)
@@ -162,7 +167,7 @@ def test_distillation_answers_questions(chatty: Any, held_out: Pool, tmp_path: P
 
     model = tiny_model(dtype=torch.float32, vocab_size=len(chatty), max_position_embeddings=512)
     target = Target(model)
-    talks = tokenize(conversations(instructions(held_out, ["extract"], 6, 0), chatty, 0), chatty)
+    talks = tokenize(conversations(instructions(held_out, ["extract"], 6, 0), ChatTemplate(chatty), 0), chatty)
     config = DistillConfig(rows=6, prompt_tokens=200, new_tokens=200)
     whole, _ = distill(target, talks, config, 0, tmp_path, quiet=True)
     assert len(whole.starts) == 7

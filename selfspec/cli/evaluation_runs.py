@@ -54,7 +54,7 @@ def asked(
     """Questions of a measurement, and their turns as prompts; those that fill the context are named and left out.
     sampling: how earlier turns are answered; each: so many questions of each group."""
     tokenizer = tokenizer_of(spec.target, spec.tokenizer)
-    source = build_data(data, tokenizer)
+    source = build_data(data, tokenizer, spec.target)
     if asking.questions is None:
         asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
     questions = read_questions(asking, tokenizer, source.evaluation, each)

@@ -22,6 +22,7 @@ from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.loading import check_device, find_drafter, load_target, load_tokenizer
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
+from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
 from selfspec.data.store import Corpus, stored, tokenize
@@ -166,10 +167,11 @@ def as_plain(config: DictConfig) -> Figures:
     return plain
 
 
-def build_data(config: DictConfig, tokenizer: Tokenizer) -> Any:
-    """The data group's documents; those that need a chat template get the target's tokenizer."""
-    needs_template = any(f.name == "tokenizer" for f in fields(get_class(config._target_)))
-    return instantiate(config, tokenizer=tokenizer) if needs_template else instantiate(config)
+def build_data(config: DictConfig, tokenizer: Tokenizer, target: Target) -> Any:
+    """The data group's documents; those that need a chat template get the tokenizer and the target's end tokens."""
+    wanted = {f.name for f in fields(get_class(config._target_))}
+    beside = {"tokenizer": tokenizer, "ends": end_tokens(target)}
+    return instantiate(config, _convert_="all", **{name: value for name, value in beside.items() if name in wanted})
 
 
 def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
@@ -258,7 +260,8 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
         share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
         return synthetic(data, target, tokenizer, not state.is_main_process, share, state.wait_for_everyone)
     if not isinstance(data, Records):
-        return tokenize(data.train(), tokenizer), tokenize(data.validation(), tokenizer)
+        end = data.template.prompt_end if hasattr(data, "template") else ()
+        return tokenize(data.train(), tokenizer, end), tokenize(data.validation(), tokenizer, end)
     state, problem = shard.group(str(target.device)), None
     if state.is_local_main_process:
         try:
@@ -281,7 +284,7 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
         divide = partial(shard.divide, device=device)
     target, tokenizer_found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
     tokenizer = tokenizer_of(target, tokenizer_found)
-    return target, tokenizer, build_data(config.data, tokenizer)
+    return target, tokenizer, build_data(config.data, tokenizer, target)
 
 
 def run_pretrain(config: DictConfig, folder: Path) -> Figures:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from selfspec.data.corpus import Document
 
 END = "<|end|>"
 ROLES = ("system", "user", "assistant")
@@ -23,105 +29,248 @@ TEMPLATE = (
 ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "function_call", "observation"}
 ROLE_NAMES |= {"ipython", "environment", "context"}  # of templates
 _NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
+_ARGUMENTS = "chat_template_kwargs"  # of a record, as TRL and serving engines call them
+_MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
+_SPOKEN = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what a turn may consist of
 
 
-def message(turn: Any, place: str) -> dict[str, str]:
-    """A turn as `role` and `content`, from those or from ShareGPT's `from` and `value`. Raises ValueError that names
-    the place."""
-    if isinstance(turn, dict):
-        role, content = (
-            next((turn[name] for name in names if turn.get(name) is not None), None)  # tables hold None for no field
-            for names in (("role", "from"), ("content", "value"))
-        )
-        if isinstance(content, list) and all(isinstance(part, dict) and "text" in part for part in content):
-            content = "".join(str(part["text"]) for part in content)  # OpenAI's content parts
-        if isinstance(role, str) and isinstance(content, str):
-            if any(0xD800 <= ord(character) < 0xE000 for character in content):
-                raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
-            name = _NAMES.get(role.lower(), role.lower())
-            if name not in ROLE_NAMES:
-                near = difflib.get_close_matches(name, [*ROLE_NAMES, *_NAMES], 1, 0.75)
-                hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
-                raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
-            return {"role": name, "content": content}
-    raise ValueError(
-        f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
+def without_nulls(value: Any) -> Any:
+    """A record without fields that are null: tables give every record, and every part of it, all fields."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True)
+class Chat:
+    """messages: `role`, `content` and whatever else a turn has; beside: what else a template reads: `tools`,
+    `documents` and further arguments of it."""
+
+    messages: list[dict[str, Any]]
+    beside: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], place: str) -> Chat:
+        """A record with `messages` or `conversations`. Raises ValueError that names the place."""
+        record = without_nulls(record)
+        turns = record.get("messages") or record.get("conversations") or []
+        if not isinstance(turns, list):
+            raise ValueError(f"{place}: messages must be a list of turns, found {turns!r:.80}")
+        beside = {}
+        for name in ("tools", "documents"):
+            values = _read(record.get(name, []))  # tables can hold lists of unlike objects as JSON alone
+            if not isinstance(values, list):
+                raise ValueError(f"{place}: {name} must be a list of objects, found {values!r:.80}")
+            beside |= {name: values} if values else {}
+        if not isinstance(arguments := _read(record.get(_ARGUMENTS, {})), dict):
+            raise ValueError(f"{place}: {_ARGUMENTS} must be an object, found {arguments!r:.80}")
+        return cls([message(turn, place) for turn in turns], {**beside, **arguments})
+
+    def until(self, turn: int) -> Chat:
+        """The turns before one."""
+        return replace(self, messages=self.messages[:turn])
+
+
+def message(turn: Any, place: str) -> dict[str, Any]:
+    """A turn with `role` and `content`, from those or from ShareGPT's `from` and `value`, and its other fields as they
+    are. Raises ValueError that names the place."""
+    fields = without_nulls(turn) if isinstance(turn, Mapping) else {}
+    role, content = (
+        next((fields.pop(name) for name in names if name in fields), None)
+        for names in (("role", "from"), ("content", "value"))
     )
-
-
-def opening(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> list[int]:
-    """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the
-    tokenizer has no chat template."""
-    return list(tokenizer(_templated(messages, tokenizer, place, True), add_special_tokens=False)["input_ids"])
-
-
-def spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> tuple[tuple[str, bool], ...]:
-    """The conversation through the tokenizer's chat template, cut into (text, counts in the loss): what the assistant
-    says counts, by the template's generation tags where it has them; otherwise its words where they stand in the text,
-    and the EOS token behind them. Raises ValueError, with the place, where the tokenizer has no template, or the
-    template refuses the conversation."""
-    return tuple(_spans(messages, tokenizer, place))
-
-
-def _templated(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str, answer: bool) -> str:
-    _has_template(tokenizer, place)
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
-    except Exception as error:  # a template is a program
-        raise ValueError(f"{place}: the chat template refuses it ({error})") from error
-
-
-def _tagged(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
-    """Spans by the template's own generation tags."""
-    special_tokens: Any = tokenizer.special_tokens_map
-    try:
-        rendered: Any = render_jinja_template(
-            [list(messages)],
-            chat_template=tokenizer.get_chat_template(),
-            return_assistant_tokens_mask=True,
-            **special_tokens,
-        )
-    except Exception as error:  # a template is a program
-        raise ValueError(f"{place}: the chat template refuses it ({error})") from error
-    text, tagged, done = rendered[0][0], rendered[1][0], 0
-    for start, end in tagged:
-        if start > done:
-            yield text[done:start], False
-        if end > start:
-            yield text[start:end], True
-        done = end
-    if text[done:]:
-        yield text[done:], False
-
-
-def _has_template(tokenizer: Tokenizer, place: str) -> None:
-    if not tokenizer.chat_template:
+    if isinstance(content, list):  # OpenAI's content parts
+        content = "".join(_text_of(part, place) for part in content)
+    if content is None and any(fields.get(name) for name in _SPOKEN):
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(
-            f"{place}: a conversation needs a chat template, and tokenizer {tokenizer.name_or_path!r} has none; use a "
-            "chat model's tokenizer, or plain text"
+            f"{place}: a turn needs `role` and `content` (or `from` and `value`) as strings, found {turn!r:.80}"
         )
+    if any(0xD800 <= ord(character) < 0xE000 for character in content):
+        raise ValueError(f"{place} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
+    name = _NAMES.get(role.lower(), role.lower())
+    if name not in ROLE_NAMES:
+        near = difflib.get_close_matches(name, [*ROLE_NAMES, *_NAMES], 1, 0.75)
+        hint = f"did you mean {near[0]!r}" if near else "use system, user, assistant or tool"
+        raise ValueError(f"{place}: the role {role!r} is unknown; {hint}")
+    if isinstance(calls := fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_call(call) for call in calls]
+    return {"role": name, "content": content, **fields}
 
 
-def _spans(messages: Sequence[dict[str, str]], tokenizer: Tokenizer, place: str) -> Iterator[tuple[str, bool]]:
-    if re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
-        yield from _tagged(messages, tokenizer, place)
-        return
-    text = _templated(messages, tokenizer, place, False)
-    done = 0
-    for i, turn in enumerate(messages):
-        content = turn["content"].strip()
-        if turn["role"] != "assistant" or not content:
-            continue
-        before = _templated(messages[:i], tokenizer, place, True) if i else ""
-        # Searched for behind what stands before it: an answer may be part of the template's own words.
-        start = len(before) if text.startswith(before) else done
-        if (start_of_answer := text.find(content, max(done, start))) < 0:
-            continue  # a template may leave a message out
-        end = start_of_answer + len(content)
-        if tokenizer.eos_token and (tail := re.compile(r"\s*" + re.escape(tokenizer.eos_token)).match(text, end)):
-            end = tail.end()  # an answer may end in a space
-        yield text[done:start_of_answer], False
-        yield text[start_of_answer:end], True
-        done = end
-    if text[done:]:
-        yield text[done:], False
+def _speaks(turn: dict[str, Any]) -> bool:
+    return any(value.strip() if isinstance(value := turn.get(name), str) else value for name in _SPOKEN)
+
+
+def _text_of(part: Any, place: str) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        return str(part["text"])
+    kind = part.get("type", sorted(part)) if isinstance(part, dict) else type(part).__name__
+    raise ValueError(f"{place}: a turn has a part of type {kind!r:.80}; only parts of type 'text' can be read")
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object, which templates expect; OpenAI's are a string of JSON."""
+    if isinstance(call, dict) and isinstance(function := call.get("function"), dict) and "arguments" in function:
+        return {**call, "function": {**function, "arguments": _read(function["arguments"])}}
+    return call
+
+
+def _read(value: Any) -> Any:
+    """What a string of JSON holds; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+class _Unplaced(ValueError):
+    """A turn of which a template does not show what the assistant would have written."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template. ends: token ids at which generation stops (none: the tokenizer's EOS token);
+    arguments: of the template, such as enable_thinking, below those of a record."""
+
+    tokenizer: Tokenizer
+    ends: frozenset[int] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def opening(self, chat: Chat, place: str) -> list[int]:
+        """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the
+        tokenizer has no chat template, or it refuses the conversation."""
+        return self._ids(self._text(chat, place, True))
+
+    def documents(self, chat: Chat, place: str) -> tuple[list[Document], list[str]]:
+        """What the model reads and what of it counts in the loss, and why turns of the assistant were left out.
+
+        Of such a turn counts what the template writes for it behind the longest part that it shares with the prompt
+        that asks for it, through the first token at which generation stops; of a template with generation tags, what
+        they enclose. Where a later turn changes how an earlier one is written, the conversation becomes several
+        documents, each up to another turn. Raises ValueError, with the place, where the tokenizer has no template, or
+        the template refuses the conversation or shows no turn of the assistant.
+        """
+        whole, documents, left = self._text(chat, place, False), list[Document](), list[str]()
+        text, counted = "", list[tuple[int, int]]()  # of the document that is still open
+        for i, turn in enumerate(chat.messages):
+            if turn["role"] != "assistant" or not _speaks(turn):
+                continue
+            try:
+                longer, spans = self._turn(chat, i, place)
+            except _Unplaced as error:
+                left.append(f"{place}, turn {i + 1}: {error}")
+                continue
+            if counted and not longer.startswith(text[: counted[-1][1]]):
+                documents.append(Document(place, _cut(text, counted)))
+                counted = []
+            text, counted = longer, counted + spans
+        if counted:
+            text = whole if whole.startswith(text[: counted[-1][1]]) else text
+            documents.append(Document(place, _cut(text, counted)))
+        if left and not documents:
+            why = f"the chat template leaves out what the assistant says ({left[0].removeprefix(f'{place}, ')})"
+            raise ValueError(f"{place}: {why}; use another tokenizer")
+        return documents, left
+
+    @cached_property
+    def prompt_end(self) -> list[int]:
+        """Token ids that a prompt ends in and finished turns do not begin with, such as an opened thought."""
+        chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        try:
+            opening = self._text(chat.until(1), "", True)
+            return self._ids(opening[self._shared(opening, self._text(chat, "", False)) :])
+        except ValueError:  # a template that wants more than a question
+            return []
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, chat: Chat, place: str, answer: bool) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has "
+                "none; use a chat model's tokenizer, or plain text"
+            )
+        arguments = {**self.arguments, **chat.beside}
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [chat.messages],  # as a batch, which may hold no message yet
+                tokenize=False,
+                add_generation_prompt=answer,
+                **arguments,
+            )
+            return str(rendered[0])
+        except Exception as error:  # a template is a program
+            raise ValueError(f"{place}: the chat template refuses it ({error})") from error
+
+    def _turn(self, chat: Chat, i: int, place: str) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation up to turn i, and what counts of that turn, as [start, end) in the text."""
+        until, turn = chat.until(i + 1), chat.messages[i]
+        try:
+            text = self._text(until, place, False)
+            opening = self._text(chat.until(i), place, True)
+        except ValueError as error:
+            raise _Unplaced(f"the chat template refuses what stands up to it ({error.__cause__ or error})") from error
+        if turn.get("tool_calls"):
+            silent = {key: value for key, value in turn.items() if key != "tool_calls"}
+            if text == self._text(Chat([*chat.messages[:i], silent], chat.beside), place, False):
+                raise _Unplaced("the chat template does not show its tool calls")
+        start = self._shared(opening, text)
+        if self._tagged:
+            spans = [(max(first, start), end) for first, end in self._tags(until) if end > start]
+        else:
+            spans = [(start, self._end(until, text, start))]
+        if not any(text[first:end].strip() for first, end in spans):
+            raise _Unplaced("the chat template does not show it")
+        return text, spans
+
+    @cached_property
+    def _tagged(self) -> bool:
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(self.tokenizer.chat_template)) is not None
+
+    def _tags(self, chat: Chat) -> list[tuple[int, int]]:
+        """What the template's own generation tags enclose."""
+        special_tokens: Any = self.tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            [chat.messages],
+            chat_template=self.tokenizer.get_chat_template(tools=chat.beside.get("tools")),
+            return_assistant_tokens_mask=True,
+            **{**special_tokens, **self.arguments, **chat.beside},
+        )
+        return list(rendered[1][0])
+
+    def _shared(self, opening: str, text: str) -> int:
+        """Characters of the longest part that both begin with, in whole tokens where they part before its end."""
+        shared = next((i for i, (a, b) in enumerate(zip(opening, text, strict=False)) if a != b), None)
+        shared = min(len(opening), len(text)) if shared is None else shared
+        if shared == len(opening) or not self.tokenizer.is_fast:
+            return shared
+        one, two = (
+            self.tokenizer(side, add_special_tokens=False, return_offsets_mapping=True) for side in (opening, text)
+        )
+        pairs = zip(one["input_ids"], two["input_ids"], two["offset_mapping"], strict=False)
+        return min(shared, next((start for a, b, (start, _) in pairs if a != b), shared))
+
+    @cached_property
+    def _stops(self) -> list[str]:
+        ids = self.ends or {self.tokenizer.eos_token_id} - {None}
+        return [text for i in sorted(ids) if (text := str(self.tokenizer.decode([i], skip_special_tokens=False)))]
+
+    def _end(self, chat: Chat, text: str, start: int) -> int:
+        """Where what the assistant says ends: behind the first token at which generation stops; where the turn holds
+        none, before what the template writes behind an answer."""
+        found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        if found:
+            return min(found)[1]
+        plain = {"role": "assistant", "content": _MARK}
+        closing = self._text(Chat([*chat.messages[:-1], plain], chat.beside), "", False).rpartition(_MARK)[2]
+        return len(text) - len(closing) if text.endswith(closing) else len(text)
+
+
+def _cut(text: str, counted: Sequence[tuple[int, int]]) -> tuple[tuple[str, bool], ...]:
+    """A text cut into (part, counts in the loss)."""
+    edges = [0, *(edge for span in counted for edge in span), len(text)]
+    parts = [(text[a:b], i % 2 == 1) for i, (a, b) in enumerate(pairwise(edges))]
+    return tuple(part for part in parts if part[0])

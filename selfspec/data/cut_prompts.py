@@ -96,7 +96,7 @@ def sample_prompts(
     starts, ends = openings(corpus)
     turn = torch.arange(len(starts)) - torch.searchsorted(starts, starts)  # every first turn, every second one, ...
     order = turn.argsort(stable=True)
-    sizes = (ends - starts)[order]
+    sizes = (ends - starts)[order] + len(corpus.prompt_end)
     fitting = order if limit is None else order[sizes + new_tokens <= limit]
     texts = (~corpus.talks).nonzero()[:, 0]
     many = count if not len(texts) else 0
@@ -110,7 +110,7 @@ def sample_prompts(
         )
     only, many = many == count, min(many, len(fitting))
     chosen = [int(fitting[(2 * i + 1) * len(fitting) // (2 * many)]) for i in range(many)]
-    questions = [corpus.tokens[starts[i] : ends[i]].tolist() for i in chosen]
+    questions = [corpus.prompt(int(starts[i]), int(ends[i])).tolist() for i in chosen]
     if only:
         return questions
     some = texts[:: max(1, len(texts) // _MANY)].tolist()

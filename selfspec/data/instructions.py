@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import spans
+from selfspec.data.chat import Chat, ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.tasks import TASKS, Instruction, Pool, pool
 
@@ -47,14 +47,14 @@ def messages(asked: Sequence[Instruction], system: str | None = None) -> list[di
     return turns
 
 
-def conversations(asked: Sequence[Instruction], tokenizer: Tokenizer, seed: int) -> list[Document]:
+def conversations(asked: Sequence[Instruction], template: ChatTemplate, seed: int) -> list[Document]:
     """Instructions as documents: one in three behind a system message, one in six joined with the next."""
-    rng, documents, at = Random(seed), [], 0
+    rng, documents, at = Random(seed), list[Document](), 0
     while at < len(asked):
         taken = asked[at : at + (2 if rng.random() < 1 / 6 else 1)]
         system = rng.choice(_SYSTEM) if rng.random() < 1 / 3 else None
         name = f"instruction {at}"
-        documents.append(Document(name, spans(messages(taken, system), tokenizer, name)))
+        documents += template.documents(Chat(messages(taken, system)), name)[0]
         at += len(taken)
     return documents
 
@@ -63,17 +63,22 @@ def conversations(asked: Sequence[Instruction], tokenizer: Tokenizer, seed: int)
 class Instructions:
     """Conversations of verifiable instructions, followed by the Python source they were made from. root: a folder of
     source (None: the running interpreter's standard library); count: instructions that train; held_out: that
-    validate."""
+    validate; ends: token ids at which generation stops."""
 
     questions: ClassVar[str] = "instructions"  # the evaluation set made of it
     tokenizer: Tokenizer
     count: int
     held_out: int
     root: str | None = None
+    ends: frozenset[int] = frozenset()
+
+    @property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.ends)
 
     def _with_source(self, source: list[Document], split: str, count: int) -> list[Document]:
         chosen = instructions(pool(source, split), list(TASKS), count, seed=0)
-        return conversations(chosen, self.tokenizer, seed=0) + source
+        return conversations(chosen, self.template, seed=0) + source
 
     def train(self) -> list[Document]:
         return self._with_source(PythonSource(self.root).train(), "train", self.count)

@@ -6,18 +6,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import message, opening
+from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.instructions import instructions
-from selfspec.data.records import parse
+from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
 from selfspec.data.tasks import TASKS, pool
 
@@ -33,7 +33,8 @@ class Asking:
     """What a measurement asks. questions: an evaluation set (None: "instructions" where the data are Python source and
     the target has a chat template, else "source"); groups: of it (None: all); prompts: questions at most, evenly over
     the groups; prompt_tokens: length of prompts cut from source; chat: through the target's chat template (false: the
-    first turn as plain text); max_new_tokens: of each answer."""
+    first turn as plain text); max_new_tokens: of each answer; chat_template_kwargs: of the template, such as
+    enable_thinking."""
 
     questions: str | None = None
     groups: list[str] | None = None
@@ -41,6 +42,7 @@ class Asking:
     prompt_tokens: int = 128
     chat: bool = True
     max_new_tokens: int = 128
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def check(self, place: str) -> None:
         """Raises ValueError for a number below 1 and for what is empty, named as a field of `place`."""
@@ -57,7 +59,7 @@ class Asking:
 class Question:
     """turns: what the user says, one after the other; system: said before; checks: whether the answer to a turn is
     right (none where it can not be checked); ids: a plain text to continue instead, as token ids; record: the line of
-    the file."""
+    the file; beside: what a chat template reads beside the turns, such as tools."""
 
     id: str
     group: str
@@ -66,6 +68,7 @@ class Question:
     checks: tuple[Callable[[str], bool], ...] = ()
     ids: tuple[int, ...] = ()
     record: dict[str, Any] | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
 
     def opening(self, turn: int, answers: Sequence[str], tokenizer: Tokenizer) -> list[int]:
         """Token ids up to where the answer to a turn begins, behind the answers to those before."""
@@ -75,7 +78,7 @@ class Question:
         for turn_text, answer in zip(self.turns, answers[:turn], strict=False):
             messages += [{"role": "user", "content": turn_text}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": self.turns[turn]})
-        return opening(messages, tokenizer, self.id)
+        return ChatTemplate(tokenizer).opening(Chat(messages, self.beside), self.id)
 
 
 def read_questions(
@@ -107,7 +110,7 @@ def read_questions(
             f"questions={name} are asked in a chat, but tokenizer {tokenizer.name_or_path!r} has no chat template; "
             "give questions=source, or chat=false to ask their first turns as plain text"
         )
-    return chosen
+    return [replace(q, beside={**asking.chat_template_kwargs, **q.beside}) for q in chosen]
 
 
 def _plain(question: Question, tokenizer: Tokenizer) -> Question:
@@ -180,32 +183,34 @@ def _read(path: Path) -> list[Question]:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     questions: dict[str, Question] = {}
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8-sig").split("\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text ({error}); convert it") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                question = _question(line, f"{file}, line {number}", file.stem, number)
-                if question.id in questions:
-                    question = replace(question, id=f"{file.stem}-{number}-{question.id}")
-                questions[question.id] = question
+        for place, record in json_lines(file):
+            name = f"{file.stem}-{place.rpartition(' ')[2]}"  # with the number of its line
+            question = _question(record, place, file.stem, name)
+            if question.id in questions:
+                question = replace(question, id=f"{name}-{question.id}")
+            questions[question.id] = question
     if not questions:
         raise ValueError(f"no usable example: {path} asks nothing")
     return list(questions.values())
 
 
-def _question(line: str, place: str, stem: str, number: int) -> Question:
-    record = parse(line if not line.lstrip().startswith('"') else f'{{"prompt": {line}}}', place)
-    system, turns = _turns(record, place)
+def _question(line: object, place: str, stem: str, name: str) -> Question:
+    if isinstance(line, ValueError):
+        raise line
+    record = {"prompt": line} if isinstance(line, str) else line
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
+    plain = without_nulls(record)
+    system, turns, beside = _turns(plain, place)
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
             raise ValueError(f"{place}: a turn without text: {turn!r:.80}")
         if any(0xD800 <= ord(c) < 0xE000 for c in turn):
             raise ValueError(f"{place}: a turn with half of a surrogate pair, which is no text: {turn!r:.80}")
-    identity = next((record[key] for key in ("question_id", "task_id", "id") if key in record), f"{stem}-{number}")
-    group = record.get("category", record.get("subject", stem))
-    return Question(str(identity), str(group), tuple(turns), system, _checks(record, len(turns)), record=record)
+    identity = next((plain[key] for key in ("question_id", "task_id", "id") if key in plain), name)
+    group = plain.get("category", plain.get("subject", stem))
+    checks = _checks(plain, len(turns))
+    return Question(str(identity), str(group), tuple(turns), system, checks, record=record, beside=beside)
 
 
 def _checks(record: dict[str, Any], turns: int) -> tuple[Callable[[str], bool], ...]:
@@ -236,22 +241,21 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any]]:
-    """(what the system says, what the user says)"""
+def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], dict[str, Any]]:
+    """(what the system says, what the user says, what a chat template reads beside)"""
     turns = record.get("turns")
     if turns is not None and not isinstance(turns, list):
         raise ValueError(f"{place}: turns must be a list of texts, not {turns!r:.80}")
     if isinstance(turns, list) and turns:
-        return None, turns
-    messages = record.get("messages", record.get("conversations"))
-    if isinstance(messages, list) and messages:
-        said = [message(turn, place) for turn in messages]
-        by_role = {role: [m["content"] for m in said if m["role"] == role] for role in ("system", "user")}
+        return None, turns, {}
+    if isinstance(record.get("messages", record.get("conversations")), list):
+        chat = Chat.of(record, place)
+        by_role = {role: [m["content"] for m in chat.messages if m["role"] == role] for role in ("system", "user")}
         if by_role["user"]:
-            return (by_role["system"][0] if by_role["system"] else None), by_role["user"]
+            return (by_role["system"][0] if by_role["system"] else None), by_role["user"], chat.beside
     for key in _TEXT_KEYS:
         if isinstance(record.get(key), str):
-            return None, [record[key]]
+            return None, [record[key]], {}
     raise ValueError(
         f"{place}: asks nothing; expected `turns`, `messages` or one of {', '.join(_TEXT_KEYS)}, found {sorted(record)}"
     )

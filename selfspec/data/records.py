@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, cast
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.data.chat import message, spans
+from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
 
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
@@ -28,24 +29,32 @@ _NAMED = 10  # broken records whose reasons are listed
 @dataclass
 class Broken:
     """Records that can not be used. count: how many; named: place and reason of the first; empty: records that hold
-    no text, or no assistant's turn."""
+    no text, or no assistant's turn; turns: of the assistant, in all records; left: how many of them were left out;
+    why: place and reason of the first."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
     empty: int = 0
+    turns: int = 0
+    left: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records(ABC):
     """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart one by one.
 
-    Conversations go through the chat template of `tokenizer`, and only what the assistant says counts in the loss.
-    validation_share: of the records, chosen by their text, that validate, so that equal records fall on one side;
-    tolerate: how many broken records are left out, with a line for the first of them; one more ends the run.
+    Conversations go through the chat template of `tokenizer`, and only what the assistant says counts in the loss (see
+    `ChatTemplate`). ends: token ids at which generation stops; chat_template_kwargs: arguments of the template, such as
+    enable_thinking; validation_share: of the records, chosen by their text, that validate, so that equal records fall
+    on one side; tolerate: how many broken records are left out, with a line for the first of them; one more ends the
+    run.
     """
 
     questions: ClassVar[str] = "source"
     tokenizer: Tokenizer
+    ends: frozenset[int] = frozenset()
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     validation_share: float = 0.1
     tolerate: int = 0
 
@@ -54,6 +63,10 @@ class Records(ABC):
             raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
         if not isinstance(self.tolerate, int) or self.tolerate < 0:
             raise ValueError(f"data.tolerate={self.tolerate} must be a whole number, at least 0")
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.ends, dict(self.chat_template_kwargs))
 
     @abstractmethod
     def records(self) -> Iterator[tuple[str, object]]:
@@ -79,25 +92,26 @@ class Records(ABC):
             )
         edge = self.validation_share
         if len(first) <= _SMALL:
-            texts = sorted({_digest(document) for document in first})
+            texts = sorted({_digest(documents) for documents in first})
             edge = texts[min(len(texts) - 1, max(1, round(edge * len(texts))))]
         some = set[str]()
-        for document in chain(first, usable):
-            part = "validation" if _digest(document) < edge else "train"
+        for documents in chain(first, usable):
+            part = "validation" if _digest(documents) < edge else "train"
             some.add(part)
-            yield document, part
+            yield from ((document, part) for document in documents)
         if len(some) < 2:
             raise ValueError(
                 f"no usable example: data.validation_share={self.validation_share} leaves a part of {self} empty; "
                 "equal texts fall on one side, so give more different ones"
             )
 
-    def _usable(self, broken: Broken) -> Iterator[Document]:
+    def _usable(self, broken: Broken) -> Iterator[list[Document]]:
+        """The documents of each record."""
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):
                     raise record
-                document = self._document(record, place)
+                documents = self._documents(record, place, broken)
             except ValueError as error:
                 broken.count += 1
                 if broken.count <= _NAMED:
@@ -109,15 +123,16 @@ class Records(ABC):
                         " or more"
                     ) from error
                 continue
-            if document is None:
-                broken.empty += 1
+            if documents:
+                yield documents
             else:
-                yield document
+                broken.empty += 1
 
-    def _document(self, record: object, place: str) -> Document | None:
-        if not isinstance(record, dict):
-            raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
-        forms = {name: record[name] for name in _FORMS if record.get(name) is not None}  # None: a table's empty cell
+    def _documents(self, line: object, place: str, broken: Broken) -> list[Document]:
+        if not isinstance(line, dict):
+            raise ValueError(f"{place}: expected an object, found {type(line).__name__}")
+        record = without_nulls(line)
+        forms = {name: record[name] for name in _FORMS if name in record}
         text, turns = forms.get("text"), forms.get("messages") or forms.get("conversations") or []
         if not forms or not isinstance(text, str | None) or not isinstance(turns, list):
             types = {name: type(value).__name__ for name, value in record.items()}
@@ -126,16 +141,15 @@ class Records(ABC):
                 f"{types!s:.200}"
             )
         if not turns:
-            _encodable(text or "", place)
-            return Document(place, ((text, True),)) if text and text.strip() else None
-        messages = [message(turn, place) for turn in turns]
-        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
-            return None
-        document = Document(place, spans(messages, self.tokenizer, place))
-        _encodable(document.text, place)
-        if not any(counts for _, counts in document.spans):
-            raise ValueError(f"{place}: the chat template leaves out what the assistant says; use another tokenizer")
-        return document
+            documents = [Document(place, ((text, True),))] if text and text.strip() else []
+        else:
+            documents, left = self.template.documents(Chat.of(record, place), place)
+            broken.turns += len(left) + sum(counts for document in documents for _, counts in document.spans)
+            broken.left += len(left)
+            broken.why = broken.why or next(iter(left), "")
+        for document in documents:
+            _encodable(document.text, place)
+        return documents
 
     def train(self) -> list[Document]:
         return [document for document, part in self.documents() if part == "train"]
@@ -147,9 +161,10 @@ class Records(ABC):
         return self.validation()
 
 
-def _digest(document: Document) -> float:
-    """A number in [0, 1) that follows from the text."""
-    return int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest()) / 2**64
+def _digest(documents: list[Document]) -> float:
+    """A number in [0, 1) that follows from a record's text."""
+    text = "".join(document.text for document in documents)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
 
 
 def _encodable(text: str, place: str) -> None:
@@ -207,11 +222,15 @@ class JsonLines(_Files):
     """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them."""
 
     def records(self) -> Iterator[tuple[str, object]]:
-        for path in files_of(self.path):
-            for number, line in enumerate(_lines(path), 1):
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    yield place, _parsed(line, place)
+        return chain.from_iterable(map(json_lines, files_of(self.path)))
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """(place, what a line holds) of a file, plain or gzipped; an unreadable line is yielded as a ValueError that says
+    why. Blank lines are passed over."""
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield (place := f"{path}, line {number}"), _parsed(line, place)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -224,11 +243,17 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parsed(line: bytes, place: str) -> object:
     try:
-        return parse(line.decode("utf-8-sig"), place)
+        return json.loads(line.decode("utf-8-sig"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
         return ValueError(f"{place}: not UTF-8 text ({error})")
-    except ValueError as error:
-        return error
+    except json.JSONDecodeError as error:
+        return ValueError(f"{place}: not JSON ({error.msg} at character {error.pos + 1})")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"{place}: not JSON ({error})")
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,20 +299,3 @@ class Hub(Records):
 
     def records(self) -> Iterator[tuple[str, object]]:
         return ((f"{self.name}, row {number}", row) for number, row in enumerate(self._loaded(), 1))
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def parse(line: str, place: str) -> dict[str, Any]:
-    """A line as a JSON object. Raises ValueError that names the place."""
-    try:
-        record = json.loads(line, parse_constant=_no_number)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON ({error.msg} at character {error.pos + 1})") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
-    return record

@@ -9,9 +9,9 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +28,7 @@ from selfspec.utils.progress import progress
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 1  # of the files and of what stands in them
+_VERSION = 2  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,22 @@ class Stream:
 @dataclass(frozen=True)
 class Corpus(Stream):
     """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
-    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts."""
+    conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts;
+    prompt_end: see `ChatTemplate.prompt_end`."""
 
     starts: Tensor
     talks: Tensor
     counted: int
     key: str
+    prompt_end: tuple[int, ...] = ()
 
     def document(self, i: int) -> Stream:
         part = slice(int(self.starts[i]), int(self.starts[i + 1]))
         return Stream(self.tokens[part].long(), self.mask[part], 0)
+
+    def prompt(self, start: int, end: int) -> Tensor:
+        """What stands before an answer that begins at `end`, int64 [n], as a prompt for it."""
+        return torch.cat([self.tokens[start:end].long(), torch.tensor(self.prompt_end, dtype=torch.int64)])
 
     def lengths(self) -> Tensor:
         """int64 [D]"""
@@ -114,8 +120,8 @@ def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
     return mask
 
 
-def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Corpus:
-    """Documents as tokens in memory; see `encoded`."""
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Sequence[int] = ()) -> Corpus:
+    """Documents as tokens in memory; see `encoded`. prompt_end: see `ChatTemplate.prompt_end`."""
     tokens, mask, starts, talks, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
     for one in encoded(documents, tokenizer):
         tokens.append(torch.tensor(one.tokens, dtype=torch.int64))
@@ -123,13 +129,14 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Corpus:
         starts.append(starts[-1] + len(one.tokens))
         talks.append(one.talk)
         n_bytes += one.n_bytes
-    return joined(
+    corpus = joined(
         torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
         torch.cat([torch.zeros(0, dtype=torch.bool), *mask]),
         torch.tensor(starts),
         torch.tensor(talks, dtype=torch.bool),
         n_bytes,
     )
+    return replace(corpus, prompt_end=tuple(prompt_end))
 
 
 def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
@@ -197,7 +204,11 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
         print(f"{about['broken']} broken records of {source} are left out, among them:\n  {named}", file=sys.stderr)
     if about["empty"]:
         print(f"{about['empty']} records of {source} hold no text, or no assistant's turn", file=sys.stderr)
-    return _mapped(folder, "train", about), _mapped(folder, "validation", about)
+    if about["left"]:
+        turns = f"{about['left']} of {about['turns']} assistant turns of {source}"
+        print(f"{turns} are left out, the first: {about['why']}", file=sys.stderr)
+    train, validation = (_mapped(folder, part, about, source.template.prompt_end) for part in _PARTS)
+    return train, validation
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
@@ -213,6 +224,7 @@ def _about(folder: Path) -> dict[str, Any] | None:
 
 def _key(source: Records, tokenizer: Tokenizer) -> str:
     whole = hashlib.sha256(f"{_VERSION} {source.fingerprint()} {source.validation_share}".encode())
+    whole.update(f"{sorted(source.ends)} {sorted(source.chat_template_kwargs.items())}".encode())
     # Two tokenizers of one class can differ, so all of their settings are hashed.
     settings = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(tokenizer)
     whole.update(f"{settings} {tokenizer.chat_template} {tokenizer.special_tokens_map}".encode())
@@ -237,11 +249,11 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
-    left_out = {"broken": broken.count, "named": broken.named, "empty": broken.empty}
+    left_out = {**vars(broken), "broken": broken.count}
     (folder / "about.json").write_text(json.dumps({**about, **left_out}))
 
 
-def _mapped(folder: Path, part: str, about: dict[str, dict[str, int]]) -> Corpus:
+def _mapped(folder: Path, part: str, about: dict[str, Any], prompt_end: Sequence[int]) -> Corpus:
     counts = about[part]
 
     def read(name: str, dtype: torch.dtype, size: int) -> Tensor:
@@ -251,4 +263,5 @@ def _mapped(folder: Path, part: str, about: dict[str, dict[str, int]]) -> Corpus
     mask = read("mask", torch.bool, counts["tokens"])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, counts["documents"])])
     talks = read("talks", torch.bool, counts["documents"])
-    return Corpus(tokens, mask, counts["bytes"], starts, talks, counts["counted"], str(counts["key"]))
+    found = counts["bytes"], starts, talks, counts["counted"], str(counts["key"])
+    return Corpus(tokens, mask, *found, tuple(prompt_end))

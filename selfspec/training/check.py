@@ -51,7 +51,7 @@ def check(
         lines.append(f"{filled}; {cut} documents are longer and are cut")
     else:
         lines.append(f"{rows.per_epoch} windows of {config.length} tokens in an epoch")
-    lines += _examples(train, tokenizer)
+    lines += examples(train, tokenizer, _EXAMPLES)
     if config.distill.rows:
         lines.append(
             f"training reads {config.distill.rows} texts that the target writes first (train.distill); time and memory "
@@ -90,11 +90,11 @@ def _described(name: str, corpus: Corpus) -> list[str]:
     ]
 
 
-def _examples(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+def examples(corpus: Corpus, tokenizer: Tokenizer, most: int) -> list[str]:
     """Documents spread over the corpus, what counts in the loss in green, or between brackets without a terminal."""
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     width, lines = max(20, shutil.get_terminal_size().columns), list[str]()
-    count = min(_EXAMPLES, len(corpus.talks))
+    count = min(most, len(corpus.talks))
     for i in range(count):
         one = corpus.document((2 * i + 1) * len(corpus.talks) // (2 * count))
         text = ""

@@ -80,7 +80,7 @@ class _Source:
     @classmethod
     def of(cls, corpus: Corpus, length: int) -> _Source:
         starts, ends = openings(corpus)
-        fitting = ends - starts + 1 < length
+        fitting = ends - starts + len(corpus.prompt_end) + 1 < length
         texts = (~corpus.talks).nonzero()[:, 0]
         return cls(corpus, texts, int(corpus.lengths()[texts].sum()), starts[fitting], ends[fitting])
 
@@ -97,7 +97,7 @@ class _Source:
         ], chosen
 
     def _question(self, number: int) -> Stream:
-        tokens = self.corpus.tokens[self.starts[number] : self.ends[number]].long()
+        tokens = self.corpus.prompt(int(self.starts[number]), int(self.ends[number]))
         return Stream(tokens, torch.zeros_like(tokens, dtype=torch.bool), 0)
 
     def _stretch(self, at: Tensor) -> Stream:
@@ -151,7 +151,8 @@ def distill(
             f"{target.max_positions} positions"
         )
     identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
-    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)} text={corpus.key}"}
+    text = " ".join(map(str, (corpus.key, *corpus.prompt_end)))
+    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)} text={text}"}
     others = folder.is_dir() and any(folder.iterdir())
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     if others and not folder.exists() and not quiet:

@@ -236,7 +236,8 @@ def instruct(
         model.generation_config.eos_token_id = ends
     groups = list(TASKS)
     training_set = instructions(pool(train, "train"), groups, config.count, loop.seed)
-    rows = side_by_side(tokenize(conversations(training_set, tokenizer, loop.seed), tokenizer), config.length, ends[0])
+    template = chat.ChatTemplate(tokenizer)
+    rows = side_by_side(tokenize(conversations(training_set, template, loop.seed), tokenizer), config.length, ends[0])
     source = tokenize(train, tokenizer)
     if len(source.tokens) <= config.length:
         raise ValueError(
@@ -251,7 +252,7 @@ def instruct(
     world = accelerator.process_index, accelerator.num_processes
     windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world, aligned=True)
     held_out_set = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
-    answers = tokenize(conversations(held_out_set, tokenizer, loop.seed), tokenizer)
+    answers = tokenize(conversations(held_out_set, template, loop.seed), tokenizer)
     held_out: dict[str, Stream] = {
         "": tokenize(validation, tokenizer),
         "answer_": side_by_side(answers, config.length, ends[0]),

@@ -21,6 +21,7 @@ from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
+from selfspec.training.check import examples
 from selfspec.training.checks import agree, check_training
 from selfspec.training.config_warnings import config_warnings
 from selfspec.training.draft_loss import DraftLoss, states_dtype
@@ -147,6 +148,7 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
         per_epoch = rows_of(run.train, run.config, run.loop, run.rank, run.world).per_epoch
         warnings = config_warnings(run.config, run.loop, run.train, per_epoch, len(run.prompts))
         run.say(f"warning: {line}" for line in warnings)
+        run.say(examples(run.train, run.tokenizer, 1))
     return rows
 
 
