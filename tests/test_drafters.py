@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.calibrate import TEMPERATURES, calibrate, write_samples
 from selfspec.training.checks import warm_start
 from selfspec.training.draft_loss import DraftLoss
+from selfspec.training.loop import average
+from selfspec.training.loop_config import LoopConfig
+from selfspec.training.step import optimizer_step
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 
@@ -233,6 +237,72 @@ def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     assert all(torch.equal(p, frozen[name]) for name, p in drafter.named_parameters() if name in frozen)
     assert not any(p.grad is not None for p in target.model.parameters())
     assert weights_hash(target.model) == before
+
+
+class InStep:
+    """One of the processes of a step, each a thread: what accelerate's reduce does, and gradients added up."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, index: int, count: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.process_index, self.num_processes, self.shared, self.barrier = index, count, shared, barrier
+
+    def reduce(self, value: torch.Tensor, how: str) -> torch.Tensor:
+        self.barrier.wait()
+        self.shared[self.process_index] = value.detach()
+        self.barrier.wait()
+        return sum(self.shared) / (self.num_processes if how == "mean" else 1)
+
+
+class Gradients:
+    """Takes the gradients of a step in place of an optimizer."""
+
+    param_groups: tuple[dict[str, float], ...] = ()
+
+    def __init__(self, parameters: dict[str, torch.Tensor]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        self.found = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        pass
+
+
+def gradients(row: Row, target: Target, processes: int, parts: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one optimizer step over four rows of unequal counts."""
+    g = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (4, 30), generator=g)
+    mask = torch.zeros(4, 30, dtype=torch.bool)
+    for i, (first, last) in enumerate(((26, 29), (2, 29), (1, 30), (20, 24))):
+        mask[i, first:last] = True
+    config, barrier = LoopConfig(accumulate=parts, clip=1e30, precision="no"), threading.Barrier(processes)
+    drafters, shared = [built(row, target).train() for _ in range(processes)], [None] * processes
+
+    def run(index: int) -> tuple[torch.Tensor, Gradients]:
+        accelerator, own = InStep(index, processes, shared, barrier), drafters[index]
+        module = DraftLoss(own, target, average(accelerator))
+        part = slice(index * 4 // processes, (index + 1) * 4 // processes)
+        kept, one = Gradients(own.trained()), {"tokens": tokens[part], "mask": mask[part]}
+        return optimizer_step(accelerator, module, [kept], [[]], lambda step: one, config, 7)[0], kept
+
+    with ThreadPoolExecutor(processes) as threads:
+        losses, kept = zip(*threads.map(run, range(processes)), strict=True)
+    sums = {name: sum(one.found[name] for one in kept) / processes for name in kept[0].found}
+    return float(sum(losses) / processes), sums
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.parameters != 0])
+def test_a_step_in_parts_and_processes_is_the_same_step(name: str) -> None:
+    """Every mean of a loss is over the whole step, however its rows are divided."""
+    target = Target(tiny_model(dtype=torch.float32))
+    loss, wanted = gradients(TABLE[name], target, 1, 1)
+    assert max(float(gradient.norm()) for gradient in wanted.values()) > 0
+    for processes, parts in ((1, 2), (1, 4), (2, 1), (2, 2)):
+        again, found = gradients(TABLE[name], target, processes, parts)
+        assert again == pytest.approx(loss, rel=1e-5)
+        for key, gradient in wanted.items():
+            assert float((found[key] - gradient).norm()) <= 1e-5 * (float(gradient.norm()) + 1e-3), (parts, key)
 
 
 def test_a_draft_vocabulary_holds_from_when_it_is_chosen(

@@ -56,7 +56,7 @@ class Chat:
         turns = record.get("messages") or record.get("conversations") or []
         if not isinstance(turns, list):
             raise ValueError(f"{place}: messages must be a list of turns, found {turns!r:.80}")
-        beside = {}
+        beside = dict[str, Any]()
         for name in ("tools", "documents"):
             values = _read(record.get(name, []))  # tables can hold lists of unlike objects as JSON alone
             if not isinstance(values, list):

@@ -197,15 +197,9 @@ def _divides(size: int, world: int) -> None:
         raise ValueError(f"{size} rows a step do not divide over {world} processes; choose another loop.batch_size")
 
 
-def consecutive(values: Tensor, length: int, limit: int | None = None) -> Tensor:
-    """A stream [T] cut into rows without overlap, [R, length]; `limit` keeps R rows spread over the stream.
-
-    Raises ValueError where it is shorter than one row.
-    """
+def consecutive(values: Tensor, length: int) -> Tensor:
+    """A stream [T] cut into rows without overlap, [R, length]. Raises ValueError where it is shorter than one row."""
     rows = len(values) // length
     if rows < 1:
         raise ValueError(f"no usable example: {len(values)} validation tokens, one row needs {length}")
-    cut = values[: rows * length].view(rows, length)
-    if limit is not None and limit < rows:
-        cut = cut[torch.linspace(0, rows - 1, limit).long()]
-    return cut
+    return values[: rows * length].view(rows, length)

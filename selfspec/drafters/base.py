@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,8 @@ class Batch:
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
     layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
     states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
-    one); average: the mean of a
-    tensor over all processes that train on parts of the same batch."""
+    one); average: from counts of this batch to those that a mean divides by: where processes train on parts of one
+    step, the mean over these; where the step is run in parts, too, the whole step's."""
 
     tokens: Tensor
     mask: Tensor
@@ -143,6 +143,19 @@ class Trained(Drafter):
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Training loss (a scalar) and figures per depth to log."""
+
+    @torch.no_grad()
+    def counts(self, batch: Batch) -> Tensor:
+        """How many positions each mean of the loss is over, [K], in the order in which it asks `Batch.average`. Run
+        before a step in several parts; a drafter that can tell it without its loss saves a pass."""
+        asked = list[Tensor]()
+
+        def noted(counts: Tensor) -> Tensor:
+            asked.append(counts)
+            return counts
+
+        self.loss(replace(batch, average=noted))
+        return torch.cat(asked)
 
     @abstractmethod
     def scores(self, sample: Sample, at: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from selfspec.drafters.parts.block_stack import BlockCache, BlockStack, FeatureS
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import PendingRows, check_layers, layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
-from selfspec.drafters.parts.losses import hosts_loss, random_hosts
+from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
 from selfspec.drafters.parts.markov import FORMS, Rows, confidence, corrected, shapes
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -257,6 +257,11 @@ class BlockDrafter(Reduced):
             return logits[:, :, d]
 
         return hosts_loss(config.loss, draft, batch, hosts, self.depth, config.depth_decay, self.vocabulary, odds)
+
+    def counts(self, batch: Batch) -> Tensor:
+        hosts = random_hosts(batch, self.depth, self.config.anchors)
+        counts = hosts_counted(batch, hosts, self.depth, self.vocabulary).flatten(1).sum(1)
+        return counts.repeat(1 + bool(self.confidence))  # a confidence head has a mean of its own for each depth
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens, device = sample.tokens[None].to(self.stack.device), self.stack.device

@@ -21,7 +21,7 @@ from selfspec.drafters.base import Batch, Sample, one_of, training_dtype, whole
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, Form
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
-from selfspec.drafters.parts.losses import hosts_loss, random_hosts
+from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
 from selfspec.drafters.parts.parallel import ParallelSession, hidden_along
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
@@ -130,6 +130,12 @@ class Eagle3(Unrolled):
             return logits[:, :, d]
 
         return hosts_loss(config.loss, draft, batch, hosts, self.depth, config.depth_decay, self.vocabulary)
+
+    def counts(self, batch: Batch) -> Tensor:
+        if not self.config.parallel:
+            return super().counts(batch)
+        hosts = random_hosts(batch, self.depth, self.config.anchors)
+        return hosts_counted(batch, hosts, self.depth, self.vocabulary).flatten(1).sum(1)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         if not self.config.parallel:

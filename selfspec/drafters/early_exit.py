@@ -104,10 +104,17 @@ class EarlyExit(Reduced):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
-        logits, drafted = drafted_logits(batch.logits[:, :-1], self.vocabulary)
+        logits = drafted_logits(batch.logits[:, :-1], self.vocabulary)[0]
         losses = distance(self.config.loss, draft[:, :-1], logits, batch.tokens[:, 1:])
-        counts = batch.counted(1) & drafted
-        return decayed(self.config.loss, masked_mean(losses[None], counts[None], batch.average), 1.0)
+        return decayed(self.config.loss, masked_mean(losses[None], self._counted(batch)[None], batch.average), 1.0)
+
+    def _counted(self, batch: Batch) -> Tensor:
+        if self.vocabulary is None:
+            return batch.counted(1)
+        return batch.counted(1) & drafted_logits(batch.logits[:, :-1], self.vocabulary)[1]
+
+    def counts(self, batch: Batch) -> Tensor:
+        return self._counted(batch).sum()[None]
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)

@@ -27,7 +27,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.losses import hosts_loss, random_hosts
+from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
 from selfspec.drafters.parts.mask_layout import Layout, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -159,6 +159,10 @@ class Mask(Reduced):
             return self.corrected(logits[:, :, j], parents, j)
 
         return hosts_loss(config.loss, draft, batch, anchors, masks, config.depth_decay, self.vocabulary)
+
+    def counts(self, batch: Batch) -> Tensor:
+        hosts = random_hosts(batch, self.depth, self.config.anchors)
+        return hosts_counted(batch, hosts, self.depth, self.vocabulary).flatten(1).sum(1)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens = sample.tokens[None].to(self.target.device)

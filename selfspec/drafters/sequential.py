@@ -27,7 +27,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, LastLayer, PendingRows
-from selfspec.drafters.parts.losses import heads_loss, random_rows
+from selfspec.drafters.parts.losses import ahead, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -223,6 +223,9 @@ class SequentialHeads(Reduced):
         forget = random_rows(tokens, n).flatten() < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
         return heads_loss(self.config.loss, draft, batch, self.config.depth_decay, self.vocabulary)
+
+    def counts(self, batch: Batch) -> Tensor:
+        return ahead(batch, self.depth, self.vocabulary).flatten(1).sum(1)
 
     def read(
         self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor], documents: Tensor | None = None

@@ -11,6 +11,7 @@ from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.step import autocast
@@ -33,7 +34,23 @@ class DraftLoss(nn.Module):
         self.drafter, self.average, self.hidden = drafter, average, hidden
         self.target = target  # not a module
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, batch: dict[str, Tensor], counts: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """counts: [K], of all parts of a step, for a loss of which the parts' sum is that of the step; see `counts`."""
+        average = self.average if self.training else itself
+        return self.drafter.loss(self._seen(batch, average if counts is None else shares(counts)))
+
+    @torch.no_grad()
+    def counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """How many positions each mean of the loss is over, float [K]."""
+        drafter, cheap = self.drafter, type(self.drafter).counts is not Trained.counts
+        if cheap and isinstance(drafter, Reduced) and drafter.vocabulary is None:  # no logits are asked for
+            nothing = torch.empty(0)
+            seen = Batch(batch["tokens"], batch["mask"], nothing, nothing, {}, None, batch.get("documents"))
+        else:
+            seen = self._seen(batch, itself)
+        return drafter.counts(seen).float()
+
+    def _seen(self, batch: dict[str, Tensor], average: Callable[[Tensor], Tensor]) -> Batch:
         documents, cache = batch.get("documents"), None
         with torch.no_grad():
             if self.hidden is not None and "rows" in batch:
@@ -43,8 +60,17 @@ class DraftLoss(nn.Module):
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
         seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
-        average = self.average if self.training else itself
-        return self.drafter.loss(Batch(*seen, documents, average))
+        return Batch(*seen, documents, average)
+
+
+def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
+    """Hands out `counts`, [K], in place of a part's own, in the order in which they are asked for."""
+    left = list(counts)
+
+    def next_ones(own: Tensor) -> Tensor:
+        return torch.stack([left.pop(0) for _ in own])
+
+    return next_ones
 
 
 def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.store import Stream, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
-from selfspec.training.loop import fit
+from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic
@@ -167,19 +167,27 @@ def chat_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 
 
 class NextToken(nn.Module):
-    """Cross-entropy of the next token in nats, over the tokens (int64 [B, S]) that `mask` (bool [B, S]) counts."""
+    """Cross-entropy of the next token in nats, over the tokens (int64 [B, S]) that `mask` (bool [B, S]) counts.
+    average: see `Batch`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, average: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.average = model, average
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """float [1]"""
+        return batch["mask"][:, 1:].sum().float()[None]
+
+    def forward(self, batch: dict[str, Tensor], counts: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """counts: of all parts of a step, [1]."""
         logits = self.model(input_ids=batch["tokens"], use_cache=False).logits[:, :-1]
         losses = nn.functional.cross_entropy(
             logits.float().flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none"
         )
         counted = batch["mask"][:, 1:].flatten()
-        return (losses * counted).sum() / counted.sum().clamp(min=1), {}
+        if counts is None:
+            counts = self.average(self.counts(batch)) if self.training else self.counts(batch)
+        return (losses * counted).sum() / counts[0].clamp(min=1e-30), {}
 
 
 def pretrain(
@@ -283,7 +291,7 @@ def _stage(
         torch.optim.Muon(matrices, lr=lr[0], adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=lr[1], betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    module = NextToken(model)
+    module = NextToken(model, average(accelerator))
 
     def validate() -> Figures:
         figures: Figures = {}

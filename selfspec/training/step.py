@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,12 +18,6 @@ def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
     """What the forward passes run under. Not accelerate's own: that is one setting for the whole process, and a sweep
     may train in both precisions."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16")
-
-
-def _counted(piece: dict[str, Tensor]) -> Tensor:
-    """bool [B, S] or [B, S - 1]: about which tokens a loss counts."""
-    mask, documents = piece["mask"], piece.get("documents")
-    return mask if documents is None else mask[:, 1:] & (documents[:, 1:] == documents[:, :-1])
 
 
 def optimizer_step(
@@ -46,20 +41,21 @@ def optimizer_step(
         dict(zip(batch, values, strict=True))
         for values in zip(*(value.chunk(config.accumulate) for value in batch.values()), strict=True)
     ]
-    # A part of a step weighs what its share of the tokens that count is.
-    counts = torch.stack([_counted(piece).sum() for piece in pieces]).float()
-    counts = accelerator.reduce(counts, "sum")
-    weights = counts / counts.sum().clamp(min=1)
+    counts = None
+    if len(pieces) > 1:  # every mean of the loss is over the whole step
+        inner: Any = module.module if isinstance(module, DistributedDataParallel) else module
+        with autocast(accelerator.device, config):
+            counts = accelerator.reduce(sum(inner.counts(piece) for piece in pieces), "mean")
     total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         alone = nullcontext() if last or not isinstance(module, DistributedDataParallel) else module.no_sync()
         with alone:
             with autocast(accelerator.device, config):
-                loss, parts = module(piece)
-            (loss * weights[i]).backward()
-        total += loss.detach() * weights[i]
-        figures = {name: figures.get(name, 0) + value.detach() * weights[i] for name, value in parts.items()}
+                loss, parts = module(piece) if counts is None else module(piece, counts)
+            loss.backward()
+        total += loss.detach()
+        figures = {name: figures.get(name, 0) + value.detach() for name, value in parts.items()}
     owned = [p for p in module.parameters() if p.requires_grad]
     norm = float(nn.utils.clip_grad_norm_(owned, config.clip))
     if not math.isfinite(norm):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -186,11 +187,13 @@ def _trained(
 
     def validate() -> Figures:
         figures: Figures = dict(_calibration(run))
-        losses = torch.zeros(len(rows["tokens"]))
-        for i in range(run.part, len(losses), run.parts):
-            losses[i] = module({key: values[i : i + 1].to(target.device) for key, values in rows.items()})[0]
+        own = range(run.part, len(rows["tokens"]), run.parts)
+        pieces = [{key: values[i : i + 1].to(target.device) for key, values in rows.items()} for i in own]
+        none = 0 * module.counts({key: values[:1].to(target.device) for key, values in rows.items()})
+        counts = run.total(sum((module.counts(piece) for piece in pieces), none)).to(target.device)
+        loss = run.total(sum((module(piece, counts)[0] for piece in pieces), none.sum()))
         tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
-        return {"loss": float(run.total(losses).mean()), "tau16": tau, **figures}
+        return {"loss": float(loss), "tau16": tau, **figures}
 
     at_once = batches.size * batches.length // run.world // loop.accumulate
     run.say([memory_line(target, drafter, at_once, run.world if shard.wanted() else 1)])
@@ -238,13 +241,27 @@ def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) 
     """Rows for the loss, spread over the corpus. Raises ValueError where it is too short for one."""
     if not config.packed:
         cut = {"tokens": corpus.tokens, "mask": corpus.mask}
-        rows = {name: consecutive(values, config.length, config.validation_rows) for name, values in cut.items()}
-        return {**rows, "tokens": rows["tokens"].long()}
+        windows = {name: consecutive(values, config.length) for name, values in cut.items()}
+        at = _counting(windows["mask"].__getitem__, len(windows["mask"]), config.validation_rows)
+        return {"tokens": windows["tokens"][at].long(), "mask": windows["mask"][at]}
     packed = Packed(corpus, config.length, 1, loop.seed)
-    count = min(config.validation_rows, packed.per_epoch)
-    found = packed.rows(torch.linspace(0, packed.per_epoch - 1, count).long().tolist())
+    at = _counting(lambda row: packed.rows([row])["mask"][0], packed.per_epoch, config.validation_rows)
+    found = packed.rows(at)
     del found["rows"]  # their numbers are not those of training rows
     return found
+
+
+def _counting(mask: Callable[[int], Tensor], rows: int, most: int) -> list[int]:
+    """At most so many of the rows, spread over them, in each of which something counts in the loss. mask: of a row.
+    Raises ValueError where there is none."""
+    starts = torch.linspace(0, rows - 1, min(most, rows)).long().tolist()
+    chosen = [
+        next((row for row in range(first, after) if mask(row)[1:].any()), None)
+        for first, after in pairwise([*starts, rows])
+    ]
+    if not (at := [row for row in chosen if row is not None]):
+        raise ValueError("no usable example: none of the validation tokens counts in the loss; give other texts")
+    return at
 
 
 def _fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:

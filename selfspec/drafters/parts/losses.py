@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,12 +175,20 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
     return losses.view(tokens.shape)
 
 
-def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = itself) -> Tensor:
-    """Mean of values [K, ...] over mask [K, ...] for each k; 0 where a mask is empty. Counts are averaged over the
-    processes, so that the mean of this over all of them is the mean over the whole batch."""
+class Means(NamedTuple):
+    """values: [K], 0 where nothing counts; counts: [K], what each of them is over."""
+
+    values: Tensor
+    counts: Tensor
+
+
+def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = itself) -> Means:
+    """Means of values [K, ...] over mask [K, ...] for each k. average: see `Batch`: counts are those of the whole step,
+    so that the mean of this over all processes, summed over the parts of a step, is the mean over the whole step."""
     weights = mask.to(values.dtype)
-    counts = average(weights.flatten(1).sum(1))
-    return (values * weights).flatten(1).sum(1) / counts.where(counts > 0, torch.ones_like(counts))
+    counts = average(weights.flatten(1).sum(1)).to(values.dtype)
+    sums = (values * weights).flatten(1).sum(1)
+    return Means(sums / counts.where(counts > 0, torch.ones_like(counts)), counts)
 
 
 def random_rows(tokens: Tensor, count: int) -> Tensor:
@@ -190,10 +198,13 @@ def random_rows(tokens: Tensor, count: int) -> Tensor:
     return torch.stack(rows).to(tokens.device)
 
 
-def decayed(loss: str, means: Tensor, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """One loss of the means [K] per depth, each depth weighing `decay` times the one before; and the means to log."""
-    weights = decay ** torch.arange(len(means), device=means.device)
-    return (means * weights).sum() / weights.sum(), {loss.rpartition(".")[2]: means.detach()}
+def decayed(loss: str, means: Means, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """One loss of the means per depth, each depth weighing `decay` times the one before, those without any position
+    nothing; and the means to log, NaN where there is none."""
+    values, present = means.values, means.counts > 0
+    weights = decay ** torch.arange(len(values), device=values.device) * present
+    shown = values.detach().masked_fill(~present, torch.nan)
+    return (values * weights).sum() / weights.sum().clamp(min=1e-30), {loss.rpartition(".")[2]: shown}
 
 
 def drafted_logits(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -203,6 +214,17 @@ def drafted_logits(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, T
         return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
     few = logits[..., vocabulary]
     return few, few.amax(-1) >= logits.amax(-1)
+
+
+def ahead(batch: Batch, depths: int, vocabulary: Tensor | None) -> Tensor:
+    """bool [K, B, n]: for n positions and K depths, whether the token 2, 3, ... places later counts, and the likeliest
+    one there can be drafted. n: positions behind which K tokens more than the next one stand."""
+    n = batch.tokens.shape[1] - 1 - depths
+    drafted = None if vocabulary is None else drafted_logits(batch.logits, vocabulary)[1]
+    masks = [batch.counted(2 + d)[:, :n] for d in range(depths)]
+    if drafted is not None:
+        masks = [mask & drafted[:, 1 + d : 1 + d + n] for d, mask in enumerate(masks)]
+    return torch.stack(masks)
 
 
 def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
@@ -226,17 +248,16 @@ def hosts_loss(
     """The loss of guesses behind positions `hosts`, int64 [B, A], at the tokens 2, 3, ... places later. draft: from a
     depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64. odds:
     log odds [B, A] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
-    (few, drafted), losses, counts, entropies = drafted_logits(batch.logits, vocabulary), [], [], []
+    few, losses, entropies = drafted_logits(batch.logits, vocabulary)[0], [], []
     for d in range(depth):
         at = hosts + 1 + d
         parents, truth = batch.tokens.gather(1, at), batch.tokens.gather(1, at + 1)
         wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
         losses.append(distance(loss, guess := draft(d, parents), wanted, truth))
-        counts.append((batch.counted(2 + d) & drafted[:, 1 + d : -1]).gather(1, hosts))
         if odds:
             accepted = 1 - distance("tv", guess.detach(), wanted, truth)
             entropies.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
-    counted = torch.stack(counts)
+    counted = hosts_counted(batch, hosts, depth, vocabulary)
     total, figures = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
     if odds:
         entropy, more = decayed("confidence", masked_mean(torch.stack(entropies), counted, batch.average), decay)
@@ -244,15 +265,19 @@ def hosts_loss(
     return total, figures
 
 
+def hosts_counted(batch: Batch, hosts: Tensor, depth: int, vocabulary: Tensor | None) -> Tensor:
+    """bool [depth, B, A]: what counts of the guesses of `hosts_loss`."""
+    return ahead(batch, depth, vocabulary).gather(2, hosts.expand(depth, -1, -1))
+
+
 def heads_loss(
     loss: str, draft: Tensor, batch: Batch, decay: float, vocabulary: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V], or
     [K, B, n, V'] of a draft vocabulary, int64 [V']. Positions whose likeliest token is not in it do not count."""
-    n, losses, counts = draft.shape[2], [], []
-    logits, drafted = drafted_logits(batch.logits, vocabulary)
+    n, losses, logits = draft.shape[2], [], drafted_logits(batch.logits, vocabulary)[0]
     for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
         place = slice(2 + k, 2 + k + n)
         losses.append(distance(loss, guess, logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
-        counts.append(batch.counted(2 + k)[:, :n] & drafted[:, 1 + k : 1 + k + n])
-    return decayed(loss, masked_mean(torch.stack(losses), torch.stack(counts), batch.average), decay)
+    counted = ahead(batch, len(losses), vocabulary)
+    return decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)

@@ -28,7 +28,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, FeatureLayer, PendingRows, check_layers
-from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
+from selfspec.drafters.parts.losses import Means, decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -137,13 +137,24 @@ class Unrolled(Reduced):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
-        means: list[Tensor] = []
-        logits, drafted = drafted_logits(batch.logits, self.vocabulary)
-        for step, draft in enumerate(self.unrolled(tokens, batch.features, config.unroll, batch.documents)):
-            mask = batch.counted(step + 2) & drafted[:, step + 1 : n + 1]
+        means: list[Means] = []
+        logits, masks = drafted_logits(batch.logits, self.vocabulary)[0], self._counted(batch)
+        steps = self.unrolled(tokens, batch.features, config.unroll, batch.documents)
+        for step, (draft, mask) in enumerate(zip(steps, masks, strict=True)):
             losses = distance(config.loss, draft[:, step:n], logits[:, step + 1 : n + 1], tokens[:, step + 2 :])
-            means.append(masked_mean(losses[None], mask[None], batch.average)[0])
-        return decayed(config.loss, torch.stack(means), config.depth_decay)
+            means.append(masked_mean(losses[None], mask[None], batch.average))
+        return decayed(config.loss, Means(*map(torch.cat, zip(*means, strict=True))), config.depth_decay)
+
+    def _counted(self, batch: Batch) -> list[Tensor]:
+        """What counts in each step of the loss."""
+        masks = [batch.counted(step + 2) for step in range(self.config.unroll)]
+        if self.vocabulary is None:
+            return masks
+        drafted = drafted_logits(batch.logits, self.vocabulary)[1]
+        return [mask & drafted[:, step + 1 : -1] for step, mask in enumerate(masks)]
+
+    def counts(self, batch: Batch) -> Tensor:
+        return torch.stack([mask.sum() for mask in self._counted(batch)])
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
