@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config
+from conftest import compose_config, write_lines
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter
@@ -19,7 +22,8 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.data.store import Stream, joined
+from selfspec.data.corpus import Document
+from selfspec.data.store import Stream, joined, tokenize
 from selfspec.data.windows import Windows, consecutive
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.drafters.parts.losses import decayed, distance, masked_mean
@@ -27,8 +31,11 @@ from selfspec.training import hidden as hidden_module
 from selfspec.training import state as state_module
 from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
+from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
+from selfspec.training.rows import DrafterTraining
+from selfspec.training.train_drafter import _validation_rows
 from selfspec.utils.files import atomic
 
 SMALL = (
@@ -388,6 +395,59 @@ def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_ro
             small("odd", tiny_folder, source_root, "drafter.heads=2", f"train.init_from={tmp_path / 'first'}"),
             tmp_path / "odd",
         )
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_draft_vocabulary_stays_when_data_change(kind: str, tmp_path: Path, tiny_folder: str, capsys: Any) -> None:
+    """A run that goes on after its data grew keeps the tokens that its head has rows for, and says what changed."""
+    own, path = {"medusa": ["drafter.rank=4"], "eagle3": []}[kind], tmp_path / "d.jsonl"
+    few = [one for one in SMALL if not one.startswith("drafter.")]
+    settings = [f"drafter={kind}", "drafter.draft_vocab=20", *own, *few, "data=jsonl", f"data.path={path}"]
+
+    def run(steps: int, words: tuple[str, ...]) -> list[int]:
+        write_lines(path, [{"text": f"{word} {i} {word}\n" * 20} for i in range(20) for word in words])
+        places = "name=x", f"target.name={tiny_folder}", f"loop.steps={steps}"
+        run_training(compose_config("train", *places, *settings), tmp_path / "x")
+        return load_file(tmp_path / "x/drafter/drafter.safetensors")["vocabulary"].tolist()
+
+    first = run(2, ("import", "return"))
+    capsys.readouterr()
+    assert run(4, ("import", "return")) == first
+    assert "are not those" not in capsys.readouterr().out
+    assert run(6, ("self", "def", "class")) == first
+    said = capsys.readouterr().out
+    assert "the training data are not those of the steps before" in said
+    assert "the validation data are not those of the steps before: the best weights are found anew" in said
+    shutil.rmtree(tmp_path / "x")
+    assert run(2, ("self", "def", "class")) != first
+
+
+def test_validation_rows_in_which_nothing_counts_are_not_drawn(
+    tmp_path: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is over tokens, not over rows: empty rows made it smaller."""
+    target, tokenizer = load_target(tiny_folder)
+    answer = Document("d", (("word " * 40, False), ("yes and no and yes and no ", True)))
+    silent = [Document("s", (("word " * 60, False), ("", True))) for _ in range(30)]
+    config, loop = DrafterTraining(length=48, validation_rows=8), LoopConfig()
+    for packed in (True, False):
+        rows = _validation_rows(tokenize([*silent, answer, *silent], tokenizer), replace(config, packed=packed), loop)
+        assert 1 <= len(rows["tokens"]) <= 2
+        assert bool(rows["mask"][:, 1:].any(1).all())
+        with pytest.raises(ValueError, match="none of the validation tokens counts in the loss"):
+            _validation_rows(tokenize(silent, tokenizer), replace(config, packed=packed), loop)
+    module = DraftLoss(Medusa(target, MedusaConfig(heads=2, rank=4)), target).eval()
+    rows = [{name: values[i : i + 1] for name, values in batch_of_unequal_rows(target).items()} for i in range(3)]
+    counts = sum(module.counts(row) for row in rows)
+    whole = module(batch_of_unequal_rows(target))[0]
+    assert float(sum(module(row, counts)[0] for row in rows)) == pytest.approx(float(whole), rel=1e-5)
+
+
+def batch_of_unequal_rows(target: Any) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(target.vocab_size, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(3, 20, dtype=torch.bool)
+    mask[0, 3:19], mask[1, 17] = True, True
+    return {"tokens": tokens, "mask": mask}
 
 
 @pytest.mark.parametrize("kind", ["medusa", "feature"])

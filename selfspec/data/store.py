@@ -141,10 +141,19 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Se
 
 def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
     """A corpus of tensors, its figures counted."""
+    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), _hash(tokens, mask, starts))
+
+
+def stream_key(stream: Stream) -> str:
+    """A hash of the tokens and their mask."""
+    return _hash(stream.tokens, stream.mask)
+
+
+def _hash(*parts: Tensor) -> str:
     key = hashlib.sha256()
-    for part in (tokens, mask, starts):
+    for part in parts:
         key.update(part.contiguous().numpy().tobytes())
-    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), key.hexdigest())
+    return key.hexdigest()
 
 
 # -- files

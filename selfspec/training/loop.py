@@ -40,20 +40,25 @@ def fit(
     folder: Path,
     log: RunLog,
     headline: str,
+    data: tuple[str, str],
+    buffers: dict[str, Tensor] | None = None,
     best: bool = False,
 ) -> Figures:
     """Train `module`, whose forward takes a batch and returns (loss, figures); returns the last validation.
 
-    Only parameters that require gradients are trained and saved. A `state.pt` in `folder` is resumed, and gives the
-    same weights as a run that was never interrupted. `headline` names the validation figure in the progress bar. With
+    Only parameters that require gradients are trained and saved, and `buffers` beside them. A `state.pt` in `folder` is
+    resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
+    validation data, whose change is told. `headline` names the validation figure in the progress bar. With
     `best`, higher is better, and the run ends with the weights of the validation that scored highest. SIGTERM and
     Ctrl-C save and raise SystemExit.
     """
     if config.patience and not best:
         raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
-    checkpoint = Checkpoint(checkpoint_path(folder), owned, optimizers, accelerator.num_processes)
+    place, world = checkpoint_path(folder), accelerator.num_processes
+    checkpoint = Checkpoint(place, owned, buffers or {}, optimizers, world, data)
     state = _resumed(accelerator, checkpoint, config, log)
+    module.train()  # what it makes of its buffers is made of those that were read
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape

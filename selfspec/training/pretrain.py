@@ -26,7 +26,7 @@ from selfspec.core.support import layer_stack
 from selfspec.data import chat
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import conversations, instructions
-from selfspec.data.store import Stream, tokenize
+from selfspec.data.store import Stream, stream_key, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
 from selfspec.training.loop import average, fit
@@ -308,7 +308,9 @@ def _stage(
                 figures["bits_per_byte"] = mean / math.log(2) * len(stream.tokens) / stream.n_bytes
         return figures
 
-    figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, headline="bits_per_byte")
+    keys = [stream_key(stream) for stream in (windows.stream, *held_out.values())]
+    data = keys[0], " ".join(keys[1:])
+    figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, "bits_per_byte", data)
     if accelerator.is_main_process:
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)

@@ -46,12 +46,20 @@ class State:
 
 
 class Checkpoint:
-    """`state.pt` of a run: trained parameters, optimizers, and where the run is."""
+    """`state.pt` of a run: trained parameters, buffers, optimizers, and where the run is. data: keys of the training
+    data and of the validation data."""
 
     def __init__(
-        self, path: Path, owned: dict[str, nn.Parameter], optimizers: list[torch.optim.Optimizer], world: int
+        self,
+        path: Path,
+        owned: dict[str, nn.Parameter],
+        buffers: dict[str, Tensor],
+        optimizers: list[torch.optim.Optimizer],
+        world: int,
+        data: tuple[str, str],
     ) -> None:
-        self.path, self.owned, self.optimizers, self.world = path, owned, optimizers, world
+        self.path, self.owned, self.buffers, self.optimizers = path, owned, buffers, optimizers
+        self.world, self.data = world, list(data)
 
     def read(self) -> tuple[State, list[str]]:
         """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
@@ -69,6 +77,9 @@ class Checkpoint:
         if {n: p.shape for n, p in saved_run["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
             raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
         self.put(saved_run["parameters"])
+        with torch.no_grad():  # such as a draft vocabulary, by which heads hold rows
+            for name, saved in saved_run.get("buffers", {}).items():
+                self.buffers[name].copy_(saved)
         for optimizer, saved in zip(self.optimizers, saved_run["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         notes = [
@@ -81,7 +92,16 @@ class Checkpoint:
                 f"resumed in {self.world} processes, begun in {saved_run['world']}: each step reads the same rows, and "
                 "results differ in rounding alone"
             )
-        return State(**saved_run["state"]), notes
+        state, (train, validation) = State(**saved_run["state"]), saved_run.get("data", self.data)
+        if train != self.data[0]:
+            notes.append(
+                "the training data are not those of the steps before: the steps to come read these, and what was made "
+                "of the others, such as a draft vocabulary, stays"
+            )
+        if validation != self.data[1]:
+            notes.append("the validation data are not those of the steps before: the best weights are found anew")
+            state.best, state.since = None, 0
+        return state, notes
 
     @torch.no_grad()
     def put(self, parameters: dict[str, Tensor]) -> None:
@@ -94,5 +114,6 @@ class Checkpoint:
 
     def write(self, state: State) -> None:
         record = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
-        record |= {"parameters": {name: p.detach() for name, p in self.owned.items()}}
-        _save(self.path, {**record, "step": state.step, "world": self.world, "versions": _versions()})
+        record |= {"parameters": {name: p.detach() for name, p in self.owned.items()}, "buffers": self.buffers}
+        about = {"step": state.step, "world": self.world, "data": self.data, "versions": _versions()}
+        _save(self.path, {**record, **about})

@@ -200,7 +200,8 @@ def _trained(
     settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(drafter.trained().values(), **settings)]
     arguments = module, optimizers, batches.batch, validate, loop, run.folder, run.log, "tau16"
-    figures = fit(run.accelerator, *arguments, best=True)
+    data = run.train.key, run.validation.key
+    figures = fit(run.accelerator, *arguments, data, drafter.saved_buffers(), best=True)
     piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
     figures |= relative_cost(module, target, piece, autocast(target.device, loop))
     for mode in TEMPERATURES:
