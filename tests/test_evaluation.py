@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +13,20 @@ import selfspec
 from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_report
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, regime, run_arms
+from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, write_point
-from selfspec.evaluation.tables import table
+from selfspec.evaluation.tables import markdown, table
+from selfspec.training.calibrate import calibrate, write_samples
+from selfspec.utils.files import null_for_nan, shown
 
 
 def asked(*prompts: list[int]) -> list[Prompt]:
@@ -183,3 +189,27 @@ def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:4]] == ["same", "DIFFERS"]
     assert "1 of 2 speedups have overlapping intervals (50%)" in lines[-1]
+
+
+def test_a_mean_over_nothing_is_never_a_zero() -> None:
+    assert repr(Stats()).startswith("0 tokens in 0 passes: n/a per pass, not timed, n/a% drafted")
+    assert math.isnan(Stats().acceptance_length)
+    figures = regime_figures([Regime(-1.0, 0.5, 0.9, 0, 0)], 2)  # two tokens have no 4-grams
+    assert math.isnan(figures["distinct_4grams"])
+    assert figures["entropy"] == 0.25
+    assert math.isnan(drift([record(1.0)]))  # one text has no first half
+    assert all(math.isnan(v) for name in ("spec_bench", "modelopt") for v in defined(name, [], []).values())
+    assert markdown(["a"], [[f"{float('nan'):.2f}x [{float('nan'):.2f}, 1.00]"], ["banana"]]).count("n/a") == 2
+    assert "banana" in markdown(["a"], [["banana"]])
+    assert shown(float("nan")) == "n/a"
+    assert null_for_nan({"a": [1.0, float("nan")]}) == {"a": [1.0, None]}
+
+
+def test_a_drafter_keeps_its_calibration_where_nothing_is_measured(llama: Target) -> None:
+    drafter = made(Medusa, llama, heads=3, rank=4)
+    before = copy.deepcopy(drafter.calibration)
+    samples = write_samples(llama, [[5, 9, 2]], 1, 0.0, [0], quiet=True)  # shorter than what is drafted
+    figures = calibrate(llama, drafter, "greedy", samples)
+    assert figures["positions"] == 0
+    assert all(math.isnan(value) for value in (*figures["tau"].values(), *figures["top1"]))
+    assert drafter.calibration == before

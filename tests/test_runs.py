@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import sys
 import time
@@ -189,6 +190,47 @@ def test_a_run_begins_in_its_logger_with_its_first_record(tmp_path: Path, monkey
             ids.add(log.tracker.run.id)
     assert ids == {(tmp_path / "wandb_id").read_text()}
     assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids.pop()}"))
+
+
+@pytest.mark.parametrize("why", ["API key must have 40+ characters, has 7", "Failed to authenticate with http://x:9"])
+def test_a_key_that_does_not_open_wandb_is_told_before_the_first_step(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Malformed, or of a host that can not be reached: the run is recorded offline and goes on."""
+    from wandb.errors import AuthenticationError
+
+    def refused(**arguments: Any) -> bool:
+        raise AuthenticationError(why)
+
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.login", refused)
+    with RunLog(tmp_path, logged(tmp_path), {}, "a.jsonl") as log:
+        log.begin()
+        said = capsys.readouterr().out
+        assert f"wandb did not start ({why})" in said
+        assert "WANDB_MODE=offline" in said
+        for step in (1, 2):
+            log.write({"train": {"loss": 1.0}}, step)
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 2
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_a_logger_that_fails_later_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def full(*arguments: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunLog(tmp_path, logged(tmp_path), {}, "a.jsonl") as log:
+        log.write({"train": {"loss": 1.0}}, 1)
+        run = log.tracker
+        monkeypatch.setattr(log.tracker, "log", full)
+        for step in (2, 3):
+            log.write({"train": {"loss": float("nan")}}, step)
+    run.finish()
+    assert capsys.readouterr().err.count("warning: wandb failed ([Errno 28] No space left on device)") == 1
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [line["train"]["loss"] for line in lines] == [1.0, None, None]  # of nothing: null, never 0
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from selfspec.core.contract import Accepted, Context, Drafts, MaskSlots, Session
 from selfspec.core.rows import clock
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.utils.files import mean, shown
 
 _TRIAL = 8  # a drafter that does not pay after so many passes is given up; every so many calls it is tried again
 _HOPE = 1.25  # speedup that drafting is believed to bring at first
@@ -143,10 +144,10 @@ class Forecast:
         return {**asdict(self), "speedup": self.speedup}
 
     def __str__(self) -> str:
-        mean = self.nodes / max(1, self.passes)
-        if mean == 1:
+        nodes = mean(self.nodes, self.passes)
+        if nodes == 1:
             return "auto: no tree pays, decoding plainly"
-        return f"auto: {mean:.1f} nodes a pass, expected {self.speedup:.2f}x"
+        return f"auto: {shown(nodes, 1)} nodes a pass, expected {self.speedup:.2f}x"
 
 
 class Auto:

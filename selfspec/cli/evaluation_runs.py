@@ -43,7 +43,7 @@ from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, cache_folder, section, write_section, write_text
+from selfspec.utils.files import Figures, cache_folder, mean, null_for_nan, section, shown, write_section, write_text
 from selfspec.utils.machine import device_name
 from selfspec.utils.tracking import RunLog
 
@@ -91,8 +91,8 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         speculative = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
             forecast = point["speculative"]["forecast"]
-            nodes = forecast["nodes"] / max(1, forecast["passes"])
-            print(f"tree.nodes=auto: {nodes:.1f} nodes a pass, expected speedup {forecast['speedup']:.2f}")
+            nodes = shown(mean(forecast["nodes"], forecast["passes"]), 1)
+            print(f"tree.nodes=auto: {nodes} nodes a pass, expected speedup {forecast['speedup']:.2f}")
         if speculative and run.decode.batch_size == 1 and run.decode.lossy is None:
             point["speculative"]["host_overhead"] = host_overhead(spec, prompts[:8], run.decode, run.tree.nodes)
         if speculative and run.decode.metrics:
@@ -240,7 +240,7 @@ def run_page(config: DictConfig) -> None:
     run = typed(PageRun, config).page
     data = page_data(run)
     if run.data is not None:
-        write_text(Path(run.data), json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n")
+        write_text(Path(run.data), json.dumps(null_for_nan(data), ensure_ascii=False, separators=(",", ":")) + "\n")
     size = write_page(data, Path(run.out))
     print(f"{run.out}: {size / 1e6:.1f} MB, {len(data['traces'])} traces, {len(data['comparisons'])} comparisons")
     for name, command in data["missing"].items():

@@ -25,7 +25,7 @@ from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
-from selfspec.utils.files import Figures, is_main_process, write_text
+from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
 Task = Callable[[DictConfig, Path], None]
 
@@ -97,12 +97,12 @@ def train(config: DictConfig, folder: Path) -> None:
 
 def _acceptance(figures: Figures) -> None:
     for mode in ("greedy", "sampled"):
-        top1 = " ".join(f"{share:.3f}" for share in figures[mode]["top1"]) or "(nothing was drafted)"
-        tau = ", ".join(f"{value:.2f} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
+        top1 = " ".join(shown(share, 3) for share in figures[mode]["top1"]) or "(nothing was drafted)"
+        tau = ", ".join(f"{shown(value)} at {nodes} nodes" for nodes, value in figures[mode]["tau"].items())
         print(f"{mode:8} top-1 by depth {top1}; expected acceptance length {tau}")
         if (decoded := figures[mode].get("decoded")) is not None:
             share = decoded / figures[mode]["tau"]["16"]
-            print(f"{mode:8} decoded with 16 nodes {decoded:.2f}, {share:.2f} of what was expected")
+            print(f"{mode:8} decoded with 16 nodes {shown(decoded)}, {shown(share)} of what was expected")
 
 
 def _report(figures: Figures, folder: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from selfspec.utils.files import mean, shown
+
 
 @dataclass
 class Stats:
@@ -32,18 +34,18 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per pass, the bonus token included."""
-        return self.tokens / max(1, self.passes)
+        """Tokens per pass, the bonus token included; NaN without a pass."""
+        return mean(self.tokens, self.passes)
 
     @property
     def accepted_per_depth(self) -> list[float]:
         """Share of passes that accept everything up to depth 1, 2, ... (full acceptance)."""
-        return [count / max(1, self.passes) for count in self.accepted]
+        return [mean(count, self.passes) for count in self.accepted]
 
     @property
     def conditional_per_depth(self) -> list[float]:
         """Share in which depth 1, 2, ... is accepted given that its parent was (conditional acceptance)."""
-        return [n / max(1, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
+        return [mean(n, before) for n, before in zip(self.accepted, [self.passes, *self.accepted], strict=False)]
 
     @property
     def seconds(self) -> float:
@@ -51,11 +53,11 @@ class Stats:
 
     def __repr__(self) -> str:
         """One line; all counts and times are fields."""
-        drafted = sum(self.accepted) / max(1, self.tokens)
+        drafted = shown(min(100 * mean(sum(self.accepted), self.tokens), 100.0), 0)
         rate = f"{self.tokens / self.seconds:.0f} per second" if self.seconds else "not timed"
         return (
-            f"{self.tokens} tokens in {self.passes} passes: {self.acceptance_length:.2f} per pass, {rate}, "
-            f"{min(1.0, drafted):.0%} drafted"
+            f"{self.tokens} tokens in {self.passes} passes: {shown(self.acceptance_length)} per pass, {rate}, "
+            f"{drafted}% drafted"
         )
 
     def count(self, drafted: int, tokens: int) -> None:

@@ -10,7 +10,7 @@ from selfspec.budget.predict import speedup
 from selfspec.evaluation.arm_record import Regime
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.metrics import bootstrap, clustered, regime_figures
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean
 
 
 def ratio_to_plain(runs: list[Run]) -> dict[str, float]:
@@ -99,14 +99,14 @@ def _row(temperature: float, arm: str, nodes: str, arm_runs: list[Run], costs: l
     passes, tokens = sum(r.passes for r in arm_runs), sum(r.tokens for r in arm_runs)
     row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, "prompts": len(arm_runs)}
     row |= {
-        "tau": tokens / max(1, passes),
+        "tau": mean(tokens, passes),
         "tau_interval": _tau(arm_runs),
         "tokens_per_second": tokens / sum(r.seconds for r in arm_runs),
     }
     row |= {"speedup": ratio_to_plain(arm_runs), **_right(arm_runs), "groups": {}}
     for group in dict.fromkeys(r.group for r in arm_runs):
         part = [r for r in arm_runs if r.group == group]
-        tau = sum(r.tokens for r in part) / max(1, sum(r.passes for r in part))
+        tau = mean(sum(r.tokens for r in part), sum(r.passes for r in part))
         row["groups"][group] = {
             "prompts": len(part),
             "tau": tau,
@@ -122,7 +122,7 @@ def _row(temperature: float, arm: str, nodes: str, arm_runs: list[Run], costs: l
 def _tau(runs: list[Run]) -> list[float]:
     """The 95% interval over questions of the acceptance length."""
     figures = clustered((f"{r.group} {r.question}", (r.tokens, r.passes)) for r in runs)
-    return list(bootstrap(figures, lambda s: s[:, 0] / s[:, 1].clamp(min=1))[1:])
+    return list(bootstrap(figures, lambda s: s[:, 0] / s[:, 1])[1:])
 
 
 def _right(runs: list[Run]) -> dict[str, int]:

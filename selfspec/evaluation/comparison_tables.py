@@ -5,7 +5,7 @@ from __future__ import annotations
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import against, best_sizes, regimes
 from selfspec.evaluation.tables import interval, markdown
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean, shown
 
 
 def main_table(rows: list[Figures]) -> str:
@@ -136,5 +136,5 @@ def agreement_table(pairs: list[Figures]) -> str:
     """Speedups of two runs side by side, and whether their intervals overlap."""
     lines = [[p["name"], interval(p["one"]), interval(p["other"]), "same" if p["same"] else "DIFFERS"] for p in pairs]
     same = sum(p["same"] for p in pairs)
-    total = f"{same} of {len(pairs)} speedups have overlapping intervals ({100 * same / max(1, len(pairs)):.0f}%)."
+    total = f"{same} of {len(pairs)} speedups have overlapping intervals ({shown(100 * mean(same, len(pairs)), 0)}%)."
     return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"

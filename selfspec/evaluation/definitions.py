@@ -7,7 +7,7 @@ from operator import mul
 
 from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.metrics import total
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean
 
 DEFINITIONS = ("vllm", "spec_bench", "specforge", "modelopt")
 
@@ -26,7 +26,7 @@ def defined(name: str, records: list[Record], accuracy: list[float]) -> Figures:
         rates = pooled.accepted_per_depth
         return {"mean_acceptance_length": 1 + sum(rates), "per_position": rates}
     if name == "spec_bench":
-        return {"mean_accepted_tokens": sum(pooled.lengths) / max(1, len(pooled.lengths))}
+        return {"mean_accepted_tokens": mean(sum(pooled.lengths), len(pooled.lengths))}
     if name == "specforge":
         return {"simulated_length": 1 + sum(accumulate(accuracy, mul)) if accuracy else None}
-    return {"mean_over_requests": sum(s.acceptance_length for s in stats) / max(1, len(stats))}
+    return {"mean_over_requests": mean(sum(s.acceptance_length for s in stats), len(stats))}

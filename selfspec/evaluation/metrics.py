@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.core.stats import Stats
 from selfspec.evaluation.arm_record import Record, Regime
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean
 
 
 def by_arm(records: list[Record]) -> dict[str, list[Record]]:
@@ -89,9 +89,9 @@ def texts(rows: list[Record]) -> Figures:
 def regime_figures(regimes: list[Regime], tokens: int) -> dict[str, float]:
     """Entropy, largest probability and distinct 4-grams, pooled over texts."""
     return {
-        "entropy": sum(r.entropy for r in regimes) / max(1, tokens),
-        "top1": sum(r.top1 for r in regimes) / max(1, tokens),
-        "distinct_4grams": sum(r.distinct for r in regimes) / max(1, sum(r.grams for r in regimes)),
+        "entropy": mean(sum(r.entropy for r in regimes), tokens),
+        "top1": mean(sum(r.top1 for r in regimes), tokens),
+        "distinct_4grams": mean(sum(r.distinct for r in regimes), sum(r.grams for r in regimes)),
     }
 
 
@@ -106,23 +106,23 @@ def _group(arms: dict[str, list[Record]]) -> Figures:
 
 def drift(plain: list[Record]) -> float:
     """Seconds per token of plain decoding in the second half of a run over those in the first: 1 on a machine that
-    keeps its speed."""
+    keeps its speed, NaN of a single text."""
     half = len(plain) // 2
     first, second = (
-        sum(r.seconds for r in part) / max(1, sum(r.tokens for r in part)) for part in (plain[:half], plain[half:])
+        mean(sum(r.seconds for r in part), sum(r.tokens for r in part)) for part in (plain[:half], plain[half:])
     )
-    return second / first if first else 1.0
+    return mean(second, first)
 
 
 def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
     """altered: share of tokens that are not the target's own pick, a bound of the next token's total variation
     distance; log_prob: per token under the target, beside that of the exact output."""
     figures = {
-        f"log_prob_{arm}": sum(r.regime.log_prob for r in rows if r.regime) / sum(r.tokens for r in rows)
+        f"log_prob_{arm}": mean(sum(r.regime.log_prob for r in rows if r.regime), sum(r.tokens for r in rows))
         for arm, rows in arms.items()
     }
     rows = arms["speculative"]
-    return {"altered": sum(r.altered or 0 for r in rows) / sum(r.tokens for r in rows), **figures}
+    return {"altered": mean(sum(r.altered or 0 for r in rows), sum(r.tokens for r in rows)), **figures}
 
 
 def _speculative(rows: list[Record]) -> Figures:
@@ -133,7 +133,7 @@ def _speculative(rows: list[Record]) -> Figures:
     forecast = {}
     if forecasts:
         sums = {key: sum(f[key] for f in forecasts) for key in ("passes", "nodes", "tokens", "steps")}
-        forecast = {"forecast": {**sums, "speedup": sums["tokens"] / sums["steps"]}}
+        forecast = {"forecast": {**sums, "speedup": mean(sums["tokens"], sums["steps"])}}
     return {
         **forecast,
         "passes": pooled.passes,
@@ -141,8 +141,8 @@ def _speculative(rows: list[Record]) -> Figures:
         "full_acceptance": pooled.accepted_per_depth,
         "conditional_acceptance": pooled.conditional_per_depth,
         "seconds": parts,
-        "share_of_step": {name: parts[name] / step for name in ("draft", "target", "other")},
-        "milliseconds_per_pass": 1000 * step / pooled.calls,
+        "share_of_step": {name: mean(parts[name], step) for name in ("draft", "target", "other")},
+        "milliseconds_per_pass": mean(1000 * step, pooled.calls),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from selfspec import __version__
 from selfspec.trace import Trace, read_traces
-from selfspec.utils.files import Figures, write_text
+from selfspec.utils.files import Figures, null_for_nan, write_text
 
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes
@@ -100,7 +100,7 @@ def write_page(data: Figures, path: Path) -> int:
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     style = (_FOLDER / _STYLE).read_text(encoding="utf-8")
     # No text of a trace may end the element that holds it.
-    data_text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    data_text = json.dumps(null_for_nan(data), ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     for mark, content in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ('"DATA"', data_text)):
         before, _, after = text.partition(mark)
         text = before + content + after

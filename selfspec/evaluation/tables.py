@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 
 from selfspec.evaluation.arm_record import Record
@@ -12,8 +13,9 @@ from selfspec.utils.files import Figures
 
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
-    """The one Markdown table, columns aligned so that it reads in a terminal too."""
+    """The one Markdown table, columns aligned so that it reads in a terminal too; means over nothing are n/a."""
     rows = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
+    rows = [[re.sub(r"\bnan(x\b| %|\b)", "n/a", cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"

@@ -20,6 +20,7 @@ from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Traine
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.utils.files import NOTHING, mean
 from selfspec.utils.progress import progress
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
@@ -44,7 +45,7 @@ class CalibrateConfig(Asking):
 class Figures(TypedDict, total=False):
     """top1, top5: per depth how often the first choice, or one of the first five, is the target's token; tau: the
     acceptance length that a static tree promises (drafters that are decoded: the acceptance length itself), by number
-    of nodes; positions: how many were measured."""
+    of nodes; positions: how many were measured; NaN in all of them where that is none."""
 
     top1: list[float]
     top5: list[float]
@@ -58,7 +59,9 @@ def calibrate(
     """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode.
     total: the sum of a tensor over all processes, each of which measures samples of its own (trained drafters only)."""
     if isinstance(drafter, Trained):
-        drafter.calibration[mode], figures = measure_along(samples, drafter.depth, drafter.scores, total)
+        calibration, figures = measure_along(samples, drafter.depth, drafter.scores, total)
+        if figures["positions"]:  # else what it was calibrated with stays
+            drafter.calibration[mode] = calibration
         return figures
     return _by_decoding(target, drafter, mode, samples)
 
@@ -107,9 +110,9 @@ def measure_along(
     right, tried, agree, surprise = (total(counts) for counts in (right, tried, agree, surprise))
     positions = int(total(torch.tensor(positions)))
     acceptance = (right / tried.clamp(min=1)[:, None]).tolist()
-    share = agree / max(1, positions)
+    share = agree / positions
     figures: Figures = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
-    figures["tau"] = {str(n): sum(static_tree(acceptance, n)[2]) for n in NODES}
+    figures["tau"] = {str(n): sum(static_tree(acceptance, n)[2]) if positions else NOTHING for n in NODES}
     factors = [_FACTORS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
     return Calibration(acceptance, factors), figures
 
@@ -161,8 +164,7 @@ def decoded(
         options = Options(new_tokens, Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
         stats = speculative(target, prompts, options, drafter.eval(), 16).stats
         counts = torch.tensor([stats.tokens, stats.passes], dtype=torch.float64)
-    tokens, passes = total(counts).tolist()
-    return tokens / max(1.0, passes)
+    return mean(*total(counts).tolist())
 
 
 def write_samples(

@@ -28,7 +28,7 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
-from selfspec.utils.files import atomic
+from selfspec.utils.files import atomic, mean, shown
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "used")  # of a chunk's file
@@ -184,7 +184,7 @@ def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
     return {
         "tokens": f"{tokens}",
         "rate": f"{processes * tokens / max(seconds, 1e-9):.0f}/s",
-        "tau": f"{tokens / max(passes, 1):.2f}",
+        "tau": shown(mean(tokens, passes)),
     }
 
 

@@ -283,6 +283,7 @@ def _stage(
 ) -> Figures:
     """Train on windows with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
     the names in `held_out`."""
+    log.begin()
     model.to(accelerator.device)
     matrices = [p for p in layer_stack(model).parameters() if p.ndim == 2]
     ids = {id(p) for p in matrices}

@@ -41,7 +41,7 @@ class State:
     def judge(self, value: float, checkpoint: Checkpoint) -> None:
         """A validation's figure: the weights are kept where it is the highest so far."""
         self.since += 1
-        if self.best is None or value > self.best[0]:
+        if self.best is None or not value <= self.best[0]:  # one of them may be of nothing
             self.best, self.since = (value, self.step, checkpoint.taken()), 0
 
 

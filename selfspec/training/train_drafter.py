@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,7 +41,7 @@ from selfspec.training.rows import (
     writer_of,
 )
 from selfspec.training.step import autocast
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean
 from selfspec.utils.tracking import RunLog
 
 
@@ -108,6 +109,7 @@ def train_drafter(run: DrafterRun) -> Figures:
     """
     reuse_memory()
     rows = _prepared(run)
+    run.log.begin()
     before = weights_hash(run.target.model)
     _write_calibration_texts(run)
     batches = _batches(run)
@@ -192,7 +194,8 @@ def _trained(
         none = 0 * module.counts({key: values[:1].to(target.device) for key, values in rows.items()})
         counts = run.total(sum((module.counts(piece) for piece in pieces), none)).to(target.device)
         loss = run.total(sum((module(piece, counts)[0] for piece in pieces), none.sum()))
-        tau = sum(figures[mode]["tau"]["16"] for mode in TEMPERATURES) / len(TEMPERATURES)
+        taus = [tau for mode in TEMPERATURES if math.isfinite(tau := figures[mode]["tau"]["16"])]
+        tau = mean(sum(taus), len(taus))
         return {"loss": float(loss), "tau16": tau, **figures}
 
     at_once = batches.size * batches.length // run.world // loop.accumulate

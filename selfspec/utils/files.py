@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import shutil
 import threading
@@ -14,8 +15,28 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
+NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
+
+
+def mean(total: float, count: float) -> float:
+    """total / count, NOTHING where the count is 0."""
+    return total / count if count else NOTHING
+
+
+def shown(value: float, digits: int = 2) -> str:
+    """A figure as text, n/a where it is a mean over nothing."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "n/a"
+
+
+def null_for_nan(value: Any) -> Any:
+    """Figures with null where a number is none, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: null_for_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [null_for_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

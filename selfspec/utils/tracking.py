@@ -7,14 +7,18 @@ import json
 import os
 import re
 import secrets
+import shlex
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from selfspec.utils.files import Figures, is_main_process, write_text
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import Figures, is_main_process, null_for_nan, write_text
 
 LOGGERS = ("wandb", "tensorboard", "none")
 MODES = ("auto", "online", "offline", "disabled")
@@ -54,8 +58,9 @@ class Logged:
 class RunLog:
     """Context manager that appends records to `<folder>/<file>` and mirrors their numbers to the run's logger.
 
-    The logger starts with the first record, so that a run that is refused leaves nothing there. A run that is resumed
-    goes on under its W&B id, which is kept in its folder. Several runs can follow each other in one process.
+    The logger starts with `begin`, or with the first record, so that a run that is refused leaves nothing there. A run
+    that is resumed goes on under its W&B id, which is kept in its folder. Several runs can follow each other in one
+    process.
     """
 
     def __init__(self, folder: Path, run: Logged, config: Figures, file: str, title: str = "") -> None:
@@ -76,39 +81,55 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.tracker is not None and kind is not None and self.run.logger == "wandb":
-            self.tracker.run.finish(exit_code=1)
-        elif self.tracker is not None:
-            self.tracker.finish()
+        failed = kind is not None and self.run.logger == "wandb"
+        self._send(lambda tracker: tracker.run.finish(exit_code=1) if failed else tracker.finish())
         self.tracker = None
 
-    def _begun(self) -> Any:
-        """accelerate's tracker, begun when it is first asked for; None where nothing is to be tracked."""
+    def begin(self) -> None:
+        """Start the logger, where it has not begun. One that does not start is told in a line: W&B is then recorded
+        offline, if that is possible, and a run goes on."""
         if self.began:
-            return self.tracker
+            return
         self.began = True
         wandb, logger = self.run.wandb, self.run.logger
         mode = os.environ.get("WANDB_MODE") or wandb.mode
         off = logger == "wandb" and "disabled" in (mode, wandb.mode)
         if logger == "none" or off or not is_main_process():
-            return None
+            return
+        try:
+            self.tracker = self._tensorboard() if logger == "tensorboard" else self._wandb(mode)
+        except Exception as error:  # of W&B's server, of an account, of a disk
+            print(f"{logger} did not start ({one_line(error)}); the figures are in {self.path}")
+            if logger == "wandb" and mode in ("auto", "online"):
+                with suppress(Exception):  # what goes wrong here has been told
+                    self.tracker = self._wandb("offline")
+                    print(
+                        f"recorded offline; upload it with: wandb sync {shlex.quote(str(self.folder))}/wandb/offline-*"
+                    )
+                print("WANDB_MODE=offline does so at once, WANDB_MODE=disabled leaves W&B out")
+
+    def _tensorboard(self) -> Any:
         from accelerate import PartialState
-        from accelerate.tracking import TensorBoardTracker, WandBTracker
+        from accelerate.tracking import TensorBoardTracker
 
         PartialState()  # which trackers ask
+        tracker = TensorBoardTracker("tensorboard", self.folder)
+        tracker.start()
+        tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
+        return tracker
 
-        if logger == "tensorboard":
-            self.tracker = TensorBoardTracker("tensorboard", self.folder)
-            self.tracker.start()
-            self.tracker.store_init_configuration({key: _plain(value) for key, value in flat(self.config)})
-            return self.tracker
+    def _wandb(self, mode: str) -> Any:
         import wandb as library  # slow to import
+        from accelerate import PartialState
+        from accelerate.tracking import WandBTracker
 
+        PartialState()
         if mode == "auto":
             mode = "online" if library.login(prompt=False) else "offline"
         id_file = self.folder / "wandb_id"
         if not id_file.exists() or not re.fullmatch(rb"[0-9a-z]{8}\s*", id_file.read_bytes()):
             write_text(id_file, secrets.token_hex(4))
+        wandb = self.run.wandb
         tracker = WandBTracker(
             wandb.project,
             id=id_file.read_text().strip(),
@@ -124,20 +145,31 @@ class RunLog:
             reinit="finish_previous",
             settings=library.Settings(silent=True),
         )
+        tracker.start()
+        return tracker
+
+    def _send(self, send: Callable[[Any], object]) -> None:
+        """Hand something to the logger. One that fails is left out from then on, with a line; the run goes on."""
+        if self.tracker is None:
+            return
         try:
-            tracker.start()
-            self.tracker = tracker
-        except Exception as error:  # of W&B's server, or of an account: a run goes on without it
-            print(f"W&B did not start ({error}); the figures are in {self.path}")
-        return self.tracker
+            send(self.tracker)
+        except Exception as error:  # whatever a server or a disk does
+            self.tracker = None
+            print(
+                f"warning: {self.run.logger} failed ({one_line(error)}), the run goes on; its figures: {self.path}",
+                file=sys.stderr,
+            )
 
     def write(self, record: Figures, step: int | None = None) -> None:
-        """Append one record; nested keys reach the logger as `outer/inner`."""
+        """Append one record; nested keys reach the logger as `outer/inner`, without those of means over nothing."""
+        record = null_for_nan(record)
         stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
         with self.path.open("a") as f:
             f.write(json.dumps(stamped) + "\n")
-        if (tracker := self._begun()) is not None:
-            tracker.log({key: value for key, value in flat(record) if value is not None}, step=step)
+        self.begin()
+        values = {key: value for key, value in flat(record) if value is not None}
+        self._send(lambda tracker: tracker.log(values, step=step))
 
     def rewind(self, step: int) -> None:
         """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
@@ -155,9 +187,9 @@ class RunLog:
         opened = {key: Image.open(path).convert("RGB") for key, path in paths.items()}
         if self.run.logger == "tensorboard":
             arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
-            self.tracker.log_images(arrays, dataformats="NHWC")
+            self._send(lambda tracker: tracker.log_images(arrays, dataformats="NHWC"))
         else:
-            self.tracker.log_images({key: [image] for key, image in opened.items()})
+            self._send(lambda tracker: tracker.log_images({key: [image] for key, image in opened.items()}))
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
