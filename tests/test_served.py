@@ -19,9 +19,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import made, randomize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
+from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
+from selfspec.checkpoints.loading import load_target
+from selfspec.drafters.registry import drafter_class
 from selfspec.integrations.export import export
 from selfspec.integrations.hf_serve import generate
 
@@ -71,6 +75,59 @@ def test_generate_with_the_folder_speculates(folder: Path, plain: PreTrainedMode
         assert out.stats.passes < out.stats.tokens
     one, other = (trusted.generate(**asked, max_new_tokens=24, do_sample=True, seed=5, nodes=n) for n in (1, 8))
     assert torch.equal(one, other)
+
+
+KINDS = {
+    "medusa": {"heads": 3, "rank": 4},
+    "sequential": {"heads": 3, "rank": 4, "correction": 8},
+    "feature": {},
+    "early_exit": {"rank": 4},
+    "mask": {"masks": 3, "rank": 4, "correction": 8},
+    "eagle3": {},
+    "mtp": {},
+    "block": {"size": 4},
+}
+FRESH = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+ids = torch.tensor([[5, 9, 2, 7, 7, 1]])
+told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "pad_token_id": 0}
+for folder in sys.argv[1:]:
+    ours = {"custom_generate": folder, "trust_remote_code": True}
+    for calls in (({}, ours), ({**ours, "nodes": 1, "seed": 3}, {**ours, "seed": 3})):
+        texts = []
+        for more in calls:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            texts.append(model.generate(ids, **told, do_sample="seed" in more, top_k=0, **more))
+            assert all(p.requires_grad for p in model.parameters())
+        assert torch.equal(*texts) and texts[0].shape[1] > ids.shape[1], folder
+"""
+
+
+def test_every_kind_loads_in_a_fresh_process(tmp_path: Path, tiny_folder: str) -> None:
+    """Stock transformers, whose parameters require gradients while the drafter is loaded."""
+    target, tokenizer = load_target(tiny_folder)
+    folders = []
+    for kind, settings in KINDS.items():
+        drafter = made(drafter_class(kind), target, **settings)
+        randomize(drafter)
+        save_drafter(drafter, tmp_path / kind / "drafter", target, tiny_folder, tokenizer, "")
+        folders.append(str(tmp_path / f"{kind}-exported"))
+        export(str(tmp_path / kind), "transformers", folders[-1])
+    done = subprocess.run([sys.executable, "-c", FRESH, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_depends_on_no_flag(kind: str, tmp_path: Path, tiny_folder: str) -> None:
+    target, tokenizer = load_target(tiny_folder)
+    drafter = made(drafter_class(kind), target, **KINDS[kind])
+    parameters = set(drafter.trained())
+    target.model.requires_grad_(True)  # its user's own flags
+    assert set(drafter.trained()) == parameters
+    save_drafter(drafter, tmp_path / "drafter", target, tiny_folder, tokenizer, "")
+    target.model.requires_grad_(False)
+    load_drafter(tmp_path / "drafter", target, tokenizer)
 
 
 def test_the_example_of_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

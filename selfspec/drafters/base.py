@@ -101,6 +101,7 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: DrafterConfig, calibration: dict[str, Calibration]) -> None:
         super().__init__()
         self.config, self.calibration = config, calibration
+        self._trained: frozenset[str] | None = None
 
     @property
     def kind(self) -> str:
@@ -119,8 +120,11 @@ class Drafter(nn.Module, ABC):
         """The state of one call of generate over so many rows."""
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """All parameters that training moves."""
-        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+        """All parameters that training moves: those that require gradients when this is first asked, behind the
+        drafter's making. Whatever becomes of the flags of the target's own parameters afterwards, which views share."""
+        if self._trained is None:
+            self._trained = frozenset(name for name, p in self.named_parameters() if p.requires_grad)
+        return {name: p for name, p in self.named_parameters() if name in self._trained}
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Buffers of the drafter itself that are saved; packed weights are not."""

@@ -136,6 +136,7 @@ def build(kind: type[Drafter], target: Target, config: DrafterConfig) -> Drafter
         raise ValueError(
             f"drafter {name}: reads={drafter.reads!r} must be a tuple of layers, 0 to {target.n_layers - 1}"
         )
+    drafter.trained()  # which parameters these are is settled while the target is frozen
     return drafter
 
 

@@ -88,8 +88,10 @@ def _opened(model: PreTrainedModel) -> _Kept:
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not what was written ({error}); export the drafter again") from error
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    target, tokenizer = load_target(model)
-    for parameter, flag in flags:
-        parameter.requires_grad_(flag)
-    members = {part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer) for part in names}
-    return _Kept(Spec(target, joined(target, members), tokenizer), nodes)
+    try:
+        target, tokenizer = load_target(model)
+        members = {part: find_drafter(str(folder / part) if part == OWN else part, target, tokenizer) for part in names}
+        return _Kept(Spec(target, joined(target, members), tokenizer), nodes)
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
