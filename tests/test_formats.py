@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Watch, randomize, tiny_model
+from conftest import VOCAB, Watch, made, randomize, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,7 @@ from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import eagle3
 from selfspec.checkpoints.formats.checks import check_eagle3, check_medusa
 from selfspec.checkpoints.loading import find_drafter
-from selfspec.core.generate import speculative
+from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.support import cache_name
@@ -87,6 +88,104 @@ CASES["parallel_own"] = Eagle3Config(
     norm_before_fc=True,
 )
 FLAGS = {"layers": [0, 1], "norm_before_fc": True}
+
+
+def as_its_authors(folder: Path, form: str, **changes: Any) -> None:
+    """An exported EAGLE-3 folder as its team publishes them: a plain Llama's name, weights as .bin or in shards."""
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"], **changes}
+    for name in (*eagle3.FLAGS, "eagle_config", "num_aux_hidden_states", "rope_parameters"):
+        del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if form == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return
+    names = sorted(tensors)
+    halves = [{name: tensors[name] for name in part} for part in (names[::2], names[1::2])]
+    end = {"shards": "model-{}.safetensors", "bin_shards": "pytorch_model-{}.bin"}[form]
+    for i, half in enumerate(halves):
+        place = folder / end.format(i)
+        if form == "shards":
+            save_file(half, place)
+        else:
+            torch.save(half, place)
+    index = {name: end.format(i) for i, half in enumerate(halves) for name in half}
+    whole = "model.safetensors" if form == "shards" else "pytorch_model.bin"
+    (folder / f"{whole}.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def written(config: Any, folder: Path, to: str = "vllm") -> tuple[Path, Target, Any]:
+    """An exported drafter with random weights, its target and itself."""
+    name, target, drafter = saved(config, folder)
+    export(name, to, folder / "out", str(folder / "target"))
+    return folder / "out", target, drafter
+
+
+@pytest.mark.parametrize("form", ["bin", "shards", "bin_shards"])
+def test_folders_by_the_authors_themselves(form: str, folder: Path) -> None:
+    out, target, drafter = written(Eagle3Config(layers=[0, 1], draft_vocab=20), folder)
+    as_its_authors(out, form, rope_scaling={"type": "linear", "factor": 2.0}, **{IDS: [1, 2]})  # the older key
+    again = find_drafter(str(out), target)
+    assert again.config.llama["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    assert torch.equal(again.vocabulary, drafter.vocabulary)
+    assert torch.equal(again.trained()["layer.fc.weight"], drafter.trained()["layer.fc.weight"])
+    if form == "shards":
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        index["weight_map"]["norm.weight"] = "../../secret.safetensors"
+        (out / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=r"names the file '../../secret.safetensors', which does not lie in"):
+            find_drafter(str(out), target)
+
+
+def test_a_map_of_the_whole_vocabulary_and_one_that_was_not_written(folder: Path) -> None:
+    out, target, _ = written(Eagle3Config(layers=[0, 1], head="own"), folder)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+
+    def changed(few: int, **maps: Tensor) -> str:
+        (out / "config.json").write_text(json.dumps({**config, "draft_vocab_size": few}))
+        head = {"lm_head.weight": tensors["lm_head.weight"][:few].contiguous()}
+        save_file({**tensors, **head, **maps}, out / "model.safetensors")
+        return str(out)
+
+    whole = torch.zeros(VOCAB, dtype=torch.long)
+    every = changed(VOCAB, d2t=whole, t2d=torch.ones(VOCAB, dtype=torch.bool))  # as SpecForge writes them
+    assert find_drafter(every, target).vocabulary is None
+    with pytest.raises(ValueError, match="d2t leads to other tokens, though draft_vocab_size=61 is the whole"):
+        find_drafter(changed(VOCAB, d2t=whole + torch.arange(VOCAB).flip(0) - torch.arange(VOCAB)), target)
+    others = (torch.arange(VOCAB) >= 40) & (torch.arange(VOCAB) < 60)
+    with pytest.raises(ValueError, match="d2t is all zero, so that only the first 20 of 61 tokens"):
+        find_drafter(changed(20, d2t=whole[:20], t2d=others), target)
+    both = find_drafter(changed(20, d2t=whole[:20], t2d=torch.arange(VOCAB) < 20), target)  # the two say the same
+    assert both.vocabulary.tolist() == list(range(20))
+
+
+def test_medusa_heads_that_the_config_does_not_count(folder: Path, capsys: Any) -> None:
+    out, target, _ = written(MedusaConfig(heads=4, rank=4), folder)
+    (out / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
+    assert find_drafter(str(out), target).depth == 4
+    assert "medusa_num_heads is 2, the file holds 4 heads, which are read" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_architecture_names_few_tensors(folder: Path) -> None:
+    out, target, _ = written(Eagle3Config(layers=[0, 1]), folder)
+    save_file({f"model.layers.0.experts.{i}.weight": torch.zeros(2) for i in range(200)}, out / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: missing tensors") as error:
+        find_drafter(str(out), target)
+    assert "and 195 more" in str(error.value)
+    assert len(str(error.value)) < 900
+
+
+def test_a_drafter_of_which_nothing_is_accepted_says_so() -> None:
+    target, prompt = Target(tiny_model()), [[5, 9, 2, 7]]
+    plain = autoregressive(target, prompt, Options(60)).token_ids
+    drafter = made(Eagle3, target, layers=[0, 1], draft_vocab=20)
+    drafter.drafts_only(torch.tensor([t for t in range(VOCAB) if t not in plain[0]][:20]))  # of another target, say
+    with pytest.warns(UserWarning, match=r"0 of \d+ drafted tokens accepted: does this drafter belong") as found:
+        results = [speculative(target, prompt, Options(60), drafter.eval(), 16) for _ in range(2)]
+    assert len(found) == 1
+    assert all(result.token_ids == plain for result in results)
+    assert re.search(r"; 0 of \d+ drafted tokens accepted", repr(results[0].stats))
 
 
 def of(config: Any, target: Target) -> Any:

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
+from selfspec.checkpoints.formats.files import compare_names, read_tensors
 from selfspec.checkpoints.smollm2 import is_smollm2
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.target import Target
@@ -189,10 +189,10 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     kind = drafter_class(meta["kind"], trust, away=folder)
     path = folder / "drafter.json"
     drafter = build(kind, target, read_config(path, kind, meta["config"]))
-    _copy(_read(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
+    _copy(read_tensors(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
     for name, module in adapters(drafter).items():
         part = folder / "lora" / name / "adapter_model.safetensors"
-        state = {key.removeprefix(_PREFIX): t for key, t in _read(part).items()}
+        state = {key.removeprefix(_PREFIX): t for key, t in read_tensors(part).items()}
         expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
         _compare(state, expected, part)
         set_peft_model_state_dict(module, state, adapter_name=name)
@@ -223,17 +223,8 @@ def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) ->
         )
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-
-
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) -> None:
-    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or unknown:
-        raise ValueError(f"{path}: missing tensors {missing}, unknown tensors {unknown}")
+    compare_names(found, expected, path)
     for name, tensor in found.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds numbers that are not finite; train again")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, check, integer
@@ -21,6 +22,8 @@ from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
+_MANY = 200  # tokens drafted in vain, after which something is said
+_doubted: WeakSet[object] = WeakSet()  # drafters of which that was said
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
 
@@ -170,6 +173,8 @@ def _steps(
             runner: Target = target if tree.through is None else tree.through
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             t3 = clock(target.device)
+            if not stats.accepted:
+                stats.vain += int((tree.parents[:, 1 : tree.plain] >= 0).sum())
             paths, emitted = rows.accepted(tree, out)
             before = rows.alive, cache.lengths
             cache.commit(paths)
@@ -196,3 +201,16 @@ def _steps(
     finally:
         stats.compiled, stats.exact = stats.compiled + target.compiled - compiled, target.exact
         cache.close()
+        _doubt(drafter, stats)
+
+
+def _doubt(drafter: Drafts, stats: Stats) -> None:
+    """Warn, once for a drafter with weights, that nothing of what it drafted is accepted."""
+    weights = isinstance(drafter, nn.Module) and next(drafter.parameters(), None) is not None
+    if weights and not stats.accepted and stats.vain >= _MANY and drafter not in _doubted:
+        _doubted.add(drafter)
+        warnings.warn(
+            f"0 of {stats.vain} drafted tokens accepted: does this drafter belong to this target? The output is the "
+            "target's own all the same",
+            stacklevel=2,
+        )

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
@@ -66,6 +66,14 @@ def atomic(path: Path) -> Iterator[Path]:
             os.replace(old, path)
         for rest in (scratch, old):
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+
+
+def inside(folder: Path, name: str, by: Path) -> Path:
+    """The file of a folder that another file, `by`, names. Raises ValueError for a name that leads out of it."""
+    path = PurePath(name)  # by its name alone: the hub's cache keeps links to files that lie elsewhere
+    if not path.name or path.is_absolute() or ".." in path.parts or "\\" in name:
+        raise ValueError(f"{by} names the file {name!r:.200}, which does not lie in {folder}; copy the folder again")
+    return folder / path
 
 
 def write_text(path: Path, text: str) -> None:

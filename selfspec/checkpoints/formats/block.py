@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_tensors, write_files
+from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_weights, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.parts import markov
@@ -115,9 +115,9 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     Raises ValueError for what this target or `drafter=block` can not have: other sizes, features or masks that do not
     exist, tensors that are missing or too many.
     """
-    config, path = flat(read_config(folder)), folder / "model.safetensors"
+    config, (found, path) = flat(read_config(folder)), read_weights(folder)
     where, V = f"{folder}/config.json", target.vocab_size
-    tensors = {name.removeprefix("model."): tensor for name, tensor in read_tensors(path).items()}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in found.items()}
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": V}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{where}: {name} is {config.get(name)!r}, the target's is {wanted}")

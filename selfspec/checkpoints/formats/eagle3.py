@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_tensors, write_files
+from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_weights, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
@@ -203,8 +203,8 @@ def read(folder: Path, target: Target) -> Eagle3:
 
     Raises ValueError for what is no EAGLE-3 layer on this target: other layers, sizes, activations or keys.
     """
-    config, path = flat(read_config(folder)), folder / "model.safetensors"
-    tensors = named(read_tensors(path))
+    config, (found, path) = flat(read_config(folder)), read_weights(folder)
+    tensors = {name: t for name, t in named(found).items() if not name.endswith("rotary_emb.inv_freq")}
     parallel = MASK in tensors
     if not parallel and any(config.get(name) is not None for name in _MASK_TOKENS):
         raise ValueError(
@@ -244,9 +244,25 @@ def read(folder: Path, target: Target) -> Eagle3:
         del tensors[EMBEDDINGS]  # a copy
     if parallel and tensors[MASK].numel() == len(layers) * target.hidden_size:
         tensors[MASK] = tensors[MASK].view(1, 1, -1)
-    if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
+    if "d2t" in tensors:
         check_map(tensors["d2t"], path)
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        told = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None
+        if few < target.vocab_size and not tensors["d2t"].any() and (told is None or not torch.equal(told, ids)):
+            raise ValueError(
+                f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
+                "drafted; the map was not written: copy or convert the drafter again"
+            )
+        if few == target.vocab_size and tensors["d2t"].any():
+            raise ValueError(
+                f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of "
+                "the two is wrong"
+            )
+    if few == target.vocab_size:  # all tokens, in their order
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    if "t2d" in tensors:
+        tensors["t2d"] = tensors["t2d"].bool()
+    if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
         if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
             raise ValueError(
                 f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft "

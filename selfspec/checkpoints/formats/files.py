@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selfspec.utils.files import Figures
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import Figures, inside
 
+_MOST = 5  # names that an error lists
 Contract = dict[str, tuple[list[int], torch.dtype | None]]  # shape and dtype (None: any float) by name
 
 
@@ -47,13 +50,40 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
+    """The tensors of a safetensors file, or of one of torch's, in which no code is run. Raises FileNotFoundError for a
+    missing file, ValueError for one that is not whole, or holds anything else."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise ValueError(f"{path} is no file of tensors alone: {one_line(error):.200}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise ValueError(f"{path} must hold tensors by name")
+    return tensors
+
+
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
+    """The weights of a folder and the file that holds or lists them: model.safetensors or pytorch_model.bin, whole or
+    in shards. Raises FileNotFoundError where there is none of these, ValueError as `read_tensors`."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return read_tensors(folder / name), folder / name
+        if (index := folder / f"{name}.index.json").is_file():
+            shards = [read_tensors(inside(folder, shard, index)) for shard in sorted({*weight_map(index).values()})]
+            return {key: tensor for shard in shards for key, tensor in shard.items()}, index
+    raise FileNotFoundError(f"{folder}/model.safetensors is missing, and so are its shards and pytorch_model.bin")
+
+
+def few(names: Collection[str]) -> str:
+    """Names in a list, at most five of them."""
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(map(repr, sorted(names)[:_MOST])) + more
 
 
 def check_map(d2t: Tensor, path: Path) -> None:
@@ -62,11 +92,17 @@ def check_map(d2t: Tensor, path: Path) -> None:
         raise ValueError(f"{path}: d2t is {list(d2t.shape)} of {d2t.dtype}; it must list whole numbers")
 
 
+def compare_names(found: Collection[str], wanted: Collection[str], path: Path) -> None:
+    """Raises ValueError for names that are missing or too many."""
+    missing, unknown = set(wanted) - set(found), set(found) - set(wanted)
+    if missing or unknown:
+        odd = [f"missing tensors [{few(missing)}]", f"unknown tensors [{few(unknown)}]"]
+        raise ValueError(f"{path}: {', '.join(odd)}; expected {len(wanted)} tensors, found {len(found)}")
+
+
 def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
     """Raises ValueError for keys that are missing or too many, and for tensors of another shape or dtype."""
-    missing, unknown = sorted(contract.keys() - found.keys()), sorted(found.keys() - contract.keys())
-    if missing or unknown:
-        raise ValueError(f"{path}: missing tensors {missing}, unknown tensors {unknown}")
+    compare_names(found, contract, path)
     for name, (shape, dtype) in contract.items():
         tensor = found[name]
         if list(tensor.shape) != shape:

@@ -22,8 +22,9 @@ def published(folder: Path) -> str | None:
         return "medusa"
     if block.kind_of(config) is not None:
         return "block"
-    names = f"{config.get('architectures')} {config.get('speculators_model_type')}"
-    return "eagle3" if "eagle3" in names.lower() or "peagle" in names.lower() else None
+    names = f"{config.get('architectures')} {config.get('speculators_model_type')}".lower()
+    own = "draft_vocab_size" in config  # as its authors' own configs, which name a plain Llama
+    return "eagle3" if own or "eagle3" in names or "peagle" in names else None
 
 
 def read(folder: Path, target: Target) -> Drafter:

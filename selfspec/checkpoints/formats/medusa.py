@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -94,7 +95,12 @@ def read(folder: Path, target: Target) -> Medusa:
     config = read_config(folder)
     tensors = {_plain(name): t for name, t in _found(folder).items()}
     V, H = target.vocab_size, target.hidden_size
-    heads = number(config, "medusa_num_heads" if "medusa_num_heads" in config else "num_heads", folder)
+    key = "medusa_num_heads" if "medusa_num_heads" in config else "num_heads"
+    heads = number(config, key, folder)
+    held = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
+    if held == set(range(len(held))) and len(held) not in (0, heads):  # as of FasterDecoding's own for Vicuna
+        where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
+        print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
     biased = any(name.endswith(".bias") for name in tensors)
     if config.get("truncated_vocab_size") not in (None, V):
@@ -130,13 +136,7 @@ def _found(folder: Path) -> dict[str, Tensor]:
     path = folder / "medusa_lm_head.pt"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has neither {FILE}, model.safetensors nor {path.name}")
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} is no file of tensors alone: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path} must hold tensors by name")
-    return tensors
+    return read_tensors(path)
 
 
 def _plain(name: str) -> str:

@@ -30,6 +30,8 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters")
     if rope is None:
         rope = {**(config.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": config.get("rope_theta")}
+        if "type" in rope:  # its older name
+            rope = {"rope_type": rope["type"], **{key: value for key, value in rope.items() if key != "type"}}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     return {**settings, "rope_parameters": {**rope, "rope_theta": theta}}
 
