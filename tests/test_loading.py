@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from conftest import made, randomize, save_tiny
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, QuantoConfig
 
 import selfspec
 from selfspec.api import Spec
@@ -174,3 +176,57 @@ def test_what_can_not_be_loaded_is_named(
 ) -> None:
     with pytest.raises(error, match=message):
         selfspec.load(**{"drafter": str(heads_folder), **change})
+
+
+def test_a_broken_tokenizer_is_told_from_none(tmp_path: Path, tiny_folder: str) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model": ')
+    with pytest.raises(
+        ValueError, match=r"tokenizer in .*target \(tokenizer.json, tokenizer_config.json\) can not"
+    ):
+        load_target(str(folder))
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    assert load_target(str(folder))[1] is None
+
+
+def test_arguments_of_transformers_reach_config_and_tokenizer(
+    tmp_path: Path, tiny_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "repo" / "inner")
+    target, tokenizer = load_target(str(tmp_path / "repo"), subfolder="inner")
+    assert tokenizer is not None
+    assert target.name == str(tmp_path / "repo" / "inner")
+    seen: dict[str, dict[str, Any]] = {}
+
+    def spied(name: str, kind: Any) -> None:
+        real = kind.from_pretrained
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[name] = kwargs
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "from_pretrained", call)
+
+    for name, kind in (("config", AutoConfig), ("model", AutoModelForCausalLM), ("tokenizer", AutoTokenizer)):
+        spied(name, kind)
+    load_target(tiny_folder, trust_remote_code=True, local_files_only=True, attn_implementation="sdpa")
+    assert all(arguments["trust_remote_code"] and arguments["local_files_only"] for arguments in seen.values())
+    assert [name for name in seen if "attn_implementation" in seen[name]] == ["model"]
+    load_target(tiny_folder)
+    assert all(arguments["trust_remote_code"] is False for arguments in seen.values())  # None would ask on stdin
+
+
+def test_a_target_whose_tokenizer_or_config_is_code_is_refused(tmp_path: Path, tiny_folder: str) -> None:
+    for name, entry in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        folder = tmp_path / entry
+        shutil.copytree(tiny_folder, folder)
+        config = json.loads((folder / name).read_text())
+        code = "evil.Evil" if entry == "AutoConfig" else [None, "evil.Evil"]
+        config |= {"auto_map": {entry: code}, "model_type": "evil", "tokenizer_class": "Evil"}
+        (folder / name).write_text(json.dumps(config))
+        (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load_target(str(folder))
+    assert not (tmp_path / "ran").exists()

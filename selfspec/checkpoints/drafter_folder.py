@@ -22,6 +22,7 @@ from selfspec.checkpoints.embedded import TARGETS
 from selfspec.checkpoints.formats.files import compare_names, read_tensors
 from selfspec.checkpoints.smollm2 import is_smollm2
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
+from selfspec.core.support import quantized_by
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
@@ -31,6 +32,7 @@ from selfspec.utils.files import Figures, atomic
 FORMAT = 3
 RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
 ADDED = {"draft_vocab": None}  # keys that older versions did not write, with what they did
+_SIZES = {"layers": "n_layers", "hidden_size": "hidden_size", "vocab_size": "vocab_size"}  # there and of targets
 _PREFIX = "base_model.model."  # PEFT's own folders name tensors so
 
 
@@ -171,11 +173,14 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     theirs, ours = meta["target"], target_hash(target)
     if theirs["weights_hash"] != ours:
         origin = f"made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]})"
-        if not (is_smollm2(theirs["name"]) and is_smollm2(target.name)):
+        quantized, sizes = quantized_by(target.model), {key: theirs.get(key) for key in _SIZES}
+        same = is_smollm2(theirs["name"]) and is_smollm2(target.name)
+        if not same and not (quantized and sizes == {key: getattr(target, of) for key, of in _SIZES.items()}):
             raise ValueError(f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]})")
+        here = f"weights that {quantized} has quantized" if quantized else "others of the same model"
         print(
-            f"{folder.name}: {origin}; here are others of the same model (weights {ours[:12]}): fewer of its drafts "
-            "may be accepted, the output is the target's own",
+            f"{folder.name}: {origin}; here are {here} (weights {ours[:12]}): fewer of its drafts may be accepted, the "
+            "output is the target's own",
             file=sys.stderr,
         )
     if target.int8 and not theirs.get("int8"):

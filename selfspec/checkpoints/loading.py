@@ -34,6 +34,12 @@ from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, 
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
 
+# Of from_pretrained: what says where files are and whether code in them may run, so of configs and tokenizers too
+_FETCHING = (
+    *("trust_remote_code", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies"),
+    "code_revision",
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
@@ -76,14 +82,19 @@ def load_target(
     if device is not None:
         check_device(device)
     model: Any
+    passed = {name: value for name, value in loading.items() if name in _FETCHING}
+    passed.setdefault("trust_remote_code", False)  # None would ask on the terminal
     if isinstance(source, (str, Path)):
         path, packed = _unpacked(resolve(str(source)))
+        if "subfolder" in loading and Path(path).is_dir():
+            passed.pop("subfolder")
+            path = str(Path(path) / loading.pop("subfolder"))
         if not packed and not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
             )
         try:
-            config = AutoConfig.from_pretrained(path, revision=revision, **packed)
+            config = AutoConfig.from_pretrained(path, revision=revision, **packed, **passed)
         except StrictDataclassError as error:  # a value of the wrong type
             raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error)}") from error
         if (index := Path(path) / SAFE_WEIGHTS_INDEX_NAME).is_file():
@@ -92,7 +103,7 @@ def load_target(
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         try:
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", revision=revision, config=config, **packed, **loading
+                path, dtype="auto", revision=revision, config=config, **packed, **{**passed, **loading}
             )
         except TypeError as error:  # of the model's constructor, which names itself and not the argument's giver
             if not loading or "unexpected keyword" not in str(error):
@@ -136,13 +147,22 @@ def load_target(
     target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.use_engine(engine)
+    return target, _tokenizer(path, revision, {**packed, **passed}) if path else None
+
+
+def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | None:
+    """The tokenizer of a target's folder or hub id; None where there is none. Raises ValueError for one that is there
+    and can not be read."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, **packed) if path else None
-        if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_ids):
-            tokenizer = None  # what transformers makes up for a folder without one
-    except (OSError, ValueError):
-        tokenizer = None
-    return target, tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, **passed)
+        # Else what transformers makes up for a folder without one
+        return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else None
+    except Exception as error:  # of readers in several languages
+        there = [name for name in _TOKENIZERS if (Path(path) / name).is_file()]
+        if not there and (isinstance(error, OSError) or Path(path).is_dir()):
+            return None
+        of = f"{path} ({', '.join(there)})"
+        raise ValueError(f"the tokenizer in {of} can not be read: {one_line(error)}") from error
 
 
 def _check_shards(index: Path) -> None:
@@ -175,7 +195,7 @@ def _align(model: PreTrainedModel) -> None:
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
     try:
-        return AutoTokenizer.from_pretrained(resolve(name))
+        return AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer at {name!r}: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from selfspec.core.recurrent.mixers import keeps_state, mixers
@@ -23,6 +24,11 @@ def refuse_any(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings() if model.can_generate() else None
     if getattr(head, "out_features", None) is None:
         raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    if any("QBits" in type(p).__name__ for p in model.parameters()):
+        raise ValueError(
+            f"{name} has weights of quanto's int4 or int2, which torch's inference mode does not take; quanto's int8 "
+            "and float8 are served, and dtype='int8' of selfspec's own"
+        )
     if not inspect.signature(model.forward).parameters.keys() & set(CACHE_NAMES):
         raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified")
 
@@ -53,6 +59,16 @@ def refuse(model: PreTrainedModel) -> None:
 
 
 _STATELESS = {"attention", "mlp", "moe"}  # kinds of layers that need no form of their own
+
+
+def quantized_by(model: PreTrainedModel) -> str | None:
+    """Which library has quantized a model's weights, None where none has."""
+    config = getattr(model.config, "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    if method is not None:
+        return str(getattr(method, "value", method))
+    kinds = {type(p).__module__ for p in model.parameters() if is_traceable_wrapper_subclass(p)}
+    return next((kind.split(".")[1] for kind in kinds if "quant" in kind), None)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
