@@ -217,7 +217,7 @@ class Spec:
         if args and isinstance(args[0], GenerationConfig):
             args, kwargs = args[1:], {**kwargs, "generation_config": args[0]}
         if (config := kwargs.pop("generation_config", None)) is not None:
-            settings, eos = from_config(config)
+            settings, eos = from_config(config, self.target.model.generation_config)
             kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
         if unknown := kwargs.keys() - set(known):
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")

@@ -94,7 +94,6 @@ def decode(
     # A criterion given by the user stands in the list instead of the one from the config.
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     ends = {int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
-    temperature = float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0
     if not limits:
         raise ValueError(
             "spec(...) was called without a max_length among its stopping_criteria; it is meant to be called by "
@@ -104,7 +103,7 @@ def decode(
         seed = 0  # greedy decoding leaves torch's generator as it was
     options = Options(
         min(limits) - width,
-        Sampling(temperature, None, config.top_p, config.min_p),  # not the warpers, but what they must satisfy
+        sampling_of(config, None),  # not the warpers, which are given, but what they must satisfy
         as_seed(seed),
         frozenset(ends),
         processors=list(logits_processor),
@@ -262,39 +261,49 @@ def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int
     )
 
 
-# Of a GenerationConfig: what is served, by the names of `Arguments`; what says nothing of the tokens.
-_SERVED = {"max_new_tokens": "max_new_tokens", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+# Of a GenerationConfig: how tokens are drawn, with what transformers takes where neither a call nor the model says
+_DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
+_SERVED = {"max_new_tokens": "max_new_tokens", "stop_strings": "stop"}  # by the names of `Arguments`
+_LENGTHS = ("max_new_tokens", "max_length", "eos_token_id", "cache_implementation")  # a model's, which a call replaces
+_SILENT = ("transformers_version", "do_sample", "bos_token_id", "pad_token_id", "use_cache")
+# Values with which a setting changes nothing
+_ONE = ("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty", "typical_p")
+_ZERO = ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff")
 
 
-_ONE = ("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty")  # of which 1 changes nothing
+def sampling_of(config: GenerationConfig, own: GenerationConfig | None) -> Sampling:
+    """How transformers draws tokens with a config. own: the model's, which says what the config leaves open."""
+
+    def setting(name: str, default: Any) -> Any:
+        values = (getattr(one, name, None) for one in (config, own))
+        return next((value for value in values if value is not None), default)
+
+    if not setting("do_sample", False):
+        return Sampling()
+    return Sampling(**{name: setting(name, default) for name, default in _DRAWN.items()})
 
 
-_SILENT = ("transformers_version", "do_sample", "temperature", "bos_token_id", "pad_token_id", "use_cache")
-
-
-def from_config(config: GenerationConfig) -> tuple[dict[str, Any], frozenset[int] | None]:
-    """The arguments that a GenerationConfig of transformers stands for, and its EOS ids (None: the target's own).
-    Raises ValueError naming a setting that is not served here."""
+def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple[dict[str, Any], frozenset[int] | None]:
+    """The arguments that a GenerationConfig of transformers stands for, and its EOS ids (None: the target's own). own:
+    the model's, see `sampling_of`. Raises ValueError naming a setting that is not served here."""
     if not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config is a {type(config).__name__}; give transformers' GenerationConfig")
-    given = {
-        key: value
-        for key, value in config.to_diff_dict().items()
-        if value is not None and value is not False and key[0] != "_" and not (value == 1 and key in _ONE)
-    }
-    found = {own: given.pop(key) for key, own in _SERVED.items() if key in given}
-    if "stop_strings" in given:
-        found["stop"] = given.pop("stop_strings")
-    eos = given.pop("eos_token_id", None)
+    given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
+    theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key not in _LENGTHS}
+    both = {key: value for key, value in {**theirs, **given}.items() if value is not None}
+    found = {ours: both.pop(key) for key, ours in _SERVED.items() if key in both}
+    sampling = sampling_of(config, own)
+    found |= {name: value for name in _DRAWN if (value := getattr(sampling, name)) is not None}
+    eos = both.pop("eos_token_id", None)
     if eos is not None:
         eos = eos.tolist() if hasattr(eos, "tolist") else eos
         eos = [integer("generation_config.eos_token_id", one) for one in (eos if isinstance(eos, list) else [eos])]
-    sampled = bool(config.do_sample)
-    found["temperature"] = float(given.get("temperature", 1.0)) if sampled else 0.0
-    found = {key: value for key, value in found.items() if sampled or key not in ("top_k", "top_p", "min_p")}
-    if other := sorted(given.keys() - set(_SILENT)):
-        raise ValueError(
-            f"generation_config has {other[0]}={given[other[0]]!r}, which generate does not take; "
-            "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
-        )
+    for key, value in sorted(both.items()):
+        nothing = value is False or (key in _ONE and value == 1) or (key in _ZERO and value == 0)
+        if not nothing and key not in (*_SILENT, *_DRAWN) and key[0] != "_":
+            whose = "" if key in given else " of the model's own"
+            raise ValueError(
+                f"generation_config has {key}={value!r}{whose}, which generate does not take; "
+                "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
+            )
     return found, None if eos is None else frozenset(eos)

@@ -134,7 +134,7 @@ CASES = [
     ("decode", "drafter=heads target=other", "was made for target"),
     ("decode", "drafter=types", "was altered: weights_hash is not what was written"),
     ("decode", "drafter=prompt_lookup target=cut", "its weights are no whole safetensors file"),
-    ("decode", f"{EVAL} decode.top_k=0", "top_k=0.0 must be an integer of at least 1"),
+    ("decode", f"{EVAL} decode.top_k=-1", "top_k=-1.0 must be an integer of at least 1"),
     ("target", "name=x data=text data.root=text pretrain.length=0", "pretrain.length=0 must be at least 1"),
     ("target", "name=x data=text data.root=text pretrain.model.hidden_size=7", "must be a multiple of twice"),
     ("report", "sweep=", "there is no such folder"),

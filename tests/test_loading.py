@@ -182,9 +182,7 @@ def test_a_broken_tokenizer_is_told_from_none(tmp_path: Path, tiny_folder: str) 
     folder = tmp_path / "target"
     shutil.copytree(tiny_folder, folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0", "model": ')
-    with pytest.raises(
-        ValueError, match=r"tokenizer in .*target \(tokenizer.json, tokenizer_config.json\) can not"
-    ):
+    with pytest.raises(ValueError, match=r"tokenizer in .*target \(tokenizer.json, tokenizer_config.json\) can not"):
         load_target(str(folder))
     for path in folder.glob("tokenizer*"):
         path.unlink()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +22,14 @@ from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.contract import Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
-from selfspec.core.sampling import Sampling
+from selfspec.core.sampling import Sampling, warp
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
+from selfspec.hf_generate import from_config
 
 TEXTS = ["def parse(self):\n    ", "import os\n"]
 
@@ -255,6 +257,11 @@ def test_a_generation_config_is_taken(spec: Spec) -> None:
     config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.8, top_k=20, stop_strings=["zz"])
     want = spec.generate(TEXTS, 9, 0.8, 20, seed=5).token_ids
     assert spec.generate(TEXTS, generation_config=config, seed=5).token_ids == want
+    open_ = GenerationConfig(max_new_tokens=48, do_sample=True, temperature=1.5)  # top_k is 50 there
+    want = spec.generate(TEXTS, 48, 1.5, 50, seed=5).token_ids
+    assert spec.generate(TEXTS, generation_config=open_, seed=5).token_ids == want
+    assert want != spec.generate(TEXTS, 48, 1.5, seed=5).token_ids
+    want = spec.generate(TEXTS, 9, 0.8, 20, seed=5).token_ids
     assert spec.autoregressive(TEXTS, generation_config=config, seed=5).token_ids == want
     assert len(spec.generate(TEXTS, 4, generation_config=config, seed=5).token_ids[0]) == 4  # what is given counts
     greedy = GenerationConfig(max_new_tokens=9, temperature=0.8)  # transformers draws only with do_sample
@@ -262,6 +269,53 @@ def test_a_generation_config_is_taken(spec: Spec) -> None:
     end = spec.generate(TEXTS[0], 9).token_ids[0][3]
     ended = spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=9, eos_token_id=end))
     assert ended.token_ids[0].index(end) == len(ended.token_ids[0]) - 1
+
+
+CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a call, and of the model
+    ({}, {}),
+    ({"temperature": 0.7}, {"do_sample": True}),
+    *(({"do_sample": True, **more}, {}) for more in (
+        {}, {"temperature": 1.5}, {"temperature": 1e-5}, {"top_k": 0}, {"top_k": 3}, {"top_p": 0.0}, {"top_p": 1.0},
+        {"top_k": 0, "top_p": 0.4}, {"min_p": 0.2, "top_k": 0}, {"min_p": 0.0}, {"top_k": 10_000},
+        {"temperature": 0.5, "top_k": 7, "top_p": 0.8, "min_p": 0.05}, {"typical_p": 1.0, "repetition_penalty": 1.0},
+    )),
+    ({"do_sample": True}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+    ({"do_sample": True, "top_k": 5}, {"do_sample": False, "top_p": 0.5}),
+    ({"do_sample": False}, {"do_sample": True, "top_p": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "own"), CONFIGS)
+def test_a_generation_config_means_what_transformers_says(
+    call: dict[str, Any], own: dict[str, Any], spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens that are left to draw from, and how likely they are, by transformers' own warpers; both ways in."""
+    model, config = spec.target.model, GenerationConfig(max_new_tokens=12, **call)
+    monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=0, pad_token_id=0, **own))
+    arguments, _ = from_config(config, model.generation_config)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    scores = torch.randn(6, spec.target.vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    ours = warp(scores, Sampling(**{name: arguments.get(name) for name in names}).warpers())
+    whole = model._prepare_generation_config(config)[0]
+    model._prepare_special_tokens(whole, False, device="cpu")
+    theirs = scores
+    for processor in model._get_logits_processor(whole, input_ids_seq_length=1, device="cpu"):
+        theirs = processor(torch.zeros(6, 1, dtype=torch.long), theirs)
+    assert (arguments["temperature"] > 0) == bool(whole.do_sample)
+    assert torch.equal(ours.isfinite(), theirs.isfinite())
+    torch.testing.assert_close(ours, theirs)
+    ids = torch.tensor([[5, 9, 2, 7]])
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, generation_config=config, custom_generate=spec, seed=3)
+    assert spec.generate(ids, generation_config=config, seed=3).token_ids[0] == out[0, 4:].tolist()
+
+
+def test_what_a_models_own_config_asks_for_is_not_passed_over(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec.target.model, "generation_config", GenerationConfig(repetition_penalty=1.05))
+    with pytest.raises(ValueError, match=r"has repetition_penalty=1.05 of the model's own, which generate does not"):
+        spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=4))
+    config = GenerationConfig(max_new_tokens=4, repetition_penalty=1.0)
+    assert len(spec.generate(TEXTS[0], generation_config=config).token_ids[0]) <= 4
 
 
 def test_what_is_given_is_not_changed(spec: Spec) -> None:

@@ -35,11 +35,11 @@ def _positive(text: str) -> int:
 
 def _temperature(text: str) -> float:
     try:
-        if (value := float(text)) == 0 or 1e-4 <= value < float("inf"):
+        if (value := float(text)) == 0 or 1e-30 <= value < float("inf"):
             return value
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text} must be 0 (greedy) or at least 0.0001, and finite")
+    raise argparse.ArgumentTypeError(f"{text} must be 0 (greedy) or at least 1e-30, and finite")
 
 
 def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:

@@ -16,6 +16,9 @@ from selfspec.engine.engine import Engine
 _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
+LEAST = 1e-30  # temperature above 0: logits divided by less overflow in float32
+
+
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's mixer on int64, which torch multiplies modulo 2**64; shifts are made logical by masking."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MUL1
@@ -44,9 +47,10 @@ def _block(seeds: Tensor, sequences: Tensor, positions: Tensor, ids: Tensor) -> 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 picks the most likely token; the others warp as in transformers, in its order.
+    """temperature 0 picks the most likely token; the others warp as in transformers, in its order (top_k 0: no limit).
 
-    Raises ValueError for a negative or non-finite temperature, top_k < 1, top_p outside (0, 1], min_p outside [0, 1].
+    Raises ValueError for a temperature below 0, not finite or too small for float32, top_k below 0, top_p or min_p
+    outside [0, 1].
     """
 
     temperature: float = 0.0
@@ -58,12 +62,12 @@ class Sampling:
         values = {name: _number(name, getattr(self, name)) for name in ("temperature", "top_k", "top_p", "min_p")}
         for name, value in values.items():  # plain numbers also of NumPy's and torch's scalars
             object.__setattr__(self, name, value)
-        if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least 0.0001, and finite")
-        if self.top_k is not None and (self.top_k < 1 or self.top_k != int(self.top_k)):
-            raise ValueError(f"top_k={self.top_k} must be an integer of at least 1, or None for no limit")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1], or be None for no limit")
+        if not (self.temperature == 0 or LEAST <= self.temperature < math.inf):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or at least {LEAST}, and finite")
+        if self.top_k is not None and not (0 <= self.top_k < math.inf and self.top_k == int(self.top_k)):
+            raise ValueError(f"top_k={self.top_k} must be an integer of at least 1, or 0 or None for no limit")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must lie in [0, 1], or be None for no limit")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1], or be None for no limit")
 
@@ -74,7 +78,7 @@ class Sampling:
         result: list[LogitsProcessor] = []
         if self.temperature != 1:
             result.append(TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k is not None:
+        if self.top_k:
             result.append(TopKLogitsWarper(int(self.top_k)))
         if self.top_p is not None and self.top_p < 1:
             result.append(TopPLogitsWarper(self.top_p))
