@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -14,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
 
 import selfspec
+from selfspec.checkpoints.find import member_names
 from selfspec.cli import main as cli
-from selfspec.cli.config import _folder_name, constant, flags_first
+from selfspec.cli.config import _folder_name, constant, flags_first, paths_quoted
 from selfspec.cli.training_runs import run_folder
 from selfspec.cli.training_runs import typed as typed_config
 from selfspec.data.store import Corpus, joined
@@ -429,3 +432,40 @@ def test_what_was_typed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(sys, "orig_argv", given)
         assert log.command_line() == told
+
+
+# -- folders of sweeps
+
+
+NAMES = ["drafter.heads=2", "decode.temperature=0,tree.nodes=8", "my runs", "with++", "it's (one)"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_typed_as_it_is_printed(name: str, heads_folder: Path, tmp_path: Path) -> None:
+    """As Hydra names the folders of a sweep; a drafter there is given back, alone and joined with others."""
+    place = tmp_path / name / "x"
+    shutil.copytree(heads_folder, place / "drafter")
+    parser = OverridesParser.create()
+    for text, members in ((f"{place}", [str(place)]), (f"{place}+prompt_lookup", [str(place), "prompt_lookup"])):
+        (argument,) = paths_quoted([f"drafter={text}"])
+        parsed = parser.parse_override(argument)
+        assert (parsed.key_or_group, parsed.value()) == ("drafter", text)
+        assert member_names(text) == members
+        assert len(selfspec.load(text).drafter.sources) == len(members)
+    (argument,) = paths_quoted([f"drafter={place},{place}+prompt_lookup,prompt_lookup"])
+    swept = [str(value) for value in parser.parse_override(argument).sweep_string_iterator()]
+    assert [value.strip("'").replace("\\'", "'").replace("\\ ", " ") for value in swept] == [
+        str(place), f"{place}+prompt_lookup", "prompt_lookup"
+    ]  # fmt: skip
+    assert paths_quoted(["loop.steps=3", "-m", "decode.temperature=0,1", "data.path=[a,b]"]) == [
+        "loop.steps=3", "-m", "decode.temperature=0,1", "data.path=[a,b]"
+    ]  # fmt: skip
+
+
+def test_what_a_sweep_made_is_measured(heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(heads_folder, tmp_path / "runs/sizes/drafter.heads=2/drafter")
+    short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
+    arguments = ("drafter=runs/sizes/drafter.heads=2", "name=x", "wandb.mode=disabled", "decode.repeats=1", *short)
+    assert typed(monkeypatch, "decode", *arguments) == 0
+    assert len(list((tmp_path / "runs/x").rglob("summary.json"))) == 1

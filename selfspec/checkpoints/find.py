@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from selfspec.checkpoints.embedded import DRAFTERS, resolve
@@ -60,4 +61,20 @@ def _within(home: Path) -> Path | None:
 
 def member_names(name: str) -> list[str]:
     """The drafters that a name stands for: several are joined by "+" and share one tree."""
-    return [name] if Path(name).exists() else name.split("+")
+    return split_at(name, "+", lambda part: Path(part).exists())
+
+
+def names_path(name: str) -> bool:
+    """Whether a drafter of this name, or one of its members, is a path that exists."""
+    return any(Path(part).exists() for part in member_names(name))
+
+
+def split_at(text: str, mark: str, whole: Callable[[str], bool]) -> list[str]:
+    """The parts of a text between marks. Those that are whole, such as paths that exist, may hold marks of their own;
+    the longest are taken."""
+    parts, found = text.split(mark), list[str]()
+    while parts:
+        size = next((n for n in range(len(parts), 1, -1) if whole(mark.join(parts[:n]))), 1)
+        found.append(mark.join(parts[:size]))
+        parts = parts[size:]
+    return found

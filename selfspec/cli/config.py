@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.api import NODES
 from selfspec.checkpoints.drafter_folder import RENAMED
+from selfspec.checkpoints.find import member_names, names_path, split_at
 from selfspec.cli.errors import one_line_error
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
@@ -241,6 +244,34 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
         raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
     assert isinstance(drafter_config, DrafterConfig)
     return kind, drafter_config
+
+
+def paths_quoted(arguments: list[str]) -> list[str]:
+    """Command-line arguments in which paths that exist are quoted where Hydra's grammar would take them apart: folders
+    of sweeps hold `=` and `,`."""
+    result, parser = [], OverridesParser.create()
+    for argument in arguments:
+        key, mark, value = argument.partition("=")
+        plain = mark and argument[0] != "-" and value[:1] not in ("'", '"', "[", "{")
+        parts = split_at(value, ",", _whole) if plain else []
+        if any(map(names_path, parts)) and (any("," in part for part in parts) or not _parses(parser, argument)):
+            quoted = ("'" + part.replace("\\", "\\\\").replace("'", "\\'") + "'" for part in parts)
+            argument = f"{key}={','.join(quoted)}"
+        result.append(argument)
+    return result
+
+
+def _whole(value: str) -> bool:
+    """Whether a value is one although it holds commas: all of these are of paths that exist."""
+    return all(Path(name).exists() for name in member_names(value) if "," in name)
+
+
+def _parses(parser: OverridesParser, argument: str) -> bool:
+    try:
+        parser.parse_override(argument)
+    except HydraException:
+        return False
+    return True
 
 
 def constant(arguments: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from selfspec.checkpoints.drafter_folder import read_meta
 from selfspec.cli import compare_runs
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import constant, flags_first, register, renamed, with_classes
+from selfspec.cli.config import constant, flags_first, paths_quoted, register, renamed, with_classes
 from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
@@ -36,6 +37,7 @@ def launch(name: str, config_name: str, trains: bool) -> None:
     register(drafters=trains)
     with clear_errors():
         arguments = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
+        arguments = paths_quoted(arguments)
         arguments = flags_first(with_classes(renamed(arguments)) if trains else arguments)
         if {"-m", "--multirun"} & set(arguments):
             constant_keys = ",".join(f'"{key}"' for key in constant(arguments))
@@ -114,7 +116,8 @@ def _report(figures: Figures, folder: Path) -> None:
     if "kept_step" in figures:
         print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
     trust = " --trust-code" if "." in read_meta(folder / "drafter")["kind"] else ""
-    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {folder} --color{trust}")
+    at = shlex.quote(str(folder))
+    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {at} --color{trust}")
 
 
 @_task
@@ -127,7 +130,7 @@ def distill(config: DictConfig, folder: Path) -> None:
             f"rows are there, {figures['counted']} tokens of them count in the loss\n"
             f"train on them with the same settings: train.distill.rows={settings.rows} "
             f"train.distill.prompt_tokens={settings.prompt_tokens} train.distill.new_tokens={settings.new_tokens} "
-            f"train.distill.folder={settings.folder or folder / 'distill'}"
+            + shlex.quote(f"train.distill.folder={settings.folder or folder / 'distill'}")
         )
 
 
@@ -164,7 +167,7 @@ def audit(config: DictConfig, folder: Path) -> None:
 @_task
 def calibrate(config: DictConfig, folder: Path) -> None:
     _acceptance(measures.run_calibrate(config, folder))
-    print(f"saved to {folder / 'drafter'}; it loads by the name {folder}")
+    print(f"saved to {folder / 'drafter'}; it loads by the name {shlex.quote(str(folder))}")
 
 
 @_task
