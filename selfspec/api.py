@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import inspect
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
@@ -28,6 +31,7 @@ from selfspec.core.options import Options, as_seed, end_tokens, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.detokenize import Detokenizer, text_of
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.encode import Ids, Messages, Prompts, encode
 from selfspec.hf_generate import SpeculativeOutput, decode, from_config, stopping
@@ -35,6 +39,7 @@ from selfspec.output import Generated
 from selfspec.trace import Tracer
 from selfspec.utils.files import Figures
 
+_streams: WeakSet[Generator[str]] = WeakSet()  # that may still be open
 NODES = 16  # nodes per tree unless asked for otherwise
 _LOADING = ("device_map",)  # of from_pretrained, though near to a name of `load`
 
@@ -65,7 +70,8 @@ class Arguments:
     def options(self, target: Target, tokenizer: Tokenizer | None, eos: frozenset[int] | None) -> Options:
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
-        stops = () if self.stop is None or self.stop == [] else (stopping("stop", tokenizer, self.stop),)
+        none = self.stop is None or (isinstance(self.stop, (list, tuple)) and not self.stop)
+        stops = () if none else (stopping("stop", tokenizer, self.stop),)  # type: ignore[arg-type]
         return Options(
             self.max_new_tokens, sampling, as_seed(seed), end_tokens(target) if eos is None else eos, stops=stops
         )
@@ -144,7 +150,9 @@ class Spec:
         if asked.trace:
             raise ValueError("stream yields text alone; use generate(..., trace=True)")
         drafter, most, _ = self._budget(asked, 1)
-        return self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
+        pieces = self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
+        _streams.add(pieces)
+        return pieces
 
     def push_to_hub(
         self,
@@ -239,16 +247,15 @@ class Spec:
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
-    def _text_pieces(self, steps: Iterator[Added]) -> Iterator[str]:
-        ids, shown = list[int](), ""
-        for step in steps:
-            ids += step[0][1]
-            text = self._decode([ids])[0]
-            if not text.endswith("\ufffd"):  # the rest of a character may be in the next token
-                yield text[len(shown) :]
-                shown = text
-        if len(rest := self._decode([ids])[0]) > len(shown):
-            yield rest[len(shown) :]
+    def _text_pieces(self, steps: Iterator[Added]) -> Generator[str]:
+        assert self.tokenizer is not None
+        text = Detokenizer(self.tokenizer)
+        with closing(steps):  # type: ignore[type-var]
+            for step in steps:
+                if piece := text.add(step[0][1]):
+                    yield piece
+        if piece := text.rest():
+            yield piece
 
     def encode(self, prompts: Prompts) -> list[list[int]]:
         """Token ids of prompts; see `selfspec.encode.encode`."""
@@ -257,7 +264,15 @@ class Spec:
     def _decode(self, rows: list[list[int]]) -> list[str]:
         if self.tokenizer is None:
             return ["" for _ in rows]
-        return [str(self.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        return [text_of(self.tokenizer, row) for row in rows]
+
+
+@atexit.register
+def _close_streams() -> None:
+    """Streams that are left open end while what they need is still there."""
+    for stream in list(_streams):
+        with suppress(ValueError):  # another thread is in it
+            stream.close()
 
 
 def load(

@@ -21,7 +21,6 @@ from transformers import (
     MaxLengthCriteria,
     PreTrainedModel,
     StoppingCriteria,
-    StopStringCriteria,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
@@ -34,6 +33,7 @@ from selfspec.core.stats import Stats
 from selfspec.core.support import CACHE_NAMES
 from selfspec.core.target import Target
 from selfspec.core.verify import Relaxed
+from selfspec.detokenize import StopStrings
 
 # These keep a state that they expect to advance by one token a call, or run the model themselves.
 _STATEFUL = (
@@ -89,7 +89,7 @@ def decode(
     if streamer is not None and rows > 1:
         raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
     prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
-    if stop_strings is not None:
+    if stop_strings:
         stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
     # A criterion given by the user stands in the list instead of the one from the config.
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
@@ -227,9 +227,9 @@ def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], lis
     return prompts, pads
 
 
-def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str]) -> StopStringCriteria:
+def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str]) -> StopStrings:
     """What ends a row once it holds one of the strings. name: of the argument. Raises ValueError without a tokenizer,
-    and for a string that no sequence of its tokens can spell."""
+    and for what is no text."""
     if tokenizer is None:
         raise ValueError(f"{name}={strings!r} needs a tokenizer, which the target has not")
     strings = [strings] if isinstance(strings, str) else strings
@@ -238,18 +238,9 @@ def stopping(name: str, tokenizer: Tokenizer | None, strings: str | Sequence[str
     for string in strings:
         if not string:
             raise ValueError(f"{name} holds an empty string; give at least one character")
-        if not spells(tokenizer, string):
-            raise ValueError(f"{name}: the tokenizer can not produce {string!r}; it would never stop anything")
-    return StopStringCriteria(tokenizer, list(strings))
-
-
-def spells(tokenizer: Tokenizer, text: str) -> bool:
-    """Whether some sequence of a tokenizer's tokens gives this text."""
-    try:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    except TypeError:  # no Unicode text: a lone surrogate
-        return False
-    return bool(ids) and text in tokenizer.decode(ids)
+        if any(0xD800 <= ord(character) < 0xE000 for character in string):
+            raise ValueError(f"{name}: the tokenizer can not produce {string!r}, which is no Unicode text")
+    return StopStrings(tokenizer, strings)
 
 
 def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.budget.policy import Forecast
 from selfspec.core.lossy import Lossy
 from selfspec.core.stats import Stats
+from selfspec.detokenize import Detokenizer
 from selfspec.trace import Trace
 
 _DRAFTED = "background:#cfe8d5;color:#10331c"  # dark green on pale green: told apart by lightness, too
@@ -51,13 +52,12 @@ class Generated:
         character are one piece. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the target has no tokenizer to make text; read token_ids and from_draft")
-        ids, pieces, shown = self.token_ids[row], list[tuple[str, bool]](), ""
-        for end, drafted in enumerate(self.from_draft[row], 1):
-            text = str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
-            if not text.endswith("\ufffd") or end == len(ids):
-                pieces.append((text[len(shown) :], drafted))
-                shown = text
-        return pieces
+        text, pieces = Detokenizer(self.tokenizer), list[tuple[str, bool]]()
+        for token, drafted in zip(self.token_ids[row], self.from_draft[row], strict=True):
+            pieces.append((text.add([token]), drafted))
+        if pieces:
+            pieces[-1] = pieces[-1][0] + text.rest(), pieces[-1][1]
+        return [piece for piece in pieces if piece[0]]
 
     def _repr_html_(self) -> str:
         """For notebooks: the texts, with what the draft tree held on green."""

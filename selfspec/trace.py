@@ -37,6 +37,7 @@ from selfspec.core.options import Options, Seen
 from selfspec.core.sampling import Noise
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.detokenize import Detokenizer, text_of
 from selfspec.utils.files import Figures, write_text
 
 VERSION = 1
@@ -118,7 +119,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
     """A token alone: bytes that are no text as \\xNN; its number where there is no tokenizer."""
     if tokenizer is None:
         return str(token)
-    text = str(tokenizer.decode([token]))
+    text = text_of(tokenizer, [token], False)
     if "\ufffd" not in text:
         return text
     entry = str(tokenizer.convert_ids_to_tokens(token))
@@ -138,8 +139,7 @@ class Tracer:
         call: Figures,
     ) -> None:
         self.tokenizer, self.passes, self.count = tokenizer, list[Figures](), 0
-        self.ids: list[list[int]] = [[] for _ in prompts]
-        self.shown = [""] * len(prompts)
+        self.shown = [None if tokenizer is None else Detokenizer(tokenizer) for _ in prompts]
         self.last: list[Figures] = [{} for _ in prompts]
         self.texts: dict[int, str] = {}
         self.noise: list[Noise] = []
@@ -160,7 +160,7 @@ class Tracer:
             **asdict(options.sampling),
             "seed": seed,
             "prompts": [list(prompt) for prompt in prompts],
-            "prompt_texts": ["" if tokenizer is None else str(tokenizer.decode(list(prompt))) for prompt in prompts],
+            "prompt_texts": ["" if tokenizer is None else text_of(tokenizer, prompt, False) for prompt in prompts],
         }
 
     def __call__(self, seen: Seen) -> None:
@@ -203,17 +203,8 @@ class Tracer:
         return self.texts[token]
 
     def _pieces(self, row: int, emitted: Iterable[int]) -> list[str]:
-        pieces = []
-        for token in emitted:
-            self.ids[row].append(token)
-            if self.tokenizer is None:
-                pieces.append(f" {token}")
-                continue
-            text = str(self.tokenizer.decode(self.ids[row], skip_special_tokens=True))
-            whole = not text.endswith("\ufffd")
-            pieces.append(text[len(self.shown[row]) :] if whole else "")
-            self.shown[row] = text if whole else self.shown[row]
-        return pieces
+        text = self.shown[row]
+        return [f" {token}" if text is None else text.add([token]) for token in emitted]
 
     def _choices(
         self,
@@ -240,10 +231,9 @@ class Tracer:
 
     def trace(self, stats: Stats) -> Trace:
         """Everything seen, when the call is over."""
-        for row, ids in enumerate(self.ids):
-            if self.tokenizer is not None and ids:  # bytes at the end that are no whole character
-                text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-                self.last[row]["pieces"][-1] += text[len(self.shown[row]) :]
+        for text, last in zip(self.shown, self.last, strict=True):
+            if text is not None and text.ids:  # bytes at the end that are no whole character
+                last["pieces"][-1] += text.rest()
         return Trace({**self.header, "seconds_prefill": round(stats.seconds_prefill, 7)}, self.passes)
 
 

@@ -19,7 +19,7 @@ ROOMS = (
     ("engine/",),
     ("core/",),
     ("drafters/", "budget/"),
-    ("checkpoints/", "trace.py", "hf_generate.py", "encode.py", "output.py"),
+    ("checkpoints/", "trace.py", "hf_generate.py", "encode.py", "detokenize.py", "output.py"),
     ("api.py",),
     ("training/", "integrations/"),
     ("evaluation/",),

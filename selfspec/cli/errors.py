@@ -27,6 +27,8 @@ def clear_errors() -> Iterator[None]:
     os.environ |= {"HYDRA_FULL_ERROR": "1", "SELFSPEC_ERRORS": "1"}  # Hydra then leaves errors to us
     try:
         yield
+    except BrokenPipeError:
+        raise
     except BAD_INPUT as error:
         print(f"{os.path.basename(sys.argv[0])}: {one_line_error(error)}", file=sys.stderr)
         sys.exit(2)

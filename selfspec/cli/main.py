@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
+import signal
 import sys
 
 from selfspec import __version__
@@ -29,8 +31,15 @@ def main() -> None:
 
 def start(name: str) -> None:
     """A command with the arguments in sys.argv, as its script does it."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal of another encoding shows ? for what it lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         _start(name)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
         print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
         sys.exit(130)

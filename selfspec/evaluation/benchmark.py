@@ -19,6 +19,7 @@ from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Asking
+from selfspec.detokenize import text_of
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -210,7 +211,7 @@ def _record(
 
 def _text(spec: Spec, ids: list[int]) -> str:
     assert spec.tokenizer is not None
-    return str(spec.tokenizer.decode(ids, skip_special_tokens=True))
+    return text_of(spec.tokenizer, ids)
 
 
 def host_overhead(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:

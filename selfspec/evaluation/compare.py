@@ -27,6 +27,7 @@ from selfspec.core.options import Options, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
+from selfspec.detokenize import text_of
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -216,7 +217,7 @@ def _between_plain(
         return {"seconds": took, "ids": result.token_ids[0], "decode": s.seconds - s.seconds_prefill}
 
     def right(answer: list[int]) -> bool | None:
-        text = "" if spec.tokenizer is None else str(spec.tokenizer.decode(answer, skip_special_tokens=True))
+        text = "" if spec.tokenizer is None else text_of(spec.tokenizer, answer)
         return None if point.prompt.check is None else point.prompt.check(text)
 
     ids = point.prompt.ids

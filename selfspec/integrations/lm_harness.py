@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from selfspec.api import NODES, load
-from selfspec.hf_generate import spells
 from selfspec.utils.errors import one_line_errors
 from selfspec.utils.files import Figures
 
@@ -65,7 +64,7 @@ class Harness(HFLM):
         out = self.model.generate(
             context,
             max_length=max_length,
-            stop_strings=[text for text in stop if spells(self.tokenizer, text)] or None,  # it cuts at all afterwards
+            stop_strings=[text for text in stop if text] or None,  # it cuts at all afterwards
             pad_token_id=self.tokenizer.pad_token_id,
             custom_generate=self.spec,
             nodes=self.nodes,

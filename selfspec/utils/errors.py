@@ -22,6 +22,8 @@ def one_line_errors() -> Iterator[None]:
     """Bad input ends in one line and exit code 2; HYDRA_FULL_ERROR=1 shows the traceback instead."""
     try:
         yield
+    except BrokenPipeError:  # `start` of the command line ends quietly
+        raise
     except (ValueError, OSError, MemoryError, ImportError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

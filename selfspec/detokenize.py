@@ -1,0 +1,77 @@
+"""Token ids as text: all at once, as they come, and where a text ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import StoppingCriteria
+
+_UNFINISHED = "\ufffd"  # what stands for bytes that make no character yet
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The text of token ids. Those that the tokenizer does not know, such as rows that pad a target's vocabulary, are
+    left out."""
+    try:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+        known = [token for token in ids if _known(tokenizer, token)]
+        return str(tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+
+
+def _known(tokenizer: Tokenizer, token: int) -> bool:
+    try:
+        return token < len(tokenizer) and tokenizer.decode([token]) is not None
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+        return False
+
+
+class Detokenizer:
+    """Text of tokens as they come. The pieces, joined, are the text of all of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.ids, self.shown = tokenizer, list[int](), ""
+        # WordPiece, and what cleans spaces up, write words anew when the next one is known
+        decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+        self.rewrites = "WordPiece" in decoder or bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that is certain by now and was not yet given."""
+        self.ids += tokens
+        text = text_of(self.tokenizer, self.ids)
+        if self.rewrites:
+            text = text[: max(0, text.rstrip().rfind(" "))]
+        if text.endswith(_UNFINISHED) or not text.startswith(self.shown):
+            return ""
+        piece, self.shown = text[len(self.shown) :], text
+        return piece
+
+    def rest(self) -> str:
+        """What is left when no more tokens come."""
+        text = text_of(self.tokenizer, self.ids)
+        piece, self.shown = text[len(self.shown) :], text
+        return piece
+
+
+class StopStrings(StoppingCriteria):
+    """Ends a row whose text holds one of some strings, once a token brings it to its end. By the text and not by the
+    vocabulary's entries as transformers' own does, so that every kind of tokenizer is served."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        self.tokenizer, self.strings = tokenizer, list(strings)
+        self.tail = 4 * max(map(len, self.strings)) + 16  # tokens that hold the longest, a byte each
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """Of ids int64 [B, S]: bool [B]."""
+        rows, which = input_ids[:, -self.tail :].unique(dim=0, return_inverse=True)
+        ended = torch.tensor([self._ended(row) for row in rows.tolist()], device=input_ids.device)
+        return ended[which]
+
+    def _ended(self, ids: list[int]) -> bool:
+        before, text = (text_of(self.tokenizer, part, False) for part in (ids[:-1], ids))
+        same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+        return any(text.find(string, max(0, same - len(string) + 1)) >= 0 for string in self.strings)
