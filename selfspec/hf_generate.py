@@ -254,6 +254,7 @@ def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int
 
 # Of a GenerationConfig: how tokens are drawn, with what transformers takes where neither a call nor the model says
 _DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
+_UNSERVED = {"token_healing": "heal the prompt before, without its last token"}  # in no way, and what to do
 _SERVED = {"max_new_tokens": "max_new_tokens", "stop_strings": "stop"}  # by the names of `Arguments`
 _LENGTHS = ("max_new_tokens", "max_length", "eos_token_id", "cache_implementation")  # a model's, which a call replaces
 _SILENT = ("transformers_version", "do_sample", "bos_token_id", "pad_token_id", "use_cache")
@@ -293,8 +294,8 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
         nothing = value is False or (key in _ONE and value == 1) or (key in _ZERO and value == 0)
         if not nothing and key not in (*_SILENT, *_DRAWN) and key[0] != "_":
             whose = "" if key in given else " of the model's own"
+            more = "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
             raise ValueError(
-                f"generation_config has {key}={value!r}{whose}, which generate does not take; "
-                "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
+                f"generation_config has {key}={value!r}{whose}, which generate does not take; {_UNSERVED.get(key, more)}"
             )
     return found, None if eos is None else frozenset(eos)

@@ -120,6 +120,7 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"generation_config": {"max_new_tokens": 3}}, "generation_config is a dict"),
         ({"stop": 5}, "stop=5 must be a string or a list of strings"),
         ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams=3, which generate does not take"),
+        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing=True, .* heal the prompt before"),
         ({"top_p": 2.0}, "top_p=2.0"),
         ({"top_k": "5"}, "top_k='5' must be a number"),
         ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
