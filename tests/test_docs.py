@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import save_tiny, write_lines
+from conftest import compose_config, save_tiny, write_lines
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.cli import main as cli
+from selfspec.cli.commands import COMMANDS
+from selfspec.cli.config import renamed
 
 ROOT = Path(__file__).parents[1]
 OWN_MODEL = (ROOT / "docs" / "own_model.md").read_text()
@@ -181,3 +185,39 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+CODE = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "selfspec").rglob("*.py")]
+CODE += [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "train").glob("*.py"), *(ROOT / "eval").glob("*.py")]
+SCRIPTS = {command.script: name for name, command in COMMANDS.items() if command.script}
+COMMAND = re.compile(r"(?:python ((?:train|eval)/\w+\.py)|selfspec (train|distill|target|decode|compare|show|audit|"
+                     r"calibrate|limits|page|report))((?: +[^\n`|;]*)?)")  # fmt: skip
+ELSEWHERE = ("eval/gpu.py",)  # no command of the package
+
+
+def commands() -> list[tuple[str, str]]:
+    """Every command whose options are Hydra's, as it stands in comments, docstrings, help and docs: (name, words)."""
+    found = [(name, command.example) for name, command in COMMANDS.items() if command.config]
+    for path in CODE:
+        text = re.sub(r"\\\n\s*#?\s*", "", path.read_text())  # of several lines
+        for match in COMMAND.finditer(text):
+            name = SCRIPTS.get(match[1], match[2])
+            words = re.split(r"  +#| #|[).,:]$|\. |, which|, then|\)|\{| \(|\"\"\"| \.\.\.$", match[3].strip())[0]
+            if match[1] not in ELSEWHERE and "=" in words:
+                words = words.strip(" .,:")
+                found.append((name, words[:-1] if words[-1] in "\"'" and words.count(words[-1]) % 2 else words))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("name", "words"), commands())
+def test_every_command_that_stands_somewhere_is_taken(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys exist, and its values have their types; what it names need not be here."""
+    words = words.replace("<date>", "2026-01-31_12-00-00")
+    arguments = [word for word in shlex.split(words) if word not in ("-m", "--check") and not word.endswith("=")]
+    if "--config-dir" in arguments or any("_target_" in word for word in arguments):
+        pytest.skip("with files of its user's own: the other tests of the docs run it")
+    for override in OverridesParser.create().parse_overrides(arguments):
+        assert override.key_or_group
+    first = [re.sub(r"=([^\[{\"']*?),.*", r"=\1", word) for word in renamed(arguments)]  # the first point of a sweep
+    named = [] if name in ("report", "page") or any(word.startswith("name=") for word in first) else ["name=x"]
+    assert OmegaConf.to_container(compose_config(COMMANDS[name].config, *first, *named), resolve=False)
