@@ -295,7 +295,6 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
         if not nothing and key not in (*_SILENT, *_DRAWN) and key[0] != "_":
             whose = "" if key in given else " of the model's own"
             more = "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
-            raise ValueError(
-                f"generation_config has {key}={value!r}{whose}, which generate does not take; {_UNSERVED.get(key, more)}"
-            )
+            what = f"{key}={value!r}{whose}, which generate does not take"
+            raise ValueError(f"generation_config has {what}; {_UNSERVED.get(key, more)}")
     return found, None if eos is None else frozenset(eos)

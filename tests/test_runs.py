@@ -15,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import compose_config, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
+from safetensors.torch import load_file
+from test_training import SMALL, small
 
 import selfspec
 from selfspec.checkpoints.find import member_names
 from selfspec.cli import main as cli
 from selfspec.cli.config import _folder_name, constant, flags_first, paths_quoted
-from selfspec.cli.training_runs import run_folder
+from selfspec.cli.training_runs import run_folder, run_training
 from selfspec.cli.training_runs import typed as typed_config
 from selfspec.data.store import Corpus, joined
+from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
 from selfspec.training import pace as pace_module
@@ -469,3 +473,99 @@ def test_what_a_sweep_made_is_measured(heads_folder: Path, tmp_path: Path, monke
     arguments = ("drafter=runs/sizes/drafter.heads=2", "name=x", "wandb.mode=disabled", "decode.repeats=1", *short)
     assert typed(monkeypatch, "decode", *arguments) == 0
     assert len(list((tmp_path / "runs/x").rglob("summary.json"))) == 1
+
+
+# -- what a command did not make, it does not remove
+
+
+def test_a_users_own_empty_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("emptydir", "runs/mine"):
+        (tmp_path / place).mkdir(parents=True)
+    for name in ("../emptydir/x", "a/../../evil", "/abs", "runs/.."):
+        assert typed(monkeypatch, "decode", "drafter=tiny-medusa", f"name={name}") == 2
+        assert "must name a folder below runs/" in capsys.readouterr().err
+    assert typed(monkeypatch, "audit", "drafter=nothing/here/at/all", "name=mine") == 2
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
+        "emptydir", "runs", "runs/mine"
+    ]  # fmt: skip
+
+
+# -- what lies on the disk
+
+
+def flip(path: Path, *places: int) -> None:
+    """Change a bit of a file at each of some places."""
+    data = bytearray(path.read_bytes())
+    for at in places:
+        data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_damage_of_the_same_size_is_noticed(tiny_folder: str, source_root: Path, tmp_path: Path, capsys: Any) -> None:
+    few = ["loop.steps=4", "loop.checkpoint_every=2", "train.distill.rows=4", "train.distill.prompt_tokens=8"]
+    few += ["train.distill.new_tokens=40", f"train.distill.folder={tmp_path / 'texts'}"]
+    run_training(small("x", tiny_folder, source_root, *few), tmp_path / "x")
+    weights = load_file(tmp_path / "x/drafter/drafter.safetensors")
+    state = torch.load(tmp_path / "x/state.pt", weights_only=True)
+    state["parameters"]["drafter.bias"].view(-1)[0] += 1e-3
+    torch.save(state, tmp_path / "x/state.pt")
+    with pytest.raises(ValueError, match=r"state.pt was changed on the disk: its hash differs"):
+        run_training(small("x", tiny_folder, source_root, *few, "loop.steps=6"), tmp_path / "x")
+    (chunk,) = (tmp_path / "texts").rglob("*.safetensors")
+    flip(chunk, chunk.stat().st_size - 200)
+    capsys.readouterr()
+    run_training(small("y", tiny_folder, source_root, *few), tmp_path / "y")  # written anew
+    assert "was changed on the disk and is written anew" in capsys.readouterr().err
+    again = load_file(tmp_path / "y/drafter/drafter.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_kept_texts_and_states_that_the_disk_changed_are_made_again(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    path = write_lines(tmp_path / "d.jsonl", [{"text": f"import os {i}\n" * 30} for i in range(12)])
+    settings = ["data=jsonl", f"data.path={path}", "loop.steps=3", "train.cache=disk"]
+
+    def run(name: str) -> dict[str, torch.Tensor]:
+        few = [one for one in SMALL if "data.root" not in one]
+        config = compose_config("train", f"name={name}", f"target.name={tiny_folder}", *few, *settings)
+        run_training(config, tmp_path / name)
+        return load_file(tmp_path / name / "drafter/drafter.safetensors")
+
+    first = run("a")
+    flip(next((tmp_path / "cache/texts").rglob("train.tokens")), 40)
+    states = next((tmp_path / "cache/hidden").rglob("*.states"))
+    flip(states, *range(41, states.stat().st_size, 512))
+    capsys.readouterr()
+    again = run("b")
+    said = "".join(capsys.readouterr())
+    assert "train.tokens was changed on the disk; the texts are tokenized anew" in said
+    assert "were changed on the disk; the target runs on it again" in said
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_the_checkpoint_keeps_its_config(tiny_folder: str, source_root: Path, tmp_path: Path, capsys: Any) -> None:
+    few = ["loop.steps=2", "loop.checkpoint_every=2"]
+    run_training(small("x", tiny_folder, source_root, *few), tmp_path / "x")
+    (tmp_path / "x/config.yaml").unlink()
+    (tmp_path / "x/train.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"train.lr was 0.01, now 0.5"):
+        run_training(small("x", tiny_folder, source_root, "loop.steps=4", "train.lr=0.5"), tmp_path / "x")
+    run_training(small("x", tiny_folder, source_root, "loop.steps=4", "loop.checkpoint_every=2"), tmp_path / "x")
+    assert "lacks the figures of steps 1 to 2; they are lost" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_keeps_the_checkpoint(
+    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_training(small("x", tiny_folder, source_root, "loop.steps=2", "loop.checkpoint_every=2"), tmp_path / "x")
+    before = (tmp_path / "x/state.pt").read_bytes()
+    real = Medusa.loss
+    monkeypatch.setattr(Medusa, "loss", lambda self, batch: (real(self, batch)[0] * torch.nan, {}))
+    with pytest.raises(
+        FloatingPointError, match=r"gradient norm nan at step 2.*state.pt keeps what was trained before"
+    ):
+        run_training(small("x", tiny_folder, source_root, "loop.steps=4", "loop.checkpoint_every=2"), tmp_path / "x")
+    assert (tmp_path / "x/state.pt").read_bytes() == before

@@ -27,7 +27,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
 from selfspec.drafters.registry import build, config_class, drafter_class
-from selfspec.utils.files import Figures, atomic
+from selfspec.utils.files import Figures, atomic, inside, read_json
 
 FORMAT = 3
 RENAMED = {"vocabulary": "draft_vocab"}  # keys of configs that older versions wrote
@@ -118,11 +118,8 @@ def read_meta(folder: Path) -> Figures:
     path = folder / "drafter.json"
     if not path.is_file():
         raise FileNotFoundError(f"no drafter in {folder}: drafter.json is missing")
-    try:
-        meta = json.loads(path.read_text())
-        version = meta.get("format")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a drafter's JSON: {error}") from error
+    meta = read_json(path)
+    version = meta.get("format")
     if version != FORMAT:
         raise ValueError(
             f"{path} is of format {version!r}, this version reads format {FORMAT}: train the drafter again "
@@ -141,7 +138,7 @@ def read_meta(folder: Path) -> Figures:
 def check_files(folder: Path, meta: Figures) -> None:
     """Raises FileNotFoundError or ValueError for a drafter's file that is missing or not what was written."""
     for name, digest in meta["files"].items():
-        path = folder / name
+        path = inside(folder, name, folder / "drafter.json")
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; copy the whole folder again")
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:

@@ -8,6 +8,7 @@ from pathlib import Path
 from selfspec.checkpoints.embedded import DRAFTERS, resolve
 from selfspec.checkpoints.formats.imported import published
 from selfspec.checkpoints.hub import fetch
+from selfspec.utils.files import inside
 
 
 def named_folder(drafter: Path, name: str) -> Path | None:
@@ -15,7 +16,7 @@ def named_folder(drafter: Path, name: str) -> Path | None:
     folder. None for names of other kinds."""
     if Path(name).is_absolute():
         return Path(name)
-    return (drafter / name).resolve() if name.startswith("../") else None
+    return inside(drafter.resolve().parent, name[3:], drafter / "drafter.json") if name.startswith("../") else None
 
 
 def is_path(name: str) -> bool:

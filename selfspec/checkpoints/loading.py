@@ -40,6 +40,8 @@ _FETCHING = (
     "code_revision",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# What transformers raises for configs that make no model
+_ODD = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, RecursionError, ArithmeticError)
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
@@ -95,7 +97,7 @@ def load_target(
             )
         try:
             config = AutoConfig.from_pretrained(path, revision=revision, **packed, **passed)
-        except StrictDataclassError as error:  # a value of the wrong type
+        except _ODD as error:  # a value of the wrong type, or none that a model can have
             raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error)}") from error
         if (index := Path(path) / SAFE_WEIGHTS_INDEX_NAME).is_file():
             _check_shards(index)
@@ -105,10 +107,10 @@ def load_target(
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype="auto", revision=revision, config=config, **packed, **{**passed, **loading}
             )
-        except TypeError as error:  # of the model's constructor, which names itself and not the argument's giver
-            if not loading or "unexpected keyword" not in str(error):
-                raise
-            raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
+        except _ODD as error:
+            if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone
+                raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
+            raise ValueError(f"target {str(source)!r}: its config.json makes no model: {one_line(error)}") from error
         except SafetensorError as error:
             raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
     else:

@@ -28,6 +28,7 @@ from selfspec.evaluation.points import labelled
 from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
+_empty: set[Path] = set()  # folders that were there before, which are not ours to remove
 Task = Callable[[DictConfig, Path], None]
 
 
@@ -42,6 +43,12 @@ def launch(name: str, config_name: str, trains: bool) -> None:
         if {"-m", "--multirun"} & set(arguments):
             constant_keys = ",".join(f'"{key}"' for key in constant(arguments))
             arguments.append(f"hydra.job.config.override_dirname.exclude_keys=[{constant_keys}]")
+        for argument in arguments:
+            if argument.startswith("name="):
+                runs.check_name(argument.removeprefix("name=").strip("'\""))
+        given = [Path(a.partition("=")[2].strip("'\"")) for a in arguments if a.startswith("hydra.run.dir=")]
+        places = [place.resolve() for place in (*Path("runs").glob("**/"), *given) if place.is_dir()]
+        _empty.update(place for place in places if not any(place.iterdir()))
         sys.argv = [sys.argv[0], *arguments]
         hydra.main(config_path=str(config_folder()), config_name=config_name, version_base="1.3")(TASKS[name])()
 
@@ -70,7 +77,8 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
             write_text(failed, one_line_error(error) + "\n")
         finally:
             for place in (folder, *folder.parents):
-                if place.resolve() == Path.cwd() or (place.is_dir() and any(place.iterdir())):
+                known = place.resolve() in _empty or place.resolve() == Path.cwd()
+                if known or (place.is_dir() and any(place.iterdir())):
                     break
                 if place.is_dir():
                     place.rmdir()

@@ -185,7 +185,7 @@ def complete(arguments: list[str]) -> None:
     from transformers.utils import logging
 
     import selfspec
-    from selfspec.utils.errors import one_line_errors
+    from selfspec.utils.errors import one_line_errors, visible
 
     logging.disable_progress_bar()  # of loading weights
 
@@ -201,12 +201,12 @@ def complete(arguments: list[str]) -> None:
         options = {key: getattr(args, key) for key in names}
         prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
         dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
-        shown = "" if args.chat else f"{dim}{args.prompt}{reset}"
+        shown = "" if args.chat else f"{dim}{visible(args.prompt)}{reset}"
         if not args.color and args.trace is None:
             pieces = spec.stream(prompt, **options)
             print(shown, end="", flush=True)
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print(visible(piece), end="", flush=True)
             print()
             print(f"{dim}{spec.target.exactness}{reset}", file=sys.stderr)
             return
@@ -215,10 +215,12 @@ def complete(arguments: list[str]) -> None:
         if args.trace is not None:
             result.trace.write(args.trace)
         if not args.color:
-            print(f"{shown}{result.text}")
+            print(f"{shown}{visible(result.text)}")
             return
         colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
-        parts = [(token.text, colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()]
+        parts = [
+            (visible(token.text), colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()
+        ]
         print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
         legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
         print(f"{DIM}{result.stats}; drafted by {legend}\n{spec.target.exactness}{RESET}", file=sys.stderr)

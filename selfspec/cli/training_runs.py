@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,10 +35,11 @@ from selfspec.training.loop_config import default_device
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.rows import distilled, texts_folder, writer_of
+from selfspec.training.state import saved_config
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
+from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
@@ -69,8 +69,10 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
     keys `free` aside.
     """
     plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
-    if path.exists() and begun.exists():
-        _same(path, plain, free)  # in all processes, none of which then waits for another
+    if begun.exists():  # compared in all processes, none of which then waits for another
+        kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
+        if path.exists() or kept is not None:
+            _same(path, plain, free, kept)
     if not is_main_process():
         yield plain
         return
@@ -95,10 +97,11 @@ def _present_name(key: str) -> str:
     return f"drafter/{RENAMED[last]}" if outer == "drafter" and last in RENAMED else key
 
 
-def _same(path: Path, plain: Figures, free: Sequence[str]) -> None:
-    """Raises ValueError naming the keys in which the saved config and this one differ."""
+def _same(path: Path, plain: Figures, free: Sequence[str], kept: Figures | None = None) -> None:
+    """Raises ValueError naming the keys in which the saved config, or one that was kept elsewhere, and this one
+    differ."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        saved = OmegaConf.to_container(OmegaConf.load(path)) if kept is None else kept
     except Exception as error:  # of YAML, of Unicode
         raise ValueError(
             f"{path} is damaged ({one_line(error)}); delete the folder, or choose another name="
@@ -128,10 +131,14 @@ def typed(kind: type[R], config: DictConfig) -> R:
     """A config as the dataclass it was composed from, checked."""
     run = OmegaConf.to_object(config)
     assert isinstance(run, kind)
-    name = getattr(run, "name", "run")
+    check_name(getattr(run, "name", "run"))
+    return run
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for the name of a run that is no folder below runs/."""
     if name != name.strip() or not Path(name).parts or name.startswith("/") or ".." in Path(name).parts:
         raise ValueError(f"name={name!r} must name a folder below runs/")
-    return run
 
 
 def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictConfig]:
@@ -309,7 +316,7 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
             model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")
             with RunLog(folder, run, plain, "train.jsonl", f"{run.name}-instruct") as log:
                 stage, note = run.pretrain.instruct, Path(start) / "training.json"
-                before = json.loads(note.read_text()) if note.is_file() else {}
+                before = read_json(note) if note.is_file() else {}
                 figures = instruct(*texts, model, load_tokenizer(start), stage, run.loop, folder, log, before)
         return figures
 

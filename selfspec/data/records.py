@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -219,26 +219,39 @@ class _Files(Records):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(_Files):
-    """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them."""
+    """Files of one JSON object a line, plain or gzipped (.gz). path: a file, a pattern, or a list of them; record_mb:
+    megabytes of a record at most."""
+
+    record_mb: int = 64
 
     def records(self) -> Iterator[tuple[str, object]]:
-        return chain.from_iterable(map(json_lines, files_of(self.path)))
+        return (pair for path in files_of(self.path) for pair in json_lines(path, self.record_mb))
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, object]]:
+def json_lines(path: Path, record_mb: int = 64) -> Iterator[tuple[str, object]]:
     """(place, what a line holds) of a file, plain or gzipped; an unreadable line is yielded as a ValueError that says
-    why. Blank lines are passed over."""
-    for number, line in enumerate(_lines(path), 1):
+    why. Blank lines are passed over. Raises ValueError for a line of more megabytes than record_mb."""
+    for number, line in enumerate(_lines(path, record_mb << 20), 1):
         if line.strip():
             yield (place := f"{path}, line {number}"), _parsed(line, place)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, most: int) -> Iterator[bytes]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        try:
-            yield from file
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} can not be read to its end ({error}); it may be cut off or damaged") from error
+        for number in count(1):
+            try:
+                line = file.readline(most + 1)
+            except (OSError, EOFError, zlib.error) as error:
+                raise ValueError(
+                    f"{path} can not be read to its end ({error}); it may be cut off or damaged"
+                ) from error
+            if len(line) > most:
+                raise ValueError(
+                    f"{path}, line {number}: more than data.record_mb={most >> 20} MB; raise it if that is right"
+                )
+            if not line:
+                return
+            yield line
 
 
 def _parsed(line: bytes, place: str) -> object:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 from selfspec.data.records import Broken, Records
+from selfspec.utils.errors import visible
 from selfspec.utils.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
@@ -209,13 +210,13 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
             f"{about['named'][0]}; it is one of {about['broken']} broken records, and data.tolerate={source.tolerate}"
         )
     if about["broken"]:
-        named = "\n  ".join(about["named"])
+        named = "\n  ".join(map(visible, about["named"]))
         print(f"{about['broken']} broken records of {source} are left out, among them:\n  {named}", file=sys.stderr)
     if about["empty"]:
         print(f"{about['empty']} records of {source} hold no text, or no assistant's turn", file=sys.stderr)
     if about["left"]:
         turns = f"{about['left']} of {about['turns']} assistant turns of {source}"
-        print(f"{turns} are left out, the first: {about['why']}", file=sys.stderr)
+        print(f"{turns} are left out, the first: {visible(about['why'])}", file=sys.stderr)
     train, validation = (_mapped(folder, part, about, source.template.prompt_end) for part in _PARTS)
     return train, validation
 
@@ -225,8 +226,13 @@ def _about(folder: Path) -> dict[str, Any] | None:
     try:
         about = json.loads((folder / "about.json").read_text())
         named = [(part, name) for part in _PARTS for name in _SIZES]
-        sizes = {folder / f"{part}.{name}": about[part][_SIZES[name][0]] * _SIZES[name][1] for part, name in named}
-        return about if all(path.stat().st_size == size for path, size in sizes.items()) else None
+        sizes = {f"{part}.{name}": about[part][_SIZES[name][0]] * _SIZES[name][1] for part, name in named}
+        if any((folder / name).stat().st_size != size for name, size in sizes.items()):
+            return None
+        if odd := [name for name, wanted in about.get("files", {}).items() if _file_hash(folder / name) != wanted]:
+            print(f"{folder / odd[0]} was changed on the disk; the texts are tokenized anew", file=sys.stderr)
+            return None
+        return about
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -258,8 +264,14 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
         (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
-    left_out = {**vars(broken), "broken": broken.count}
+    files = {f"{part}.{name}": _file_hash(folder / f"{part}.{name}") for part in _PARTS for name in _SIZES}
+    left_out = {**vars(broken), "broken": broken.count, "files": files}
     (folder / "about.json").write_text(json.dumps({**about, **left_out}))
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mapped(folder: Path, part: str, about: dict[str, Any], prompt_end: Sequence[int]) -> Corpus:

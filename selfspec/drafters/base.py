@@ -14,6 +14,8 @@ from selfspec.core.options import integer
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 
+_COUNTS = ("heads", "blocks", "stack", "depth", "unroll", "modules")  # of layers and the like
+_COUNTED, _LARGEST = 256, 16_384
 MODES = ("greedy", "sampled")  # the decoding modes that drafters are calibrated for
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
 
@@ -184,11 +186,12 @@ def training_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def whole(name: str, value: object, low: int = 1, high: int | None = None, why: str = "") -> None:
-    """A whole number of a drafter's config. Raises ValueError naming it, the value and what it may be."""
+    """A whole number of a drafter's config. Raises ValueError naming it, the value and what it may be: by default no
+    more than any drafter has, since configs come from elsewhere and sizes take memory."""
     number = integer(f"drafter.{name}", value)
-    if number < low or (high is not None and number > high):
-        span = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"drafter.{name}={value} must be {span}{why}")
+    high = (_COUNTED if name in _COUNTS else _LARGEST) if high is None else high
+    if not low <= number <= high:
+        raise ValueError(f"drafter.{name}={value!s:.40} must be between {low} and {high}{why}")
 
 
 def share(name: str, value: object) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from selfspec.utils.files import only_mine, private_folder
+
 DISK = 2**30  # bytes of compiled code on disk; what was not used for longest goes first
 
 
 def read(path: Path | None) -> Any:
     """What an earlier process compiled; None where there is nothing, or nothing that can be used here."""
-    if path is None or not path.is_file():
+    if path is None or not path.is_file() or not only_mine(path):
         return None
     try:
         with path.open("rb") as file:
@@ -40,7 +42,7 @@ def write(path: Path | None, code: Any, varying: str) -> bool:
     if path is None:
         return True
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         if varying:
             path.with_suffix(".varying").write_text(varying)
         code.save_compiled_function(str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from selfspec.api import Spec
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import drafter_folder, member_names
 from selfspec.checkpoints.loading import members_of, untrained
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, read_json
 
 
 def price(name: str, spec: Spec) -> Figures:
@@ -42,7 +41,7 @@ def price_of_model(name: str, model: nn.Module) -> Figures:
 
 def _training(home: Path) -> dict[str, float] | None:
     note = home / "training.json"
-    return json.loads(note.read_text()) if note.is_file() else None
+    return read_json(note) if note.is_file() else None
 
 
 def _disk(folder: Path) -> int:

@@ -10,9 +10,11 @@ from functools import partial
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Asking
+from selfspec.detokenize import text_of
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.output import Generated
+from selfspec.utils.errors import visible
 from selfspec.utils.files import Figures
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
@@ -50,7 +52,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
     print(f"{DIM}{spec.target.exactness}{RESET}")
     for prompt in prompts:
         plain, fast = answers(prompt)
-        print(f"\n{DIM}{spec.tokenizer.decode(prompt.ids, skip_special_tokens=True)}{RESET}")
+        print(f"\n{DIM}{visible(text_of(spec.tokenizer, prompt.ids))}{RESET}")
         print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
         left, right = _lines(spec, plain, width), _lines(spec, fast, width)
         for i in range(max(len(left), len(right))):
@@ -70,7 +72,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
 
 def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
     """The text cut at line breaks and at `width` characters."""
-    cells = [(character, drafted) for text, drafted in result.pieces() for character in text]
+    cells = [(character, drafted) for text, drafted in result.pieces() for character in visible(text)]
     lines: list[list[Cell]] = [[]]
     for cell in cells:
         if cell[0] == "\n" or len(lines[-1]) == width:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
 from selfspec.checkpoints.hub import fetch
-from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, load_target
-from selfspec.utils.files import Figures
+from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, load_target, untrained
+from selfspec.utils.files import Figures, read_json
 
 OWN = "drafter"  # the folder's own, beside kinds that train nothing
 _OPENING = Lock()
@@ -87,8 +86,10 @@ def _opened(model: PreTrainedModel) -> _Kept:
             f"wrote ({EXPORTED} is missing); load the model from the folder that custom_generate names"
         )
     try:
-        settings = json.loads(path.read_text())
+        settings = read_json(path)
         names, nodes = str(settings["drafter"]).split("+"), settings["nodes"]
+        if odd := [name for name in names if name != OWN and (Path(name).exists() or untrained(name) is None)]:
+            raise ValueError(f"drafter names {odd[0]!r:.200}, which does not lie in {folder}")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not what was written ({error}); export the drafter again") from error
     flags = [(p, p.requires_grad) for p in model.parameters()]

@@ -22,6 +22,7 @@ from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
 from selfspec.training.step import autocast
+from selfspec.utils.errors import visible
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example
@@ -100,7 +101,7 @@ def examples(corpus: Corpus, tokenizer: Tokenizer, most: int) -> list[str]:
         text = ""
         changes = (one.mask[1:] != one.mask[:-1]).nonzero()[:, 0].add(1).tolist()
         for start, stop in zip([0, *changes], [*changes, len(one.tokens)], strict=True):
-            part = str(tokenizer.decode(one.tokens[start:stop]))
+            part = visible(str(tokenizer.decode(one.tokens[start:stop])))
             text += f"{begin}{part}{end}" if one.mask[start] else part
             if len(text) > _SHOWN:
                 break

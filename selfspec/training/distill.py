@@ -8,6 +8,7 @@ no data shows it (self-distillation, Medusa, arXiv 2401.10774, section 2.3.2).
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
-from selfspec.utils.files import atomic, mean, shown
+from selfspec.utils.files import atomic, digest, mean, shown
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "used")  # of a chunk's file
@@ -199,16 +200,25 @@ def read_or_write(
 
 
 def read(path: Path, settings: dict[str, str], fields: Sequence[str]) -> dict[str, Tensor] | None:
-    """Tensors of a file that was made with these settings; None where there is none."""
+    """Tensors of a file that was made with these settings; None where there is none, or the disk has changed it."""
     with suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
-        if file.metadata() == settings:
-            return {name: file.get_tensor(name) for name in fields}
+        about = dict(file.metadata() or {})
+        written = about.pop("digest", None)
+        if about == settings:
+            tensors = {name: file.get_tensor(name) for name in fields}
+            if written in (None, _digest(tensors)):  # older versions wrote none
+                return tensors
+            print(f"{path} was changed on the disk and is written anew", file=sys.stderr)
     return None
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    return digest(*(part for name, t in sorted(tensors.items()) for part in (name, t.contiguous().numpy().tobytes())))
 
 
 def write(path: Path, settings: dict[str, str], tensors: dict[str, Tensor]) -> None:
     with atomic(path) as scratch:
-        save_file(tensors, scratch, settings)
+        save_file(tensors, scratch, {**settings, "digest": _digest(tensors)})
 
 
 def _write(

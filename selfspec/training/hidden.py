@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,33 @@ PLACES = ("none", "memory", "disk")
 
 @dataclass(frozen=True)
 class _Layer:
-    """states: [R, S, H]; done: bool [R], which rows are there."""
+    """states: [R, S, H]; done: int64 [R], a hash of each row that is there, 0 of the others; seen: bool [R], which
+    rows this process has written or held against their hash."""
 
     states: Tensor
     done: Tensor
+    seen: Tensor
+
+    def holds(self, row: int) -> bool:
+        """Whether a row is there as it was written."""
+        if not self.done[row] or self.seen[row]:
+            return bool(self.done[row])
+        self.seen[row] = True
+        if self.done[row] != _row_hash(self.states[row]):
+            print(f"hidden states of row {row} were changed on the disk; the target runs on it again", file=sys.stderr)
+            self.done[row] = 0
+        return bool(self.done[row])
+
+    def write(self, row: int, states: Tensor) -> None:
+        self.states[row] = states
+        # After the states, so that a kill in between only costs running the row again
+        self.done[row], self.seen[row] = _row_hash(self.states[row]), True
+
+
+def _row_hash(states: Tensor) -> int:
+    """Of a row's states: never 0."""
+    whole = hashlib.blake2b(states.contiguous().view(torch.uint8).numpy().data, digest_size=8).digest()
+    return int.from_bytes(whole, signed=True) or 1
 
 
 class HiddenStates:
@@ -45,7 +69,7 @@ class HiddenStates:
         shape = rows, length, target.hidden_size
         size = rows * length * target.hidden_size * dtype.itemsize
         paths = {layer: None if folder is None else folder / f"layer_{layer}.states" for layer in self.reads}
-        new = [layer for layer, path in paths.items() if path is None or not _whole(path, size)]
+        new = [layer for layer, path in paths.items() if path is None or not _whole(path, size, rows)]
         needed, free = size * len(new), _free_disk(folder) if folder else free_memory(torch.device("cpu"))
         self.summary = (
             f"hidden states of {rows} rows, layers {list(self.reads)}: {size * len(self.reads) / 2**30:.2f} GiB"
@@ -64,11 +88,12 @@ class HiddenStates:
         """The pass of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows: logits [B, S, V], hidden
         states and features [B, S, H] on the device of its tokens."""
         rows, tokens, last = batch["rows"].cpu(), batch["tokens"], self.target.n_layers - 1
-        if not all(layer.done[rows].all() for layer in self.layers.values()):
+        numbers = rows.tolist()
+        if not all(layer.holds(row) for layer in self.layers.values() for row in numbers):
             out = self.target.text(tokens, reads=self.reads, documents=batch["documents"])
             for number, layer in self.layers.items():
-                layer.states[rows] = out.features[number].to("cpu", layer.states.dtype)
-                layer.done[rows] = True  # after the states, so that a kill in between only costs running the row again
+                for row, states in zip(numbers, out.features[number].to("cpu", layer.states.dtype), strict=True):
+                    layer.write(row, states)
             return out
         features = {number: layer.states[rows].to(tokens.device) for number, layer in self.layers.items()}
         layers = self.target.n_layers, self.target.n_layers
@@ -84,22 +109,26 @@ def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Pat
     return cache_folder() / "hidden" / digest.hexdigest()[:24]
 
 
-def _whole(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size and path.with_suffix(".done").is_file()
+def _whole(path: Path, size: int, rows: int) -> bool:
+    wanted = {path: size, path.with_suffix(".done"): 8 * rows}
+    return all(file.is_file() and file.stat().st_size == expected for file, expected in wanted.items())
 
 
 def _opened(path: Path | None, shape: tuple[int, int, int], dtype: torch.dtype) -> _Layer:
     if path is None:
-        return _Layer(torch.empty(shape, dtype=dtype), torch.zeros(shape[0], dtype=torch.bool))
+        return _Layer(
+            torch.empty(shape, dtype=dtype), *(torch.zeros(shape[0], dtype=t) for t in (torch.int64, torch.bool))
+        )
     size, done = shape[0] * shape[1] * shape[2], path.with_suffix(".done")
-    if not _whole(path, size * dtype.itemsize):
+    if not _whole(path, size * dtype.itemsize, shape[0]):
         path.parent.mkdir(parents=True, exist_ok=True)
         done.unlink(missing_ok=True)
         with path.open("wb") as file:  # all of its blocks now: a full disk later would kill the process
             os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
-        done.write_bytes(bytes(shape[0]))
+        done.write_bytes(bytes(8 * shape[0]))
     states = torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
-    return _Layer(states, torch.from_file(str(done), shared=True, size=shape[0], dtype=torch.bool))
+    hashes = torch.from_file(str(done), shared=True, size=shape[0], dtype=torch.int64)
+    return _Layer(states, hashes, torch.zeros(shape[0], dtype=torch.bool))
 
 
 def _free_disk(folder: Path) -> int:

@@ -56,7 +56,7 @@ def fit(
         raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
     owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
     place, world = checkpoint_path(folder), accelerator.num_processes
-    checkpoint = Checkpoint(place, owned, buffers or {}, optimizers, world, data)
+    checkpoint = Checkpoint(place, owned, buffers or {}, optimizers, world, data, log.config)
     state = _resumed(accelerator, checkpoint, config, log)
     module.train()  # what it makes of its buffers is made of those that were read
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
@@ -87,7 +87,9 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
     if state.step:
         notes.append(f"goes on from step {state.step}")
     if accelerator.is_main_process:
-        log.rewind(state.step)
+        told = log.rewind(state.step)
+        if state.step - told > max(config.log_every, 1):
+            notes.append(f"{log.path} lacks the figures of steps {told + 1} to {state.step}; they are lost")
         for line in notes:
             print(line)
     return state
@@ -135,7 +137,12 @@ class _Loop:
         """One optimizer step and the figures that are logged for it."""
         state, config, start = self.state, self.config, time.perf_counter()
         arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
-        loss, parts, norm, tokens = optimizer_step(*arguments)
+        try:
+            loss, parts, norm, tokens = optimizer_step(*arguments)
+        except FloatingPointError as error:
+            kept = self.checkpoint.path
+            where = f"; {kept} keeps what was trained before" if kept.is_file() else ""
+            raise FloatingPointError(f"{error}{where}") from error
         state.step += 1
         took = time.perf_counter() - start
         state.seconds += took

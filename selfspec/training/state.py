@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from selfspec.utils.files import Figures, atomic
+from selfspec.utils.files import Figures, atomic, digest
 
 
 def checkpoint_path(folder: Path) -> Path:
@@ -24,6 +24,29 @@ def _save(path: Path, state: Figures) -> None:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
+
+
+def _load(path: Path) -> Figures:
+    try:
+        saved: Figures = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to start over, or choose another name=") from error
+    return saved
+
+
+def saved_config(path: Path) -> Figures | None:
+    """The config of the run that a checkpoint is of; None for one that an older version wrote."""
+    return _load(path).get("config")
+
+
+def _digest(saved: object) -> str:
+    """A hash of all that a checkpoint holds, but of itself."""
+    if isinstance(saved, Tensor):
+        plain = saved.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return digest(saved.dtype, list(saved.shape), plain.numpy().data)
+    if isinstance(saved, dict):
+        return digest(*((key, _digest(value)) for key, value in saved.items() if key != "digest"))
+    return digest(*map(_digest, saved)) if isinstance(saved, (list, tuple)) else digest(saved)
 
 
 @dataclass
@@ -47,7 +70,7 @@ class State:
 
 class Checkpoint:
     """`state.pt` of a run: trained parameters, buffers, optimizers, and where the run is. data: keys of the training
-    data and of the validation data."""
+    data and of the validation data; config: the run's, kept beside."""
 
     def __init__(
         self,
@@ -57,21 +80,17 @@ class Checkpoint:
         optimizers: list[torch.optim.Optimizer],
         world: int,
         data: tuple[str, str],
+        config: Figures,
     ) -> None:
         self.path, self.owned, self.buffers, self.optimizers = path, owned, buffers, optimizers
-        self.world, self.data = world, list(data)
+        self.world, self.data, self.config = world, list(data), config
 
     def read(self) -> tuple[State, list[str]]:
         """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
         file that is damaged or of other parameters."""
         if not self.path.exists():
             return State(), []
-        try:
-            saved_run = torch.load(self.path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{self.path} is damaged ({error}); delete it to start over, or choose another name="
-            ) from error
+        saved_run = _load(self.path)
         if "state" not in saved_run:
             raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
         if {n: p.shape for n, p in saved_run["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
@@ -92,6 +111,8 @@ class Checkpoint:
                 f"resumed in {self.world} processes, begun in {saved_run['world']}: each step reads the same rows, and "
                 "results differ in rounding alone"
             )
+        if "digest" in saved_run and saved_run["digest"] != _digest(saved_run):
+            raise ValueError(f"{self.path} was changed on the disk: its hash differs; delete it to start over")
         state, (train, validation) = State(**saved_run["state"]), saved_run.get("data", self.data)
         if train != self.data[0]:
             notes.append(
@@ -113,7 +134,8 @@ class Checkpoint:
         return {name: p.detach().to("cpu", copy=True) for name, p in self.owned.items()}
 
     def write(self, state: State) -> None:
-        record = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
+        record: Figures = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
         record |= {"parameters": {name: p.detach() for name, p in self.owned.items()}, "buffers": self.buffers}
-        about = {"step": state.step, "world": self.world, "data": self.data, "versions": _versions()}
-        _save(self.path, {**record, **about})
+        record |= {"step": state.step, "world": self.world, "data": self.data, "versions": _versions()}
+        record |= {"config": self.config}
+        _save(self.path, {**record, "digest": _digest(record)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,16 @@ def one_line(error: BaseException) -> str:
     """An error's message on one line; of errors that only wrap another, the other's."""
     while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+    return visible(" ".join(str(error).split())) or type(error).__name__
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: control characters but tabs and line breaks as \\xNN, which a terminal would obey."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+# C0 and C1, and what turns the direction of writing
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @contextmanager

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import math
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,10 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from selfspec.utils.errors import one_line
+
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
+_LARGEST = 2**26  # bytes of a JSON file
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
@@ -66,6 +71,53 @@ def atomic(path: Path) -> Iterator[Path]:
             os.replace(old, path)
         for rest in (scratch, old):
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Figures:
+    """The JSON object that a file holds. Raises ValueError, of one line that names the file, for anything else."""
+    try:
+        if (size := path.stat().st_size) > _LARGEST:
+            raise ValueError(f"it has {size} bytes, at most {_LARGEST} are read")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {one_line(error):.200}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object, not {type(found).__name__}")
+    return found
+
+
+def digest(*parts: Any) -> str:
+    """A hash of bytes, or of anything else by its text, to notice what a disk has changed."""
+    whole = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        whole.update(part if isinstance(part, (bytes, memoryview)) else repr(part).encode())
+    return whole.hexdigest()
+
+
+def only_mine(path: Path) -> bool:
+    """Whether nobody but this user can have written a file and can exchange it: code is loaded from such alone."""
+    if not hasattr(os, "getuid"):
+        return True
+    stats = [place.stat() for place in (path, path.parent)]
+    if all(stat.st_uid == os.getuid() and not stat.st_mode & 0o022 for stat in stats):
+        return True
+    _told_of(path.parent)
+    return False
+
+
+@cache
+def _told_of(folder: Path) -> None:
+    print(
+        f"what is in {folder} is not used: others may write there; chmod 700 it, or set SELFSPEC_CACHE", file=sys.stderr
+    )
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder of the cache, which only its user may read and write."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if hasattr(os, "getuid") and folder.stat().st_uid == os.getuid():
+        folder.chmod(0o700)
 
 
 def inside(folder: Path, name: str, by: Path) -> Path:

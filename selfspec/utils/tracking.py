@@ -171,11 +171,14 @@ class RunLog:
         values = {key: value for key, value in flat(record) if value is not None}
         self._send(lambda tracker: tracker.log(values, step=step))
 
-    def rewind(self, step: int) -> None:
-        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice."""
-        if self.path.exists():
-            lines = [line for line, record in whole_lines(self.path) if record.get("step", 0) <= step]
-            write_text(self.path, "".join(lines))
+    def rewind(self, step: int) -> int:
+        """Drop what a run wrote after the checkpoint it resumes from, so that no step is recorded twice. Returns the
+        last step of which something is left."""
+        if not self.path.exists():
+            return 0
+        kept = [(line, record.get("step", 0)) for line, record in whole_lines(self.path)]
+        write_text(self.path, "".join(line for line, at in kept if at <= step))
+        return max((at for _, at in kept if at <= step), default=0)
 
     def images(self, paths: dict[str, Path]) -> None:
         """Send saved plots to the logger."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, inside
+from selfspec.utils.files import Figures, inside, read_json
 
 _MOST = 5  # names that an error lists
 Contract = dict[str, tuple[list[int], torch.dtype | None]]  # shape and dtype (None: any float) by name
@@ -29,19 +29,13 @@ def read_config(folder: Path, name: str = "config.json") -> Figures:
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object")
-    return config
+    return read_json(path)
 
 
 def weight_map(path: Path) -> dict[str, str]:
     """Which file holds which tensor, of a checkpoint's index. Raises ValueError for a damaged one."""
     try:
-        files = json.loads(path.read_text())["weight_map"]
+        files = read_json(path)["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
             raise TypeError("weight_map must give a file for each tensor")
     except (ValueError, KeyError, TypeError) as error:
@@ -116,6 +110,6 @@ def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
 def number(config: Figures, name: str, folder: Path, file: str = "config.json") -> int:
     """A whole number above 0 of a config. Raises ValueError naming it."""
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{folder}/{file}: {name}={value!r} must be a whole number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ValueError(f"{folder}/{file}: {name}={value!r:.40} must be a whole number above 0, below 2**31")
     return value

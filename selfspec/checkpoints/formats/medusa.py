@@ -102,6 +102,9 @@ def read(folder: Path, target: Target) -> Medusa:
         where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
+    if max(heads, layers) > len(tensors):
+        where = f"{folder}/config.json: {heads} heads of {layers} layers"
+        raise ValueError(f"{where} can not lie in a file of {len(tensors)} tensors; copy the folder again")
     biased = any(name.endswith(".bias") for name in tensors)
     if config.get("truncated_vocab_size") not in (None, V):
         raise ValueError(f"{folder}: truncated_vocab_size={config['truncated_vocab_size']}: heads need all {V} tokens")

@@ -17,7 +17,7 @@ def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
     """Raises ValueError for an unknown loss, a size below 1, and a loss that needs all tokens."""
     check_loss(loss)
     if draft_vocab is not None:
-        whole("draft_vocab", draft_vocab)
+        whole("draft_vocab", draft_vocab, 1, 2**31 - 1)
         if loss == "ce":
             raise ValueError("drafter.loss='ce' needs the whole vocabulary; take 'kl' or drafter.draft_vocab=null")
 

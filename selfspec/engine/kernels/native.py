@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.utils.files import atomic, cache_folder
+from selfspec.utils.files import atomic, cache_folder, only_mine, private_folder
 from selfspec.utils.machine import processor
 
 SIGNATURES = {  # what each takes: tensors, the last of which it writes to, and sizes; see its source
@@ -86,7 +86,7 @@ def trust_known_vectors() -> None:
         if cpu_vec_isa.valid_vec_isa_list() != known:
             return
         with suppress(OSError):  # of a folder that can not be written to: checked again by the next process
-            marker.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(marker.parent)
             marker.touch()
     config.cpp.vec_isa_ok = True
 
@@ -109,7 +109,7 @@ def binding(name: str) -> Callable[..., None]:
 
     kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(SIGNATURES[name], source)
     with suppress(OSError):  # of a folder that can not be written to
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         code = Path(kernel.__self__.__file__).read_bytes()  # type: ignore[attr-defined]  # its module
         with atomic(path) as scratch:
             scratch.write_bytes(code + hashlib.sha256(code).digest())  # which the loader does not look at
@@ -139,6 +139,8 @@ def _kernel_path(source: str) -> Path:
 def _loaded(path: Path) -> Callable[..., None]:
     """The function of a module that torch built. Raises ImportError or OSError where there is none that can be read."""
     code = path.read_bytes()
+    if not only_mine(path):
+        raise ImportError(f"{path} may be of another user")
     if hashlib.sha256(code[:-32]).digest() != code[-32:]:  # what is cut short would end the process
         raise ImportError(f"{path} is damaged")
     # The module reads where torch's function for the data of a tensor lies, as it does when torch itself loads it.

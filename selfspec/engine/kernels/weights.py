@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
-from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
+from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, write_text
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
@@ -253,7 +253,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
                 print("kernels are measured, once for each product; `selfspec limits` shows them", file=sys.stderr)
             _choices[name] = measure(outputs, width)
             with suppress(OSError):  # of a folder that can not be written to: measured again by the next process
-                path.parent.mkdir(parents=True, exist_ok=True)
+                private_folder(path.parent)
                 write_text(path, json.dumps(_choices, indent=1) + "\n")
     return next((kernel for kernel in KERNELS if kernel.name == _choices[name]["kernel"]), None)
 
