@@ -35,20 +35,28 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.ids, self.shown = tokenizer, list[int](), ""
-        # WordPiece, and what cleans spaces up, write words anew when the next one is known
-        decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
-        self.rewrites = "WordPiece" in decoder or bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        # WordPiece and space clean-up can change a word once the next one is known; BPE is not cleaned up
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        cleans = tokenizer.clean_up_tokenization_spaces and type(getattr(backend, "model", None)).__name__ != "BPE"
+        decoder = repr(getattr(backend, "decoder", None))
+        self.rewrites, self.falls_back = "WordPiece" in decoder or bool(cleans), "ByteFallback" in decoder
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that is certain by now and was not yet given."""
         self.ids += tokens
-        text = text_of(self.tokenizer, self.ids)
+        size = len(self.ids)  # without bytes at the end, which are text together or not at all
+        while self.falls_back and size and self._is_byte(self.ids[size - 1]):
+            size -= 1
+        text = text_of(self.tokenizer, self.ids[:size])
         if self.rewrites:
-            text = text[: max(0, text.rstrip().rfind(" "))]
+            text = text[: max(0, *(text.rstrip().rfind(mark) for mark in " \n\t"))]
         if text.endswith(_UNFINISHED) or not text.startswith(self.shown):
             return ""
         piece, self.shown = text[len(self.shown) :], text
         return piece
+
+    def _is_byte(self, token: int) -> bool:
+        return str(self.tokenizer.convert_ids_to_tokens(token)).startswith("<0x")
 
     def rest(self) -> str:
         """What is left when no more tokens come."""

@@ -254,11 +254,17 @@ def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int
 
 # Of a GenerationConfig: how tokens are drawn, with what transformers takes where neither a call nor the model says
 _DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
-_UNSERVED = {"token_healing": "heal the prompt before, without its last token"}  # in no way, and what to do
+_UNSERVED = {"token_healing": "heal the prompt before, without its last token"}  # by no entry, and the way on
 _SERVED = {"max_new_tokens": "max_new_tokens", "stop_strings": "stop"}  # by the names of `Arguments`
-_LENGTHS = ("max_new_tokens", "max_length", "eos_token_id", "cache_implementation")  # a model's, which a call replaces
+# Of a model's own config: what changes tokens and is not served
+_CHANGING = (
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    *("sequence_bias", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
+    *("min_length", "min_new_tokens", "num_beams", "guidance_scale", "watermarking_config", "stop_strings"),
+)
 _SILENT = ("transformers_version", "do_sample", "bos_token_id", "pad_token_id", "use_cache")
-# Values with which a setting changes nothing
+# Settings that have no effect at this value
 _ONE = ("num_beams", "num_return_sequences", "repetition_penalty", "length_penalty", "typical_p")
 _ZERO = ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff")
 
@@ -281,7 +287,7 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
     if not isinstance(config, GenerationConfig):
         raise ValueError(f"generation_config is a {type(config).__name__}; give transformers' GenerationConfig")
     given = {key: value for key, value in config.to_diff_dict().items() if value is not None}
-    theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key not in _LENGTHS}
+    theirs = {} if own is None else {key: value for key, value in own.to_diff_dict().items() if key in _CHANGING}
     both = {key: value for key, value in {**theirs, **given}.items() if value is not None}
     found = {ours: both.pop(key) for key, ours in _SERVED.items() if key in both}
     sampling = sampling_of(config, own)

@@ -158,6 +158,40 @@ def test_tool_calls_count_and_the_template_gets_the_whole_record(special: Any) -
             Chat.of({"messages": [question], **wrong}, "x")
 
 
+# The system text, or a hint, stands in the last question alone, as of Mistral and of Qwen3's switches
+SYSTEM_LAST = (
+    "{{ bos_token }}{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and s %}{{ s }}\n\n{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}<|end|>{% endif %}"
+    "{% endfor %}"
+)
+HINT_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.role == 'user' and loop.last %} /think"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_last_question_that_is_written_in_another_way(special: Any) -> None:
+    """The document is what decoding reads: the prompt, and the answer behind it. No word of the user counts."""
+    made = template(special, SYSTEM_LAST, "<|end|>")
+    system = {"role": "system", "content": "Be brief."}
+    chat = Chat([system, *talk("What is it?", "Forty two", "Sure?", "Yes").messages])
+    assert counted(made, chat) == [[" Forty two<|end|>"], [" Yes<|end|>"]]
+    texts = [document.text for document in made.documents(chat, "x")[0]]
+    bos = made.tokenizer.bos_token
+    assert texts[0] == f"{bos}[INST] Be brief.\n\nWhat is it?[/INST] Forty two<|end|>"
+    assert texts[1].endswith("[INST] Be brief.\n\nSure?[/INST] Yes<|end|>")
+    made = template(special, HINT_LAST, "<|im_end|>")
+    assert counted(made, talk("Question?", "Answer")) == [["Answer<|im_end|>"]]
+    assert made.documents(talk("Question?", "Answer"), "x")[0][0].text.startswith("<|im_start|>user\nQuestion? /think")
+    assert made.prompt_end == []
+    turns = "{{ messages | length }} turns\n" + HINT_LAST  # nothing of it can be placed
+    odd = template(special, turns.replace("<|im_start|>assistant\n{% endif %}", "{% endif %}"), "<|im_end|>")
+    assert odd.prompt_end == []
+    with pytest.raises(ValueError, match="writes what stands before it in another way"):
+        odd.documents(talk("Question?", "Answer"), "x")
+
+
 def test_real_templates(special: Any) -> None:
     """Those that the installed packages hold: SmolVLM's, Llama 4's with tools, and SmolLM2's where it is installed."""
     from transformers.models.llama4.processing_llama4 import chat_template as llama
@@ -188,20 +222,39 @@ def test_smollm2s_template() -> None:
 
 @pytest.mark.parametrize("text", [REWRITTEN, ENDED])
 def test_a_turn_that_can_not_be_placed_is_counted(text: str, special: Any, tmp_path: Path, capsys: Any) -> None:
-    """Under a template that refuses a conversation without a question, the assistant's greeting stands before any."""
-    strict = "{% if not messages or messages[-1].role != 'user' and add_generation_prompt %}"
+    """Under a template that refuses to ask behind an answer, the assistant speaks twice."""
+    strict = "{% if messages and messages[-1].role != 'user' and add_generation_prompt %}"
     made = template(special, strict + "{{ raise_exception('no question') }}{% endif %}" + text, None)
-    greeted = [{"role": "assistant", "content": "Hello"}, *talk("Hi", "Hello!").messages]
+    greeted = [*talk("Hi", "Hello!").messages, {"role": "assistant", "content": "Bye."}]
     path = write_lines(tmp_path / "d.jsonl", [{"messages": greeted}, *({"text": f"x{i}"} for i in range(9))])
     source = JsonLines(path=path, tokenizer=made.tokenizer)
     for _ in range(2):  # read, then from the cache
         corpora = stored(source, made.tokenizer, tmp_path / "cache")
         error = capsys.readouterr().err
         assert f"1 of 2 assistant turns of data.path={path!r} are left out" in error
-        assert "line 1, turn 1: the chat template refuses what stands up to it (no question)" in error
+        assert "line 1, turn 3: the chat template refuses what stands up to it (no question)" in error
     said = "".join(made.tokenizer.decode(c.tokens[c.mask]) for c in corpora)
     assert "Hello!" in said
-    assert "Hello<" not in said
+    assert "Bye" not in said
+
+
+def test_what_a_template_does_not_show_does_not_count(special: Any) -> None:
+    """A thought alone that is dropped leaves an empty answer, which would be learned; a turn before any question is
+    what a model writes behind nothing."""
+    made = template(special, OPENED, "<|end|>")
+    with pytest.raises(ValueError, match=r"turn 2: the chat template does not show it"):
+        made.documents(talk("2 + 2?", "<think>a</think>"), "x")
+    strict = "{% if not messages[0] %}{{ raise_exception('empty') }}{% endif %}"
+    first = Chat([{"role": "assistant", "content": "Hello"}, *talk("Hi", "Hello!").messages])
+    parts = counted(template(special, strict + ENDED, "<end_of_turn>"), first)
+    assert parts[0][-1] == "Hello!<end_of_turn>"
+    assert parts[0][0].endswith("Hello<end_of_turn>")
+    loop = "{% for m in messages %}"
+    refused = "{% if not m.content and not m.tool_calls %}{{ raise_exception('says nothing') }}{% endif %}"
+    refusing = TOOLS.replace(loop, loop + refused)
+    calls = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    (said,) = counted(template(special, refusing, "<|im_end|>"), Chat.of({"messages": calls}, "x"))
+    assert "tool_call" in said[0]
 
 
 def test_prompts_are_those_that_decoding_has(special: Any, tmp_path: Path) -> None:

@@ -117,6 +117,14 @@ def test_words_that_are_written_anew() -> None:
     assert "".join([*(text.add([token]) for token in ids), text.rest()]) == text_of(tokenizer, ids) == "he's isn't. x"
 
 
+def test_bytes_are_text_together_or_not_at_all() -> None:
+    tokenizer = sentence_piece()
+    ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "😀😃".encode()[:6]]
+    for end in ([], tokenizer("a")["input_ids"]):
+        text = Detokenizer(tokenizer)
+        assert "".join([*(text.add([t]) for t in ids + end), text.rest()]) == text_of(tokenizer, ids + end)
+
+
 def test_a_stop_string_ends_where_its_last_token_does() -> None:
     tokenizer = byte_level()
     prompt = tokenizer("os\n")["input_ids"]

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
+from selfspec.data.chat import ChatTemplate
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
-from selfspec.training.chat_template import Template
-from selfspec.training.conversations import Conversation, Rules, held
+from selfspec.training.conversations import Conversation, Rules, Template, held
 from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config
 
@@ -62,7 +62,7 @@ def settings(folder: Path, **changes: object) -> Synthetic:
 
 
 def test_a_template_is_cut_at_its_turns(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = Template.of(tokenizer)
+    template = Template.of(ChatTemplate(tokenizer))
     assert tokenizer.decode(template.opening) == "<user>"
     assert tokenizer.decode(template.answer) == "</user>\n<assistant>"
     assert tokenizer.decode(template.again) == "</assistant>\n<user>"
@@ -70,17 +70,20 @@ def test_a_template_is_cut_at_its_turns(tokenizer: PreTrainedTokenizerFast) -> N
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="has no chat template; take data=jsonl"):
-        Template.of(plain)
+    with pytest.raises(ValueError, match=r"data=synthetic: a conversation needs a chat template, .* has none"):
+        Template.of(ChatTemplate(plain))
     plain.chat_template = "{{ messages[0]['content'] | upper }}"
-    with pytest.raises(ValueError, match=r"the chat template of .* fails"):
-        Template.of(plain)
+    with pytest.raises(ValueError, match="the chat template marks no turns; take data=jsonl"):
+        Template.of(ChatTemplate(plain))
+    plain.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(ValueError, match=r"data=synthetic: the chat template refuses it \(no\)"):
+        Template.of(ChatTemplate(plain))
 
 
 def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
     target, tokenizer = pair
     train, validation = synthetic(settings(tmp_path), target, tokenizer, quiet=True)
-    template = Template.of(tokenizer)
+    template = Template.of(ChatTemplate(tokenizer))
     assert len(train.talks) + len(validation.talks) <= 8
     assert train.counted
     assert validation.counted
@@ -234,7 +237,7 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
     target, tokenizer = pair
     train, validation = synthetic(settings(tmp_path, openings=["def", ""]), target, tokenizer, quiet=True)
     words = tokenizer("def", add_special_tokens=False)["input_ids"]
-    start, found = len(Template.of(tokenizer).opening), []
+    start, found = len(Template.of(ChatTemplate(tokenizer)).opening), []
     for corpus in (train, validation):
         for i in range(len(corpus.talks)):
             document = corpus.document(i)

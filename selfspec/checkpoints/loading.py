@@ -88,9 +88,9 @@ def load_target(
     passed.setdefault("trust_remote_code", False)  # None would ask on the terminal
     if isinstance(source, (str, Path)):
         path, packed = _unpacked(resolve(str(source)))
-        if "subfolder" in loading and Path(path).is_dir():
-            passed.pop("subfolder")
-            path = str(Path(path) / loading.pop("subfolder"))
+        if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or passed.pop("subfolder", None)):
+            passed.pop("subfolder", None)
+            path = str(Path(path) / str(inner))
         if not packed and not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
@@ -196,10 +196,9 @@ def _align(model: PreTrainedModel) -> None:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by an embedded target's name, a folder or a hub id. Raises ValueError where there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(resolve(name), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {name!r}: {error}") from error
+    if (tokenizer := _tokenizer(resolve(name), None, {"trust_remote_code": False})) is None:
+        raise ValueError(f"no tokenizer at {name!r}; give a folder or a hub id that has one")
+    return tokenizer
 
 
 def untrained(name: str, trust: bool = False) -> type[Drafter] | None:

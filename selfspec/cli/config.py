@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -16,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.api import NODES
 from selfspec.checkpoints.drafter_folder import RENAMED
-from selfspec.checkpoints.find import member_names, names_path, split_at
+from selfspec.checkpoints.find import exists, member_names, names_path, split_at
 from selfspec.cli.errors import one_line_error
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
@@ -262,8 +261,8 @@ def paths_quoted(arguments: list[str]) -> list[str]:
 
 
 def _whole(value: str) -> bool:
-    """Whether a value is one although it holds commas: all of these are of paths that exist."""
-    return all(Path(name).exists() for name in member_names(value) if "," in name)
+    """Whether the commas in a value belong to paths that exist."""
+    return all(exists(name) for name in member_names(value) if "," in name)
 
 
 def _parses(parser: OverridesParser, argument: str) -> bool:

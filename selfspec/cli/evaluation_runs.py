@@ -57,6 +57,8 @@ def asked(
     source = build_data(data, tokenizer, spec.target)
     if asking.questions is None:
         asking = replace(asking, questions=source.questions if tokenizer.chat_template else "source")
+    template = {**getattr(source, "chat_template_kwargs", {}), **asking.chat_template_kwargs}
+    asking = replace(asking, chat_template_kwargs=template)
     questions = read_questions(asking, tokenizer, source.evaluation, each)
     if len(questions) < asking.prompts and not each:
         print(f"warning: prompts={asking.prompts}, but there are {len(questions)}, which are used")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import select
 import signal
 import sys
 
@@ -37,9 +38,14 @@ def start(name: str) -> None:
     try:
         _start(name)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError as error:
+        screen = select.poll()
+        screen.register(sys.stdout.fileno(), 0)
+        if screen.poll(0):  # whoever read the output, such as head, has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print(f"{os.path.basename(sys.argv[0])}: interrupted", file=sys.stderr)
         sys.exit(130)

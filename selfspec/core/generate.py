@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
-_MANY = 200  # tokens drafted in vain, after which something is said
-_doubted: WeakSet[object] = WeakSet()  # drafters of which that was said
+_MANY = 200  # drafted tokens, none accepted, before a warning
+_rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()  # how many, infinity once one was accepted
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
 
@@ -174,7 +175,7 @@ def _steps(
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             t3 = clock(target.device)
             if not stats.accepted:
-                stats.vain += int((tree.parents[:, 1 : tree.plain] >= 0).sum())
+                stats.rejected += int((tree.parents[:, 1 : tree.plain] >= 0).sum())
             paths, emitted = rows.accepted(tree, out)
             before = rows.alive, cache.lengths
             cache.commit(paths)
@@ -201,16 +202,19 @@ def _steps(
     finally:
         stats.compiled, stats.exact = stats.compiled + target.compiled - compiled, target.exact
         cache.close()
-        _doubt(drafter, stats)
+        _warn_of_none(drafter, stats)
 
 
-def _doubt(drafter: Drafts, stats: Stats) -> None:
-    """Warn, once for a drafter with weights, that nothing of what it drafted is accepted."""
-    weights = isinstance(drafter, nn.Module) and next(drafter.parameters(), None) is not None
-    if weights and not stats.accepted and stats.vain >= _MANY and drafter not in _doubted:
-        _doubted.add(drafter)
+def _warn_of_none(drafter: object, stats: Stats) -> None:
+    """Warn, once for a drafter with weights, that nothing of what it drafted in its first calls is accepted."""
+    drafter = getattr(drafter, "drafter", drafter)  # of what sizes its trees
+    if not isinstance(drafter, nn.Module) or next(drafter.parameters(), None) is None:
+        return
+    before = _rejected.get(drafter, 0)
+    count = _rejected[drafter] = math.inf if stats.accepted else before + stats.rejected
+    if before < _MANY <= count < math.inf:
         warnings.warn(
-            f"0 of {stats.vain} drafted tokens accepted: does this drafter belong to this target? The output is the "
+            f"0 of {count:.0f} drafted tokens accepted: does this drafter belong to this target? The output is the "
             "target's own all the same",
             stacklevel=2,
         )

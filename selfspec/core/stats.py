@@ -14,7 +14,7 @@ class Stats:
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
-    passes in which depth d + 1 was accepted; vain: tokens that were drafted before the first one was accepted;
+    passes in which depth d + 1 was accepted; rejected: tokens drafted before the first accepted one;
     lengths: tokens of each pass, row by row; notes: what a drafter counted;
     exact: whether the tokens are those of plain decoding "by construction" or "up to rounding" (see `Target.exact`).
     """
@@ -24,7 +24,7 @@ class Stats:
     nodes: int = 0
     tokens: int = 0
     compiled: int = 0
-    vain: int = 0
+    rejected: int = 0
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Stats:
         return (
             f"{self.tokens} tokens in {self.passes} passes: {shown(self.acceptance_length)} per pass, {rate}, "
             f"{drafted}% drafted"
-        ) + (f"; 0 of {self.vain} drafted tokens accepted" if self.vain and not self.accepted else "")
+        ) + (f"; 0 of {self.rejected} drafted tokens accepted" if self.rejected and not self.accepted else "")
 
     def count(self, drafted: int, tokens: int) -> None:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""

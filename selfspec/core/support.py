@@ -68,7 +68,7 @@ def quantized_by(model: PreTrainedModel) -> str | None:
     if method is not None:
         return str(getattr(method, "value", method))
     kinds = {type(p).__module__ for p in model.parameters() if is_traceable_wrapper_subclass(p)}
-    return next((kind.split(".")[1] for kind in kinds if "quant" in kind), None)
+    return next((name for name in ("quanto", "torchao", "bitsandbytes") for kind in kinds if name in kind), None)
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

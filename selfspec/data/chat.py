@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +31,7 @@ ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "f
 ROLE_NAMES |= {"ipython", "environment", "context"}  # of templates
 _NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
 _ARGUMENTS = "chat_template_kwargs"  # of a record, as TRL and serving engines call them
+_RESERVED = {"chat_template", "messages", "tokenize", "add_generation_prompt", "continue_final_message"}
 _MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
 _SPOKEN = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what a turn may consist of
 
@@ -62,13 +64,19 @@ class Chat:
             if not isinstance(values, list):
                 raise ValueError(f"{place}: {name} must be a list of objects, found {values!r:.80}")
             beside |= {name: values} if values else {}
-        if not isinstance(arguments := _read(record.get(_ARGUMENTS, {})), dict):
-            raise ValueError(f"{place}: {_ARGUMENTS} must be an object, found {arguments!r:.80}")
+        if not isinstance(arguments := _read(record.get(_ARGUMENTS, {})), dict) or _RESERVED & arguments.keys():
+            wanted = f"an object without {', '.join(sorted(_RESERVED))}"
+            raise ValueError(f"{place}: {_ARGUMENTS} must be {wanted}, found {arguments!r:.80}")
         return cls([message(turn, place) for turn in turns], {**beside, **arguments})
 
-    def until(self, turn: int) -> Chat:
-        """The turns before one."""
-        return replace(self, messages=self.messages[:turn])
+    @property
+    def answers(self) -> list[int]:
+        """Which messages are the assistant's, those without anything left out."""
+        return [i for i, turn in enumerate(self.messages) if turn["role"] == "assistant" and _speaks(turn)]
+
+    def until(self, turn: int, *more: dict[str, Any]) -> Chat:
+        """The turns before one, and more behind them."""
+        return replace(self, messages=[*self.messages[:turn], *more])
 
 
 def message(turn: Any, place: str) -> dict[str, Any]:
@@ -125,10 +133,6 @@ def _read(value: Any) -> Any:
         return value
 
 
-class _Unplaced(ValueError):
-    """A turn of which a template does not show what the assistant would have written."""
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer's chat template. ends: token ids at which generation stops (none: the tokenizer's EOS token);
@@ -141,25 +145,23 @@ class ChatTemplate:
     def opening(self, chat: Chat, place: str) -> list[int]:
         """Token ids of a conversation up to where the next answer begins. Raises ValueError, with the place, where the
         tokenizer has no chat template, or it refuses the conversation."""
-        return self._ids(self._text(chat, place, True))
+        return self._ids(self.text(chat, place, True))
 
     def documents(self, chat: Chat, place: str) -> tuple[list[Document], list[str]]:
         """What the model reads and what of it counts in the loss, and why turns of the assistant were left out.
 
-        Of such a turn counts what the template writes for it behind the longest part that it shares with the prompt
-        that asks for it, through the first token at which generation stops; of a template with generation tags, what
-        they enclose. Where a later turn changes how an earlier one is written, the conversation becomes several
-        documents, each up to another turn. Raises ValueError, with the place, where the tokenizer has no template, or
-        the template refuses the conversation or shows no turn of the assistant.
+        The counted part of a turn begins where its text departs from the prompt that asks for it, and ends with the
+        first token at which generation stops. In a template with generation tags they mark it instead. Where a later
+        turn changes how an earlier one is written, the conversation becomes several documents, each up to another turn.
+        Raises ValueError, with the place, where the tokenizer has no template, or the template refuses the conversation
+        or shows no turn of the assistant.
         """
-        whole, documents, left = self._text(chat, place, False), list[Document](), list[str]()
+        whole, documents, left = self.text(chat, place, False), list[Document](), list[str]()
         text, counted = "", list[tuple[int, int]]()  # of the document that is still open
-        for i, turn in enumerate(chat.messages):
-            if turn["role"] != "assistant" or not _speaks(turn):
-                continue
+        for i in chat.answers:
             try:
                 longer, spans = self._turn(chat, i, place)
-            except _Unplaced as error:
+            except ValueError as error:
                 left.append(f"{place}, turn {i + 1}: {error}")
                 continue
             if counted and not longer.startswith(text[: counted[-1][1]]):
@@ -179,15 +181,17 @@ class ChatTemplate:
         """Token ids that a prompt ends in and finished turns do not begin with, such as an opened thought."""
         chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         try:
-            opening = self._text(chat.until(1), "", True)
-            return self._ids(opening[self._shared(opening, self._text(chat, "", False)) :])
+            opening = self.text(chat.until(1), "", True)
+            start = self._shared(opening, self.text(chat, "", False))
+            return [] if self._rewritten(chat, 1, opening, start) else self._ids(opening[start:])
         except ValueError:  # a template that wants more than a question
             return []
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _text(self, chat: Chat, place: str, answer: bool) -> str:
+    def text(self, chat: Chat, place: str, answer: bool) -> str:
+        """A conversation through the template; answer: up to where the next answer begins."""
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{place}: a conversation needs a chat template, and tokenizer {self.tokenizer.name_or_path!r} has "
@@ -207,24 +211,56 @@ class ChatTemplate:
 
     def _turn(self, chat: Chat, i: int, place: str) -> tuple[str, list[tuple[int, int]]]:
         """The conversation up to turn i, and what counts of that turn, as [start, end) in the text."""
-        until, turn = chat.until(i + 1), chat.messages[i]
+        until, turn, opening = chat.until(i + 1), chat.messages[i], ""
         try:
-            text = self._text(until, place, False)
-            opening = self._text(chat.until(i), place, True)
+            text = self.text(until, place, False)
+            with suppress(*([] if i else [ValueError])):  # before the first message a template may have no prompt
+                opening = self.text(chat.until(i), place, True)
         except ValueError as error:
-            raise _Unplaced(f"the chat template refuses what stands up to it ({error.__cause__ or error})") from error
+            raise ValueError(f"the chat template refuses what stands up to it ({error.__cause__ or error})") from error
         if turn.get("tool_calls"):
-            silent = {key: value for key, value in turn.items() if key != "tool_calls"}
-            if text == self._text(Chat([*chat.messages[:i], silent], chat.beside), place, False):
-                raise _Unplaced("the chat template does not show its tool calls")
+            silent, other = {key: value for key, value in turn.items() if key != "tool_calls"}, ""
+            with suppress(ValueError):  # a template may refuse a turn that says nothing
+                other = self.text(chat.until(i, silent), place, False)
+            if text == other:
+                raise ValueError("the chat template does not show its tool calls")
         start = self._shared(opening, text)
+        if start < len(opening) and i and not self._tagged and self._rewritten(chat, i, opening, start):
+            text, start = self._aligned(chat, i, opening, text)
         if self._tagged:
             spans = [(max(first, start), end) for first, end in self._tags(until) if end > start]
         else:
             spans = [(start, self._end(until, text, start))]
-        if not any(text[first:end].strip() for first, end in spans):
-            raise _Unplaced("the chat template does not show it")
+        said = "".join(text[first:end] for first, end in spans)
+        for stop in self._stops:
+            said = said.replace(stop, "")
+        if not said.strip():
+            raise ValueError("the chat template does not show it")
         return text, spans
+
+    def _marked(self, chat: Chat, i: int) -> dict[str, Any]:
+        """The message before turn i with a mark behind its words."""
+        return {**chat.messages[i - 1], "content": chat.messages[i - 1]["content"] + _MARK}
+
+    def _rewritten(self, chat: Chat, i: int, opening: str, start: int) -> bool:
+        """Whether a prompt parts from the finished text before its last message has ended: what then differs is more
+        than how an answer begins."""
+        words = _same(opening, self.text(chat.until(i - 1, self._marked(chat, i)), "", True))
+        return start < words or any(stop in opening[start:] for stop in self._stops)
+
+    def _aligned(self, chat: Chat, i: int, opening: str, text: str) -> tuple[str, int]:
+        """The prompt of turn i with what the template writes behind it in the finished text, and where that begins: for
+        templates that write the last question in another way before it is answered."""
+        marked, head = self._marked(chat, i), self.text(chat.until(i), "", False)
+        ends = [self.text(chat.until(i - 1, marked, *more), "", not more) for more in ((), (chat.messages[i],))]
+        asked, done = _same(opening, ends[0]), _same(text, ends[1])  # where the last message's words end
+        begins = opening.removeprefix(head) if opening.startswith(head) else ""
+        if begins and (at := text.find(begins, done)) >= 0:
+            return opening + text[at + len(begins) :], len(opening)
+        more = _same(opening[asked:], text[done:])
+        if done == len(text) or any(stop in opening[asked + more :] for stop in self._stops):
+            raise ValueError("the chat template writes what stands before it in another way than the prompt for it")
+        return opening[: asked + more] + text[done + more :], asked + more
 
     @cached_property
     def _tagged(self) -> bool:
@@ -243,8 +279,7 @@ class ChatTemplate:
 
     def _shared(self, opening: str, text: str) -> int:
         """Characters of the longest part that both begin with, in whole tokens where they part before its end."""
-        shared = next((i for i, (a, b) in enumerate(zip(opening, text, strict=False)) if a != b), None)
-        shared = min(len(opening), len(text)) if shared is None else shared
+        shared = _same(opening, text)
         if shared == len(opening) or not self.tokenizer.is_fast:
             return shared
         one, two = (
@@ -264,9 +299,16 @@ class ChatTemplate:
         found = [(at, at + len(stop)) for stop in self._stops if (at := text.find(stop, start)) >= 0]
         if found:
             return min(found)[1]
-        plain = {"role": "assistant", "content": _MARK}
-        closing = self._text(Chat([*chat.messages[:-1], plain], chat.beside), "", False).rpartition(_MARK)[2]
-        return len(text) - len(closing) if text.endswith(closing) else len(text)
+        closing = ""
+        with suppress(ValueError):
+            marked = self.text(chat.until(-1, {"role": "assistant", "content": _MARK}), "", False)
+            closing = marked.rpartition(_MARK)[2]
+        return len(text.removesuffix(closing))
+
+
+def _same(one: str, two: str) -> int:
+    """Characters that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _cut(text: str, counted: Sequence[tuple[int, int]]) -> tuple[tuple[str, bool], ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -54,7 +54,10 @@ def conversations(asked: Sequence[Instruction], template: ChatTemplate, seed: in
         taken = asked[at : at + (2 if rng.random() < 1 / 6 else 1)]
         system = rng.choice(_SYSTEM) if rng.random() < 1 / 3 else None
         name = f"instruction {at}"
-        documents += template.documents(Chat(messages(taken, system)), name)[0]
+        made, left = template.documents(Chat(messages(taken, system)), name)
+        if left:
+            raise ValueError(left[0])
+        documents += made
         at += len(taken)
     return documents
 
@@ -63,7 +66,7 @@ def conversations(asked: Sequence[Instruction], template: ChatTemplate, seed: in
 class Instructions:
     """Conversations of verifiable instructions, followed by the Python source they were made from. root: a folder of
     source (None: the running interpreter's standard library); count: instructions that train; held_out: that
-    validate; ends: token ids at which generation stops."""
+    validate; ends: token ids at which generation stops; chat_template_kwargs: of the template."""
 
     questions: ClassVar[str] = "instructions"  # the evaluation set made of it
     tokenizer: Tokenizer
@@ -71,10 +74,11 @@ class Instructions:
     held_out: int
     root: str | None = None
     ends: frozenset[int] = frozenset()
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer, self.ends)
+        return ChatTemplate(self.tokenizer, self.ends, self.chat_template_kwargs)
 
     def _with_source(self, source: list[Document], split: str, count: int) -> list[Document]:
         chosen = instructions(pool(source, split), list(TASKS), count, seed=0)

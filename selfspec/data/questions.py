@@ -247,7 +247,7 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], d
     if turns is not None and not isinstance(turns, list):
         raise ValueError(f"{place}: turns must be a list of texts, not {turns!r:.80}")
     if isinstance(turns, list) and turns:
-        return None, turns, {}
+        return None, turns, Chat.of({**record, "messages": []}, place).beside
     if isinstance(record.get("messages", record.get("conversations")), list):
         chat = Chat.of(record, place)
         by_role = {role: [m["content"] for m in chat.messages if m["role"] == role] for role in ("system", "user")}
@@ -255,7 +255,7 @@ def _turns(record: dict[str, Any], place: str) -> tuple[str | None, list[Any], d
             return (by_role["system"][0] if by_role["system"] else None), by_role["user"], chat.beside
     for key in _TEXT_KEYS:
         if isinstance(record.get(key), str):
-            return None, [record[key]], {}
+            return None, [record[key]], Chat.of({**record, "messages": []}, place).beside
     raise ValueError(
         f"{place}: asks nothing; expected `turns`, `messages` or one of {', '.join(_TEXT_KEYS)}, found {sorted(record)}"
     )

@@ -143,8 +143,9 @@ class Records(ABC):
         if not turns:
             documents = [Document(place, ((text, True),))] if text and text.strip() else []
         else:
-            documents, left = self.template.documents(Chat.of(record, place), place)
-            broken.turns += len(left) + sum(counts for document in documents for _, counts in document.spans)
+            chat = Chat.of(record, place)
+            documents, left = self.template.documents(chat, place)
+            broken.turns += len(chat.answers)
             broken.left += len(left)
             broken.why = broken.why or next(iter(left), "")
         for document in documents:

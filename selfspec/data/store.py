@@ -60,7 +60,8 @@ class Corpus(Stream):
 
     def prompt(self, start: int, end: int) -> Tensor:
         """What stands before an answer that begins at `end`, int64 [n], as a prompt for it."""
-        return torch.cat([self.tokens[start:end].long(), torch.tensor(self.prompt_end, dtype=torch.int64)])
+        before, more = self.tokens[start:end].long(), torch.tensor(self.prompt_end, dtype=torch.int64)
+        return before if torch.equal(before[-len(more) :], more) else torch.cat([before, more])
 
     def lengths(self) -> Tensor:
         """int64 [D]"""

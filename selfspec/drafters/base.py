@@ -50,8 +50,8 @@ class Batch:
     count in the loss; hidden: [B, S, H], its last hidden states; logits: [B, S, V]; features: outputs [B, S, H] of the
     layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
     states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
-    one); average: from counts of this batch to those that a mean divides by: where processes train on parts of one
-    step, the mean over these; where the step is run in parts, too, the whole step's."""
+    one); average: maps this batch's counts to the counts to divide by: the mean over processes, or, in a step of
+    several parts, the whole step's."""
 
     tokens: Tensor
     mask: Tensor
@@ -122,8 +122,8 @@ class Drafter(nn.Module, ABC):
         """The state of one call of generate over so many rows."""
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """All parameters that training moves: those that require gradients when this is first asked, behind the
-        drafter's making. Whatever becomes of the flags of the target's own parameters afterwards, which views share."""
+        """All parameters that training moves. The set is fixed when the drafter is built. Later changes of
+        `requires_grad`, which views share with the target's own parameters, do not alter it."""
         if self._trained is None:
             self._trained = frozenset(name for name, p in self.named_parameters() if p.requires_grad)
         return {name: p for name, p in self.named_parameters() if name in self._trained}
@@ -152,8 +152,8 @@ class Trained(Drafter):
 
     @torch.no_grad()
     def counts(self, batch: Batch) -> Tensor:
-        """How many positions each mean of the loss is over, [K], in the order in which it asks `Batch.average`. Run
-        before a step in several parts; a drafter that can tell it without its loss saves a pass."""
+        """How many positions each mean of the loss is over, [K], in the order in which it asks `Batch.average`. It is
+        asked before a step in several parts; a drafter that can tell it without its loss saves a pass."""
         asked = list[Tensor]()
 
         def noted(counts: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Trained(Drafter):
             return counts
 
         self.loss(replace(batch, average=noted))
-        return torch.cat(asked)
+        return torch.cat(asked or [torch.zeros(0, device=batch.tokens.device)])
 
     @abstractmethod
     def scores(self, sample: Sample, at: Tensor) -> Tensor:

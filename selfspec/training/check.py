@@ -26,6 +26,7 @@ from selfspec.utils.errors import visible
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example
+_BEFORE = 60  # tokens shown before what counts
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 
@@ -92,23 +93,26 @@ def _described(name: str, corpus: Corpus) -> list[str]:
 
 
 def examples(corpus: Corpus, tokenizer: Tokenizer, most: int) -> list[str]:
-    """Documents spread over the corpus, what counts in the loss in green, or between brackets without a terminal."""
+    """Documents spread over the corpus, conversations where there are any, what counts in the loss in green, or between
+    brackets without a terminal. Long ones are shown around where the first counted part begins."""
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     width, lines = max(20, shutil.get_terminal_size().columns), list[str]()
-    count = min(most, len(corpus.talks))
+    which = corpus.talks.nonzero()[:, 0] if corpus.talks.any() else torch.arange(len(corpus.talks))
+    count = min(most, len(which))
     for i in range(count):
-        one = corpus.document((2 * i + 1) * len(corpus.talks) // (2 * count))
-        text = ""
-        changes = (one.mask[1:] != one.mask[:-1]).nonzero()[:, 0].add(1).tolist()
-        for start, stop in zip([0, *changes], [*changes, len(one.tokens)], strict=True):
-            part = visible(str(tokenizer.decode(one.tokens[start:stop])))
-            text += f"{begin}{part}{end}" if one.mask[start] else part
+        one = corpus.document(int(which[(2 * i + 1) * len(which) // (2 * count)]))
+        first = max(0, int(one.mask.int().argmax()) - _BEFORE)
+        tokens, mask, text = one.tokens[first:], one.mask[first:], "... " if first else ""
+        changes = (mask[1:] != mask[:-1]).nonzero()[:, 0].add(1).tolist()
+        for start, stop in zip([0, *changes], [*changes, len(tokens)], strict=True):
+            part = visible(str(tokenizer.decode(tokens[start:stop])))
+            text += f"{begin}{part}{end}" if mask[start] else part
             if len(text) > _SHOWN:
                 break
         # Cut through neither a colour nor a line: what is cut off is told.
-        more = len(one.tokens) - stop
-        shown = [line for whole in text.splitlines() for line in (textwrap.wrap(whole, width - 2) or [""])]
-        lines += [f"example {i + 1}:", *(f"  {line}" for line in shown)]
+        more = len(tokens) - stop
+        wrapped = [line for whole in text.splitlines() for line in (textwrap.wrap(whole, width - 2) or [""])]
+        lines += [f"example {i + 1}:", *(f"  {line}" for line in wrapped)]
         if more:
             lines.append(f"  ... {more} more tokens")
     return lines

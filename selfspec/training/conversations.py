@@ -17,9 +17,37 @@ from selfspec.core.cache import COMPILED
 from selfspec.core.sampling import noise_bits, nothing_to_pick
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.training.chat_template import Template
+from selfspec.data.chat import Chat, ChatTemplate
 
+_MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
 _AT_ONCE = 32  # rows of logits that a CPU picks tokens from at once: their probabilities stay in a cache
+
+
+@dataclass(frozen=True)
+class Template:
+    """Token ids that a chat template puts before the first question, before an answer, and between an answer and the
+    next question."""
+
+    opening: list[int]
+    answer: list[int]
+    again: list[int]
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> Template:
+        """Raises ValueError for a tokenizer without a chat template, or one that does not keep turns as they are."""
+        roles, tokenizer = ("user", "assistant", "user"), template.tokenizer
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+        rest, parts = template.text(Chat(turns), "data=synthetic", True), list[list[int]]()
+        for mark in (*_MARKS, None):
+            before, _, rest = (rest, "", "") if mark is None else rest.partition(mark)
+            parts.append(list(tokenizer(before, add_special_tokens=False)["input_ids"]))
+        opening, _, again, answer = parts
+        if not opening or not answer or not again:
+            raise ValueError(
+                "data=synthetic: the chat template marks no turns; take data=jsonl with conversations, or data=text "
+                "with plain text"
+            )
+        return cls(opening, answer, again)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class DraftLoss(nn.Module):
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor], counts: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """counts: [K], of all parts of a step, for a loss of which the parts' sum is that of the step; see `counts`."""
+        """counts: [K], see `counts`, of the whole step. The losses of its parts then add up to the step's loss."""
         average = self.average if self.training else itself
         return self.drafter.loss(self._seen(batch, average if counts is None else shares(counts)))
 
@@ -65,12 +65,8 @@ class DraftLoss(nn.Module):
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
     """Hands out `counts`, [K], in place of a part's own, in the order in which they are asked for."""
-    left = list(counts)
-
-    def next_ones(own: Tensor) -> Tensor:
-        return torch.stack([left.pop(0) for _ in own])
-
-    return next_ones
+    each = iter(counts)
+    return lambda own: torch.stack([next(each, own[i]) for i in range(len(own))])
 
 
 def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:

@@ -20,7 +20,7 @@ from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.state import Checkpoint, State, checkpoint_path
 from selfspec.training.step import autocast, optimizer_step
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, shown
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
 
@@ -48,7 +48,7 @@ def fit(
 
     Only parameters that require gradients are trained and saved, and `buffers` beside them. A `state.pt` in `folder` is
     resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
-    validation data, whose change is told. `headline` names the validation figure in the progress bar. With
+    validation data; a change is reported. `headline` names the validation figure in the progress bar. With
     `best`, higher is better, and the run ends with the weights of the validation that scored highest. SIGTERM and
     Ctrl-C save and raise SystemExit.
     """
@@ -58,7 +58,7 @@ def fit(
     place, world = checkpoint_path(folder), accelerator.num_processes
     checkpoint = Checkpoint(place, owned, buffers or {}, optimizers, world, data, log.config)
     state = _resumed(accelerator, checkpoint, config, log)
-    module.train()  # what it makes of its buffers is made of those that were read
+    module.train()  # packs again from the buffers that were read
     peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
     if config.compile:
         module.compile(dynamic=False)  # validation has its own static shape
@@ -156,8 +156,8 @@ class _Loop:
             record["seconds_per_step"] = state.seconds / state.step
             if self.accelerator.is_main_process:
                 self.log.write({"train": record}, state.step)
-            shown = {self.headline: f"{self.figures[self.headline]:.3f}"} if self.figures else {}
-            self.bar.set_postfix(loss=f"{record['loss']:.3f}", **shown, tokens=f"{tokens / took:.0f}/s")
+            best = {self.headline: shown(self.figures[self.headline], 3)} if self.figures else {}
+            self.bar.set_postfix(loss=f"{record['loss']:.3f}", **best, tokens=f"{tokens / took:.0f}/s")
             lines.append(self.pace.loss(state.step, record["loss"]))
         for line in filter(None, lines):
             if self.accelerator.is_main_process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -64,7 +65,7 @@ class State:
     def judge(self, value: float, checkpoint: Checkpoint) -> None:
         """A validation's figure: the weights are kept where it is the highest so far."""
         self.since += 1
-        if self.best is None or not value <= self.best[0]:  # one of them may be of nothing
+        if self.best is None or value > self.best[0] or math.isnan(self.best[0]):
             self.best, self.since = (value, self.step, checkpoint.taken()), 0
 
 
@@ -96,12 +97,15 @@ class Checkpoint:
         if {n: p.shape for n, p in saved_run["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
             raise ValueError(f"{self.path} holds other parameters than this configuration trains; choose another name=")
         self.put(saved_run["parameters"])
+        notes = []
+        if self.buffers and "buffers" not in saved_run:
+            notes.append(f"{self.path} is of an older version: the draft vocabulary is made anew of the data")
         with torch.no_grad():  # such as a draft vocabulary, by which heads hold rows
             for name, saved in saved_run.get("buffers", {}).items():
                 self.buffers[name].copy_(saved)
         for optimizer, saved in zip(self.optimizers, saved_run["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        notes = [
+        notes += [
             f"resumed with {name} {now}, begun with {saved_run['versions'][name]}: results may differ in rounding"
             for name, now in _versions().items()
             if saved_run["versions"][name] != now
@@ -116,12 +120,13 @@ class Checkpoint:
         state, (train, validation) = State(**saved_run["state"]), saved_run.get("data", self.data)
         if train != self.data[0]:
             notes.append(
-                "the training data are not those of the steps before: the steps to come read these, and what was made "
-                "of the others, such as a draft vocabulary, stays"
+                "the training data are not those of the steps before: later steps read the new data; the draft "
+                "vocabulary stays that of the old data"
             )
         if validation != self.data[1]:
             notes.append("the validation data are not those of the steps before: the best weights are found anew")
-            state.best, state.since = None, 0
+            if state.best is not None:  # until the next validation
+                state.best, state.since = (-math.inf, *state.best[1:]), 0
         return state, notes
 
     @torch.no_grad()

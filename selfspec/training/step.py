@@ -46,6 +46,11 @@ def optimizer_step(
         inner: Any = module.module if isinstance(module, DistributedDataParallel) else module
         with autocast(accelerator.device, config):
             counts = accelerator.reduce(sum(inner.counts(piece) for piece in pieces), "mean")
+        if not len(counts):
+            raise ValueError(
+                f"loop.accumulate={config.accumulate}: the drafter's loss divides by counts of its own; divide by "
+                "batch.average(counts), as masked_mean does, or take loop.accumulate=1"
+            )
     total, figures = torch.zeros((), device=accelerator.device), dict[str, Tensor]()
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1

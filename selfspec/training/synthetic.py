@@ -12,10 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,15 +26,16 @@ from selfspec.core.options import end_tokens, integer
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
 from selfspec.core.target import Target
+from selfspec.data.chat import ChatTemplate
 from selfspec.data.store import Corpus, joined
-from selfspec.training.chat_template import Template
-from selfspec.training.conversations import Conversation, Rules, held
+from selfspec.training.conversations import Conversation, Rules, Template, held
 from selfspec.training.distill import read, write
 from selfspec.utils.files import Figures, cache_folder, write_text
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
-_BESIDE = "folder", "conversations", "validation_share", "batch"  # settings that do not change what is written
+# Settings that do not change what is written, or do so by the template's tokens
+_BESIDE = "folder", "conversations", "validation_share", "batch", "chat_template_kwargs"
 _CHUNK = 64  # conversations in a file
 _LETTERS = 8  # that a question has at least
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
@@ -47,7 +48,8 @@ class Synthetic:
     question_temperature: that questions are sampled at; question_tokens, new_tokens: of a question and of an answer, at
     most; sampled: share of conversations answered at temperature 1, the others greedily; batch: conversations held
     at once; int8: whether the target's weights are quantized while it writes, for speed (see
-    `selfspec.core.quantized`); validation_share: of the conversations; folder: where they are kept (None: in the cache
+    `selfspec.core.quantized`); validation_share: of the conversations; chat_template_kwargs: arguments of the chat
+    template, such as enable_thinking; folder: where they are kept (None: in the cache
     folder)."""
 
     questions: ClassVar[str] = "source"
@@ -62,6 +64,7 @@ class Synthetic:
     int8: bool = False
     seed: int = 0
     validation_share: float = 0.05
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     folder: str | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +108,7 @@ def synthetic(
     this process's number and how many there are, each of which writes files of its own, and then waits for the others
     in `wait`. Raises ValueError where no conversation is usable.
     """
-    template = Template.of(tokenizer)
+    template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE}

@@ -41,7 +41,7 @@ from selfspec.training.rows import (
     writer_of,
 )
 from selfspec.training.step import autocast
-from selfspec.utils.files import Figures, mean
+from selfspec.utils.files import NOTHING, Figures, mean
 from selfspec.utils.tracking import RunLog
 
 
@@ -194,6 +194,10 @@ def _trained(
         none = 0 * module.counts({key: values[:1].to(target.device) for key, values in rows.items()})
         counts = run.total(sum((module.counts(piece) for piece in pieces), none)).to(target.device)
         loss = run.total(sum((module(piece, counts)[0] for piece in pieces), none.sum()))
+        if not len(counts):  # a loss that divides by counts of its own: the mean over rows
+            loss = loss / len(rows["tokens"])
+        elif not counts.any():
+            loss = loss * NOTHING
         taus = [tau for mode in TEMPERATURES if math.isfinite(tau := figures[mode]["tau"]["16"])]
         tau = mean(sum(taus), len(taus))
         return {"loss": float(loss), "tau16": tau, **figures}

@@ -253,6 +253,8 @@ def read(folder: Path, target: Target) -> Eagle3:
                 f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
                 "drafted; the map was not written: copy or convert the drafter again"
             )
+        if few < target.vocab_size and told is not None and not torch.equal(told, ids.sort().values):
+            raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
         if few == target.vocab_size and tensors["d2t"].any():
             raise ValueError(
                 f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of "
