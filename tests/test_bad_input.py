@@ -86,7 +86,7 @@ CASES = [
     ("heads", "target.name=target", "name"),
     ("heads", f"{TRAIN} drafter=medusas", "medusas"),
     ("heads", f"{TRAIN} drafter.headz=3", "headz"),
-    ("heads", f"{TRAIN} drafter.heads=0", "drafter.heads=0 must be at least 1"),
+    ("heads", f"{TRAIN} drafter.heads=0", "drafter.heads=0 must be between 1 and 256"),
     ("heads", f"{TRAIN} drafter.heads=many", "many"),
     ("heads", f"{TRAIN} drafter.loss=mse", "drafter.loss='mse' must be one of kl, ce"),
     ("heads", f"{TRAIN} drafter=early_exit drafter.exit=3", "drafter.exit=3 must be between 1 and 2"),

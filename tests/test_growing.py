@@ -532,7 +532,7 @@ def test_a_checkpoint_of_another_kind_is_refused(
         (SequentialHeads, {"min_prob": 1.0}, "drafter.min_prob=1.0"),
         (SequentialHeads, {"loss": "mse"}, "drafter.loss='mse'"),
         (SequentialHeads, {"depth_decay": 0}, "drafter.depth_decay=0"),
-        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be at least 1"),
+        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be between 1 and"),
         (EarlyExit, {"exit": 3}, "drafter.exit=3 must be between 1 and 2"),
         (EarlyExit, {"rank": -1}, "drafter.rank=-1"),
         (EarlyExit, {"depth": 0}, "drafter.depth=0"),
