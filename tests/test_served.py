@@ -91,14 +91,14 @@ FRESH = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 ids = torch.tensor([[5, 9, 2, 7, 7, 1]])
-told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "pad_token_id": 0}
+asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "pad_token_id": 0}
 for folder in sys.argv[1:]:
     ours = {"custom_generate": folder, "trust_remote_code": True}
     for calls in (({}, ours), ({**ours, "nodes": 1, "seed": 3}, {**ours, "seed": 3})):
         texts = []
         for more in calls:
             model = AutoModelForCausalLM.from_pretrained(folder)
-            texts.append(model.generate(ids, **told, do_sample="seed" in more, top_k=0, **more))
+            texts.append(model.generate(ids, **asked, do_sample="seed" in more, top_k=0, **more))
             assert all(p.requires_grad for p in model.parameters())
         assert torch.equal(*texts) and texts[0].shape[1] > ids.shape[1], folder
 """

@@ -87,9 +87,9 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
     if state.step:
         notes.append(f"goes on from step {state.step}")
     if accelerator.is_main_process:
-        told = log.rewind(state.step)
-        if state.step - told > max(config.log_every, 1):
-            notes.append(f"{log.path} lacks the figures of steps {told + 1} to {state.step}; they are lost")
+        recorded = log.rewind(state.step)
+        if state.step - recorded > max(config.log_every, 1):
+            notes.append(f"{log.path} lacks the figures of steps {recorded + 1} to {state.step}; they are lost")
         for line in notes:
             print(line)
     return state

@@ -86,7 +86,7 @@ class RunLog:
         self.tracker = None
 
     def begin(self) -> None:
-        """Start the logger, where it has not begun. One that does not start is told in a line: W&B is then recorded
+        """Start the logger, where it has not begun. One that does not start is named in a line: W&B is then recorded
         offline, if that is possible, and a run goes on."""
         if self.began:
             return
@@ -101,7 +101,7 @@ class RunLog:
         except Exception as error:  # of W&B's server, of an account, of a disk
             print(f"{logger} did not start ({one_line(error)}); the figures are in {self.path}")
             if logger == "wandb" and mode in ("auto", "online"):
-                with suppress(Exception):  # what goes wrong here has been told
+                with suppress(Exception):  # what goes wrong here has been printed
                     self.tracker = self._wandb("offline")
                     print(
                         f"recorded offline; upload it with: wandb sync {shlex.quote(str(self.folder))}/wandb/offline-*"

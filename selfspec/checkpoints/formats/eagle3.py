@@ -247,13 +247,13 @@ def read(folder: Path, target: Target) -> Eagle3:
     if "d2t" in tensors:
         check_map(tensors["d2t"], path)
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
-        told = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None
-        if few < target.vocab_size and not tensors["d2t"].any() and (told is None or not torch.equal(told, ids)):
+        kept = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None
+        if few < target.vocab_size and not tensors["d2t"].any() and (kept is None or not torch.equal(kept, ids)):
             raise ValueError(
                 f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
                 "drafted; the map was not written: copy or convert the drafter again"
             )
-        if few < target.vocab_size and told is not None and not torch.equal(told, ids.sort().values):
+        if few < target.vocab_size and kept is not None and not torch.equal(kept, ids.sort().values):
             raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
         if few == target.vocab_size and tensors["d2t"].any():
             raise ValueError(
