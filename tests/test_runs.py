@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 import warnings
@@ -40,6 +42,7 @@ from selfspec.training.pace import Pace
 from selfspec.training.rows import DrafterTraining
 from selfspec.utils import errors as log
 from selfspec.utils import progress
+from selfspec.utils.files import append_text
 from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 
 
@@ -473,6 +476,80 @@ def test_what_a_sweep_made_is_measured(heads_folder: Path, tmp_path: Path, monke
     arguments = ("drafter=runs/sizes/drafter.heads=2", "name=x", "wandb.mode=disabled", "decode.repeats=1", *short)
     assert typed(monkeypatch, "decode", *arguments) == 0
     assert len(list((tmp_path / "runs/x").rglob("summary.json"))) == 1
+
+
+def test_words_that_hydra_does_not_take_are_quoted() -> None:
+    parser = OverridesParser.create()
+    for text in ("grün", "a=b", "runs/none/drafter.heads=2"):
+        (argument,) = paths_quoted([f"name={text}"])
+        assert parser.parse_override(argument).value() == text
+    assert paths_quoted(["data.path=[a", "x=${y", "a=1"]) == ["data.path=[a", "x=${y", "a=1"]
+
+
+# -- what a disk does
+
+
+def test_a_full_disk_names_the_file() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    with pytest.raises(OSError, match=r"no room to write /dev/full .*make room and start"):
+        append_text(Path("/dev/full"), "a")
+
+
+@pytest.mark.parametrize("what", ["file", "link"])
+def test_a_file_where_a_run_is_to_be(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/x").write_text("mine") if what == "file" else Path("runs/x").symlink_to("nowhere")
+    assert typed(monkeypatch, "train", "+experiment=tiny_medusa", "name=x") == 2
+    assert "runs/x must be a folder, but it is a file or a link that leads nowhere" in capsys.readouterr().err
+    assert os.path.lexists("runs/x")
+
+
+def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
+    code = f"rmdir {tmp_path}/here && {sys.executable} -m selfspec decode"
+    (tmp_path / "here").mkdir()
+    env = {**os.environ, "PYTHONPATH": str(Path(selfspec.__file__).parents[1])}
+    done = subprocess.run(["sh", "-c", code], cwd=tmp_path / "here", capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "the working directory can not be read" in done.stderr
+
+
+def test_what_is_finished_stays(
+    heads_folder: Path,
+    tiny_folder: str,
+    source_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """A training on a disk that can only be read, under another name; a measurement that is started again."""
+    monkeypatch.chdir(tmp_path)
+    more = ("loop.steps=2", "train.prompts=2", "logger=none")
+    words = ("train", *SMALL, f"target.name={tiny_folder}", f"data.root={source_root}", *more)
+    assert typed(monkeypatch, *words, "name=x") == 0
+    Path("runs/x").rename("runs/y")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        for name in ("unlink", "write_text", "write_bytes", "rmdir"):
+            patch.setattr(Path, name, refuse)
+        assert typed(patch, *words, "name=y") == 0
+    assert "runs/y is finished, with 2 steps" in capsys.readouterr().out
+    assert typed(monkeypatch, *words, "name=y", "loop.steps=3") == 0
+    said = capsys.readouterr().out
+    assert "goes on from step 2" in said
+    assert "saved to runs/y/drafter; try it: selfspec complete 'def main():' --drafter runs/y --color" in said
+
+    short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
+    again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short)
+    for said in (False, True):
+        assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
+        assert ("runs/point is finished" in capsys.readouterr().out) == said
+    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
+    assert "decode.seed was" in capsys.readouterr().err
 
 
 # -- what a command did not make, it does not remove

@@ -288,6 +288,13 @@ def test_transformers_own_server_speculates(server: Server, folder: Path, plain:
     with server.ask(stream=True, max_tokens=120) as answer:
         answer.readline()  # and no more
     assert server.text() == wanted
-    with pytest.raises(urllib.error.HTTPError):
-        server.text(generation_config=json.dumps({"num_beams": 2, "max_new_tokens": 4}))
+    long = [{"role": "user", "content": "word " * 3000}]
+    for body, reason in (
+        ({"generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 4})}, "beam_search"),
+        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"messages": long}, "255"),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+            server.text(**body)
+        assert reason in json.load(refused.value)["detail"]
     assert server.text() == wanted, "a refused request leaves the server as it was"

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from huggingface_hub import ModelCard
 
+from selfspec.checkpoints.card import card
 from selfspec.checkpoints.formats.files import read_tensors
 from selfspec.checkpoints.hub import push
 from selfspec.checkpoints.loading import find_drafter, load_pair, load_target
@@ -129,6 +131,16 @@ def test_a_line_that_takes_all_memory_is_refused(tmp_path: Path, tokenizer: Any)
     source = JsonLines(path=str(tmp_path / "d.jsonl.gz"), tokenizer=tokenizer, record_mb=2)
     with pytest.raises(ValueError, match=r"line 1: more than data.record_mb=2 MB"):
         source.train()
+
+
+def test_a_card_is_text() -> None:
+    meta = {"kind": "medusa", "config": {"head|s": "<script>\n# x"}, "parameters": 3}
+    text = card({**meta, "target": {"name": "a/b\nlicense: mit", "weights_hash": "0"}}, "note")
+    assert "license" not in ModelCard(text).data.to_dict()
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "- head&#124;s: &lt;script&gt; # x\n" in text
+    named = ModelCard(card({**meta, "target": {"name": "a/b", "weights_hash": "0"}}, "note"))
+    assert named.data.to_dict()["base_model"] == "a/b"
 
 
 def test_shown_text_is_text() -> None:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
 from pathlib import Path
+from typing import Any
 
+from selfspec.utils.errors import visible
 from selfspec.utils.files import Figures
+
+
+def in_markdown(value: Any) -> str:
+    """A value as text of one line in Markdown or in a table of it: no tags, no cells of its own."""
+    return html.escape(visible(" ".join(str(value).split())), quote=False).replace("|", "&#124;")
+
+
+def repository(name: str) -> str | None:
+    """The name of a target, where it is one of a repository of the hub: the hub takes no path."""
+    return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
 
 
 def card(meta: Figures, note: str) -> str:
     """meta: of drafter.json; note: what its maker adds."""
-    config = "\n".join(f"- {key}: {value}" for key, value in meta["config"].items())
-    target = meta["target"]["name"]
-    if Path(target).is_absolute() or target.startswith("../"):
-        target = Path(target).name  # a path means nothing to others
+    config = "\n".join(f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in meta["config"].items())
+    name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
+    base = "" if repository(name) is None else f"base_model: {name}\n"
+    outside = Path(name).is_absolute() or name.startswith("../")
+    target = in_markdown(Path(name).name if outside else name)  # a path means nothing to others
     return f"""---
 library_name: selfspec
-base_model: {target}
-tags: [speculative-decoding, {meta["kind"]}]
+{base}tags: [speculative-decoding, {json.dumps(meta["kind"])}]
 ---
-# {meta["kind"]} drafter for {target}
+# {kind} drafter for {target}
 
 Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
 many passes the target takes. In float32 every token is that of plain decoding with the same seed;

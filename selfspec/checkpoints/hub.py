@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapsho
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from selfspec.checkpoints.card import in_markdown, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
 from selfspec.utils.files import Figures, atomic
 
@@ -87,8 +87,7 @@ def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
     card = ModelCard(path.read_text() if path.is_file() else f"---\nlibrary_name: selfspec\n---\n# {meta['kind']}\n")
     card.text = card.text.split(_MEASURED)[0].rstrip() + "\n"
     data: ModelCardData = card.data  # type: ignore[assignment]
-    target = meta["target"]["name"]  # the hub takes the name of a repository alone, not a path
-    data.base_model = target if re.fullmatch(r"[\w.-]+/[\w.-]+", target) and not Path(target).exists() else None
+    data.base_model = repository(str(meta["target"]["name"]))
     data.pipeline_tag = "text-generation"
     data.eval_results = data.model_name = None
     if points:
@@ -107,7 +106,8 @@ def _table(points: Sequence[Figures]) -> str:
         decode, ratio = point["config"]["decode"], point["speedup"].get("autoregressive")
         speedup = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
         tau, nodes = point["speculative"]["acceptance_length"], point["config"]["tree"]["nodes"]
-        lines.append(f"| {decode['temperature']} | {nodes} | {tau:.2f} | {speedup} | {decode['prompts']} |")
+        cells = decode["temperature"], nodes, f"{tau:.2f}", speedup, decode["prompts"]
+        lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
     return "\n".join(lines) + "\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
 
 

@@ -246,14 +246,16 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
 
 
 def paths_quoted(arguments: list[str]) -> list[str]:
-    """Command-line arguments in which paths that exist are quoted where Hydra's grammar would take them apart: folders
-    of sweeps hold `=` and `,`."""
+    """Command-line arguments in which values are quoted that Hydra's grammar does not take: paths that exist, since
+    folders of sweeps hold `=` and `,`, and plain words, such as those of other scripts."""
     result, parser = [], OverridesParser.create()
     for argument in arguments:
         key, mark, value = argument.partition("=")
         plain = mark and argument[0] != "-" and value[:1] not in ("'", '"', "[", "{")
         parts = split_at(value, ",", _whole) if plain else []
-        if any(map(names_path, parts)) and (any("," in part for part in parts) or not _parses(parser, argument)):
+        path = any(map(names_path, parts))
+        words = plain and not set(value) & set("\"'[]{}()$")
+        if (path and any("," in part for part in parts)) or ((path or words) and not _parses(parser, argument)):
             quoted = ("'" + part.replace("\\", "\\\\").replace("'", "\\'") + "'" for part in parts)
             argument = f"{key}={','.join(quoted)}"
         result.append(argument)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -64,6 +64,12 @@ def one_line_error(error: BaseException) -> str:
         return "target.name= is for training; here give target=NAME"
     if "is not a subclass of TargetConfig" in text:
         return "target= is for measuring; training takes target.name=NAME"
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        return f"{error.override} is not in Hydra's grammar; if it is text, quote it twice: {key}='\"{value}\"'"
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
+        return f"{error.filename} must be a folder, but it is a file or a link that leads nowhere; remove it, or \
+choose another name="
     return text.partition(" Config search path:")[0]
 
 

@@ -19,7 +19,7 @@ from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
 from selfspec.cli.errors import clear_errors
-from selfspec.cli.training_runs import build_data, finished, run_folder, tokenizer_of, typed
+from selfspec.cli.training_runs import as_plain, build_data, check_same, finished, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
@@ -43,7 +43,17 @@ from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import Figures, cache_folder, mean, null_for_nan, section, shown, write_section, write_text
+from selfspec.utils.files import (
+    Figures,
+    cache_folder,
+    mean,
+    null_for_nan,
+    read_json,
+    section,
+    shown,
+    write_section,
+    write_text,
+)
 from selfspec.utils.machine import device_name
 from selfspec.utils.tracking import RunLog
 
@@ -78,15 +88,20 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
-    """One benchmark point: its records, figures and plots in `folder`. title: of the point in the run's logger."""
+    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read. title: of
+    the point in the run's logger."""
     run = typed(EvalRun, config)
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
+    begun = folder / "summary.json"
+    if begun.is_file() and (kept := read_json(begun)).get("columns", {}).keys() == columns.keys():
+        check_same(folder / "config.yaml", as_plain(config))
+        print(f"{folder} is finished; delete it to measure it again")
+        return kept
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         check_ids(questions)
-    begun = folder / "summary.json"
     with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         records = run_arms(spec, prompts, run.decode, run.tree.nodes)
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}

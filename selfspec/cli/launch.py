@@ -60,10 +60,12 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
     def task(config: DictConfig) -> None:
         settings = HydraConfig.get()
         folder, sweep = Path(settings.runtime.output_dir), settings.mode == RunMode.MULTIRUN
+        folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         if sweep and "wandb" in config and config.wandb.group is None:
             config.wandb.group = "-".join(Path(settings.sweep.dir).parts[1:])  # below runs/
         failed = folder / measures.ERROR
-        failed.unlink(missing_ok=True)
+        if failed.exists():  # a finished run may lie where nothing can be written
+            failed.unlink()
         try:
             with nullcontext() if sweep else clear_errors():
                 run(config, folder)

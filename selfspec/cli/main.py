@@ -36,6 +36,11 @@ def start(name: str) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        os.getcwd()
+    except OSError as error:
+        print(f"selfspec: the working directory can not be read ({error.strerror}); cd to another", file=sys.stderr)
+        sys.exit(2)
+    try:
         _start(name)
         sys.stdout.flush()
     except BrokenPipeError as error:

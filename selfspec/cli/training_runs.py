@@ -46,16 +46,9 @@ R = TypeVar("R")
 _NAMED = 8  # keys that differ and are listed
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = (
-    *(
-        "wandb",
-        "logger",
-        "loop.steps",
-        "loop.compile",
-        "loop.log_every",
-        "loop.validate_every",
-        "loop.checkpoint_every",
-    ),
-    *("check", "trust_code", "loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    *("name", "check", "trust_code", "wandb", "logger"),  # name: of a folder that was moved
+    *("loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
+    *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
     "train.rounds",  # of runs that version 0.2 began
 )
 
@@ -72,7 +65,7 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
     if begun.exists():  # compared in all processes, none of which then waits for another
         kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
         if path.exists() or kept is not None:
-            _same(path, plain, free, kept)
+            check_same(path, plain, free, kept)
     if not is_main_process():
         yield plain
         return
@@ -97,7 +90,7 @@ def _present_name(key: str) -> str:
     return f"drafter/{RENAMED[last]}" if outer == "drafter" and last in RENAMED else key
 
 
-def _same(path: Path, plain: Figures, free: Sequence[str], kept: Figures | None = None) -> None:
+def check_same(path: Path, plain: Figures, free: Sequence[str] = _FREE, kept: Figures | None = None) -> None:
     """Raises ValueError naming the keys in which the saved config, or one that was kept elsewhere, and this one
     differ."""
     try:
@@ -147,7 +140,7 @@ def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictCon
     typed(kind, config)
     config, begun = config.copy(), folder / "config.yaml"
     before: Any = OmegaConf.create()
-    with suppress(Exception):  # of YAML, of Unicode: `_same` tells of it
+    with suppress(Exception):  # of YAML, of Unicode: `check_same` tells of it
         before = OmegaConf.load(begun) if begun.exists() else before
     for key in ("loop.precision", "target.dtype"):
         if OmegaConf.select(config, key) == "auto" and (value := OmegaConf.select(before, key)) is not None:
@@ -223,7 +216,7 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
     figures are returned. title: of the run in its logger."""
     run, config = settled(TrainRun, config, folder)
     if (done := finished(folder, run.loop.steps)) is not None:
-        _same(folder / "config.yaml", as_plain(config), _FREE)
+        check_same(folder / "config.yaml", as_plain(config))
         if is_main_process():
             print(f"{folder} is finished, with {done['finished']} steps; a higher loop.steps= trains it further")
         return done

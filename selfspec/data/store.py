@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.corpus import Document
 from selfspec.data.records import Broken, Records
 from selfspec.utils.errors import visible
+from selfspec.utils.files import disk_room
 from selfspec.utils.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
@@ -197,7 +198,8 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
         try:
-            _write(source, tokenizer, scratch)
+            with disk_room(folder):
+                _write(source, tokenizer, scratch)
             if _about(folder) is None:  # still not there, or damaged
                 shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):  # another process was faster: what it wrote is the same

@@ -31,7 +31,7 @@ from selfspec.detokenize import text_of
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.utils.files import Figures, write_text
+from selfspec.utils.files import Figures, append_text, write_text
 from selfspec.utils.progress import progress
 
 
@@ -158,8 +158,7 @@ def run_comparison(
         order = Random(config.seed + turn).sample(left, len(left))
         for run in _between_plain(spec, calls, order, point, config):
             runs.append(run)
-            with path.open("a") as f:
-                f.write(json.dumps(asdict(run)) + "\n")
+            append_text(path, json.dumps(asdict(run)) + "\n")
             bar.update()
             ratio = (run.plain / run.plain_tokens) / (run.seconds / run.tokens)
             bar.set_postfix(T=point.temperature, arm=f"{run.arm} {run.nodes}", speedup=f"{ratio:.2f}")

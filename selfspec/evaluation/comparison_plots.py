@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from selfspec.evaluation.plots import _bars, _legend, _rows_height, _saved
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, disk_room
 
 
 def plot_summary(rows: list[Figures], title: str, stamp: str, path: Path) -> Path:
@@ -30,7 +30,8 @@ def plot_summary(rows: list[Figures], title: str, stamp: str, path: Path) -> Pat
     axes.set_title(title, fontsize=9, loc="left")
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, metadata={"stamp": stamp})
+    with disk_room(path):
+        figure.savefig(path, dpi=120, metadata={"stamp": stamp})
     plt.close(figure)
     return path
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 
 from selfspec.evaluation.points import labelled, varying
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, disk_room
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -108,7 +108,8 @@ def _saved(path: Path, draw: Callable[..., None], *data: object, height: float =
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     draw(axes, *data)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    with disk_room(path):
+        figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
 

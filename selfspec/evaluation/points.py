@@ -17,8 +17,7 @@ OWN = ("records.jsonl", "summary.json", "figures.jsonl", "config.yaml")  # files
 
 def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
     """records.jsonl and summary.json in `folder`, the summary last and whole."""
-    with (folder / "records.jsonl").open("w") as f:
-        f.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+    write_text(folder / "records.jsonl", "".join(json.dumps(asdict(record)) + "\n" for record in records))
     write_text(folder / "summary.json", json.dumps(point, indent=1) + "\n")
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -48,10 +49,27 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
     model.eval()
     try:
         return _generated(model, inputs, {"stop_strings": strings, **arguments})
+    except ValueError as error:
+        raise _refusal(error) from error
     finally:
         config.stop_strings = strings
         for module in training:
             module.training = True
+
+
+def _refusal(error: ValueError) -> ValueError:
+    """The error, in a server as one that answers 400 with its text, where any other error would be 500 without it."""
+    if "starlette" not in sys.modules:
+        return error
+    from starlette.exceptions import HTTPException
+
+    class Refusal(ValueError, HTTPException):
+        def __str__(self) -> str:
+            return str(error)
+
+    refusal = Refusal(400)
+    HTTPException.__init__(refusal, 400, str(error))
+    return refusal
 
 
 def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[str, Any]) -> Any:

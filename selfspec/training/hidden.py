@@ -18,7 +18,7 @@ from selfspec.core.passes import Pass
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
-from selfspec.utils.files import cache_folder
+from selfspec.utils.files import cache_folder, disk_room
 
 PLACES = ("none", "memory", "disk")
 
@@ -123,7 +123,7 @@ def _opened(path: Path | None, shape: tuple[int, int, int], dtype: torch.dtype) 
     if not _whole(path, size * dtype.itemsize, shape[0]):
         path.parent.mkdir(parents=True, exist_ok=True)
         done.unlink(missing_ok=True)
-        with path.open("wb") as file:  # all of its blocks now: a full disk later would kill the process
+        with disk_room(path), path.open("wb") as file:  # all blocks now: a full disk later would kill the process
             os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
         done.write_bytes(bytes(8 * shape[0]))
     states = torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)

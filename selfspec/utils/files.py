@@ -45,27 +45,37 @@ def null_for_nan(value: Any) -> Any:
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
-    interruption leaves the old one or the new one, never half of one. Raises OSError where the disk is full, whatever
-    the writer made of that, and ValueError where a file would take the place of a folder."""
-    scratch, old = (
-        path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
-    )
+def disk_room(path: Path) -> Iterator[None]:
+    """Writes of the block go to `path`. Raises OSError that names it where the disk is full, whatever the writer made
+    of that."""
     try:
-        yield scratch
-        if path.is_dir():
-            if not scratch.is_dir():
-                raise ValueError(f"{path} is a folder, which is left as it is; give the name of a file")
-            os.replace(path, old)
-        os.replace(scratch, path)
+        yield
     except Exception as error:
         cut_short = getattr(error, "errno", None) in _FULL or "inline_container" in str(error)  # of torch's own files
-        if not cut_short and shutil.disk_usage(path.parent).free > _LITTLE:
+        disk = shutil.disk_usage(path.parent)
+        if isinstance(error, ValueError) or not (cut_short or (disk.total and disk.free <= _LITTLE)):
             raise
         raise OSError(
             f"no room to write {path} ({error}); what was there is kept, so make room and start the same command again"
         ) from error
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A scratch path to write a file or a folder at; it takes the place of `path` when the block ends well. An
+    interruption leaves the old one or the new one, never half of one. Raises OSError where the disk is full, and
+    ValueError where a file would take the place of a folder."""
+    scratch, old = (
+        path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.{end}") for end in ("tmp", "old")
+    )
+    try:
+        with disk_room(path):
+            yield scratch
+            if path.is_dir():
+                if not scratch.is_dir():
+                    raise ValueError(f"{path} is a folder, which is left as it is; give the name of a file")
+                os.replace(path, old)
+            os.replace(scratch, path)
     finally:
         if old.exists() and not path.exists():
             os.replace(old, path)
@@ -132,6 +142,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic(path) as scratch:
         scratch.write_text(text)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append to a text file."""
+    with disk_room(path), path.open("a") as file:
+        file.write(text)
 
 
 def section(path: Path, name: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, is_main_process, null_for_nan, write_text
+from selfspec.utils.files import Figures, append_text, is_main_process, null_for_nan, write_text
 
 LOGGERS = ("wandb", "tensorboard", "none")
 MODES = ("auto", "online", "offline", "disabled")
@@ -165,8 +165,7 @@ class RunLog:
         """Append one record; nested keys reach the logger as `outer/inner`, without those of means over nothing."""
         record = null_for_nan(record)
         stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
-        with self.path.open("a") as f:
-            f.write(json.dumps(stamped) + "\n")
+        append_text(self.path, json.dumps(stamped) + "\n")
         self.begin()
         values = {key: value for key, value in flat(record) if value is not None}
         self._send(lambda tracker: tracker.log(values, step=step))
