@@ -6,6 +6,7 @@ import atexit
 import difflib
 import inspect
 import tempfile
+import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
@@ -18,8 +19,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.budget.cost import LARGEST, pass_costs
-from selfspec.budget.policy import Auto, Experience, Forecast
+from selfspec.budget.cost import LARGEST, SECONDS, kept_costs, pass_costs
+from selfspec.budget.policy import UNMEASURED, Auto, Experience, Forecast
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.hub import measured, push
@@ -88,6 +89,7 @@ class Spec:
         self.target, self.drafter, self.tokenizer, self.source = target, drafter.eval(), tokenizer, source
         # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
+        self._decoded = 0.0  # seconds of all calls so far
 
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """Continue a prompt or a list of them: texts, lists of token ids, or conversations (lists of messages with
@@ -122,6 +124,7 @@ class Spec:
         forecast: Forecast | None = None,
         tracer: Tracer | None = None,
     ) -> Generated:
+        self._decoded += result.stats.seconds
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         return Generated(*parts, rule, forecast, trace, self.tokenizer)
@@ -150,7 +153,8 @@ class Spec:
         if asked.trace:
             raise ValueError("stream yields text alone; use generate(..., trace=True)")
         drafter, most, _ = self._budget(asked, 1)
-        pieces = self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, Stats()))
+        stats = Stats()
+        pieces = self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, stats), stats)
         _streams.add(pieces)
         return pieces
 
@@ -201,7 +205,8 @@ class Spec:
         config = generation_config or self.target.model.generation_config
         asked = Arguments(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
         rule = None if lossy is None else Lossy(lossy)
-        return decode(
+        start = time.perf_counter()
+        output = decode(
             self.target,
             lambda: self._budget(asked, len(input_ids))[:2],
             self.tokenizer,
@@ -216,6 +221,8 @@ class Spec:
             streamer,
             **model_kwargs,
         )
+        self._decoded += time.perf_counter() - start
+        return output
 
     def _asked(
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,17 +250,21 @@ class Spec:
         if nodes != "auto":
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
         if (sampled, rows) not in self._past:
-            self._past[sampled, rows] = pass_costs(self.target, rows, sampled), Experience()
+            which = self.target, rows, sampled
+            if self._decoded < SECONDS and kept_costs(*which) is None:  # measuring takes longer than all calls so far
+                return self.drafter, UNMEASURED, Forecast()
+            self._past[sampled, rows] = pass_costs(*which), Experience()
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
 
-    def _text_pieces(self, steps: Iterator[Added]) -> Generator[str]:
+    def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
         assert self.tokenizer is not None
         text = Detokenizer(self.tokenizer)
         with closing(steps):  # type: ignore[type-var]
             for step in steps:
                 if piece := text.add(step[0][1]):
                     yield piece
+        self._decoded += stats.seconds
         if piece := text.rest():
             yield piece
 

@@ -62,9 +62,11 @@ def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch)
     assert len(first) == LARGEST + 1
     assert all(a <= b for a, b in itertools.pairwise(first[1:]))
     assert min(first) > 0
+    other = pass_costs(llama, sampled=True)
+    assert other != first
     monkeypatch.setattr(cost, "measure_costs", lambda *_: pytest.fail("measured twice"))
     assert pass_costs(llama) == first
-    assert pass_costs(llama, sampled=True) != first
+    assert pass_costs(llama, sampled=True) == other
 
 
 def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> None:
@@ -325,9 +327,39 @@ def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> No
     assert forecast.tokens == 1.0  # there is room for no more
 
 
+def test_measuring_is_bounded(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a target that takes a second a call, there are two rounds, of the sizes that half of the time is left for."""
+    clock, calls = [0.0], []
+    real = cost.speculative
+
+    def slow(target: Target, prompts: Any, options: Any, trees: Any, most: int) -> Any:
+        clock[0] += 1
+        calls.append(list(trees.sizes))
+        return real(target, prompts, options, trees, most)
+
+    monkeypatch.setattr(cost, "_ROUNDS", 24)
+    monkeypatch.setattr(cost, "SECONDS", 6.0)
+    monkeypatch.setattr(cost, "speculative", slow)
+    ticks = itertools.count()
+    monkeypatch.setattr("selfspec.budget.cost.time.perf_counter", lambda: clock[0] + 1e-6 * next(ticks))
+    measured = cost.measure_costs(llama, 1, 0.0)
+    assert calls[:4] == [[1], [2], [4], [8]]
+    assert set(map(tuple, calls[4:])) == {(1, 2, 4, 8)}
+    assert len(calls) < 9
+    assert measured[5:] == [pytest.approx(measured[4] * n / 8) for n in SIZES[4:]]
+
+
 def test_spec_takes_auto(llama: Target) -> None:
+    """Costs are measured when calls have taken as long as measuring does; until then trees have 8 nodes."""
     spec = Spec(llama, made(PromptLookup, llama))
     prompt = [[5, 9, 2, 7] * 3]
+    short = spec.generate(prompt, 40, nodes="auto")
+    assert short.token_ids == spec.generate(prompt, 40, nodes=8).token_ids
+    assert short.stats.nodes == spec.generate(prompt, 40, nodes=8).stats.nodes
+    assert str(short.forecast) == "auto: 8 nodes, since no call was long enough to measure what a pass costs here"
+    assert not cost_file(llama, 1).exists()
+    assert spec._decoded > short.stats.seconds
+    spec._decoded = cost.SECONDS
     for temperature in (0.0, 1.0):
         plain = spec.autoregressive(prompt, 40, temperature, seed=2)
         found = spec.generate(prompt, 40, temperature, seed=2, nodes="auto")

@@ -380,6 +380,25 @@ def test_the_best_weights_are_kept_and_a_flat_run_ends(
     assert len(logged(tmp_path / "a", "train")) == 8
 
 
+def test_a_run_that_ends_by_the_clock(
+    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Each step takes a second of this clock; the learning rate falls to nearly nothing, and more minutes go on."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("selfspec.training.loop.time.perf_counter", lambda: next(ticks))
+    folder, settings = tmp_path / "a", ("loop.steps=500", "train.prompts=2", "loop.log_every=1")
+    figures = run_training(small("clock", tiny_folder, source_root, *settings, "loop.minutes=0.2"), folder)
+    assert figures["steps"] == 12
+    factors = [record["train"]["lr_factor"] for record in logged(folder, "train")]
+    assert factors[-1] == pytest.approx(1 / 6)
+    run_training(small("clock", tiny_folder, source_root, *settings, "loop.minutes=0.2"), folder)
+    assert "is finished, with 12 steps; a higher loop.minutes= trains it further" in capsys.readouterr().out
+    more = run_training(small("clock", tiny_folder, source_root, *settings, "loop.minutes=0.3"), folder)
+    assert more["steps"] == 18
+    with pytest.raises(ValueError, match=r"loop.minutes=0.0 must be above 0"):
+        LoopConfig(minutes=0.0)
+
+
 def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     small_run = ("loop.steps=3", "train.prompts=2", "loop.validate_every=3")
     first = run_training(small("first", tiny_folder, source_root, *small_run), tmp_path / "first")

@@ -9,6 +9,7 @@ import random
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,11 +28,13 @@ from selfspec.utils.machine import device_name
 from selfspec.utils.progress import progress
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, LARGEST)  # where the cost of a pass is measured; linear in between
+SIZES = (1, 2, 4, 8, 16, 32, LARGEST)  # where the cost of a pass is measured; linear in between
+SECONDS = 20.0  # that measuring takes at most, what is compiled on the way aside
 _measuring = threading.Lock()  # threads would take the measured time from each other
-_DEAR = (
-    12  # plain steps, more than any acceptance length measured; larger trees are priced in proportion to their nodes
-)
+# By file and whether it samples, for folders that can not be written to
+_measured: dict[tuple[Path, bool], list[float]] = {}
+# Plain steps, more than any acceptance length measured; larger trees are priced in proportion to their nodes.
+_DEAR = 12
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 
@@ -56,35 +59,41 @@ def _identity(target: Target, rows: int) -> Figures:
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
     """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
-    step.
-
-    Raises ValueError for a file of costs that was measured on another device, or is damaged.
-    """
+    step. They are measured where no file holds them. Raises ValueError as `kept_costs` does."""
     with _measuring:
-        path = cost_file(target, rows)
-        identity = _identity(target, rows)
-        mode = "sampled" if sampled else "greedy"
-        if path.is_file():
-            try:
-                saved = json.loads(path.read_text())
-                seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
-            wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
-            if wrong:
-                raise ValueError(
-                    f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
-                    "they will be measured again"
-                )
-            return _by_nodes(seconds, target)
-        writable = _made(path.parent)
-        costs: Figures = {}
-        for each in ("greedy", "sampled"):
-            measured = measure_costs(target, rows, float(each == "sampled"))
-            costs[each] = {str(n): s for n, s in zip((0, *SIZES), measured, strict=True)}
+        if (costs := kept_costs(target, rows, sampled)) is not None:
+            return costs
+        path, writable = cost_file(target, rows), _made(cost_file(target, rows).parent)
+        seconds = _measured[path, sampled] = measure_costs(target, rows, float(sampled))
         if writable:
-            write_text(path, json.dumps({**identity, **costs}, indent=1) + "\n")
-        return _by_nodes(list(costs[mode].values()), target)
+            before = json.loads(path.read_text()) if path.is_file() else _identity(target, rows)
+            listed = {str(n): s for n, s in zip((0, *SIZES), seconds, strict=True)}
+            write_text(path, json.dumps({**before, _mode(sampled): listed}, indent=1) + "\n")
+        return _by_nodes(seconds, target)
+
+
+def kept_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
+    """The same where they have been measured, else None. Raises ValueError for a file of costs that was measured on
+    another device, or is damaged."""
+    path, identity, mode = cost_file(target, rows), _identity(target, rows), _mode(sampled)
+    seconds = _measured.get((path, sampled))
+    if path.is_file():
+        try:
+            saved = json.loads(path.read_text())
+            wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
+            seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
+        if wrong:
+            raise ValueError(
+                f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
+                "they will be measured again"
+            )
+    return None if seconds is None else _by_nodes(seconds, target)
+
+
+def _mode(sampled: bool) -> str:
+    return "sampled" if sampled else "greedy"
 
 
 def _made(folder: Path) -> bool:
@@ -148,12 +157,17 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
 
     Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
-    whose speed drifts does not decide.
+    whose speed drifts does not decide. After SECONDS no round begins but the second, and no larger size.
     """
     room = target.max_positions or 4096
     rng = random.Random(1)
     prompts = [[rng.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
-    sampling = Sampling(temperature)
+    sampling, start, compiling = Sampling(temperature), time.perf_counter(), 0.0
+    mode = _mode(temperature > 0)
+    bar = progress(total=_ROUNDS, desc=f"auto: the cost of a {mode} pass, measured once, {SECONDS:.0f} s", leave=False)
+
+    def late(share: float = 1.0) -> bool:
+        return time.perf_counter() - start - compiling > share * SECONDS
 
     def step() -> float:
         stats = autoregressive(target, prompts, Options(min(len(SIZES), room // 2), sampling)).stats
@@ -164,23 +178,30 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         speculative(target, prompts, Options(min(count, room // 2), sampling), trees, LARGEST)
         return trees.seconds
 
-    step()  # compiles, where passes are compiled
-    plain, sizes = [step()], list[int]()
-    for n in SIZES:
-        sizes.append(n)
-        if min(passes([n], 4)[n][1:], default=0.0) > _DEAR * plain[0]:  # the first one compiles
-            break
-    ratios: dict[int, list[float]] = {n: [] for n in sizes}
-    bar = progress(range(_ROUNDS), desc="measure the cost of a pass", leave=False)
-    for _ in bar:
-        timed: dict[int, list[float]] = {n: [] for n in sizes}
-        while not all(timed.values()):
-            for n, seconds in passes(sizes, 2 * len(SIZES), turn=sum(map(len, timed.values()))).items():
-                timed[n] += seconds
-        plain.append(step())
-        for n, seconds in timed.items():
-            ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
-        bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=f"{ratios[sizes[-1]][-1]:.2f}x at {sizes[-1]} nodes")
+    with bar:
+        step()  # compiles, where passes are compiled
+        compiling = time.perf_counter() - start
+        plain, sizes = [step()], list[int]()
+        for n in SIZES:
+            sizes.append(n)
+            made, began = target.compiled, time.perf_counter()
+            dear = min(passes([n], 4)[n][1:], default=0.0) > _DEAR * plain[0]  # the first one compiles
+            if target.compiled > made:
+                compiling += time.perf_counter() - began
+            if dear or late(0.5):
+                break
+        ratios: dict[int, list[float]] = {n: [] for n in sizes}
+        while len(plain) <= _ROUNDS and (len(plain) < 3 or not late()):
+            timed: dict[int, list[float]] = {n: [] for n in sizes}
+            while not all(timed.values()):
+                for n, seconds in passes(sizes, 2 * len(SIZES), turn=sum(map(len, timed.values()))).items():
+                    timed[n] += seconds
+            plain.append(step())
+            for n, seconds in timed.items():
+                ratios[n].append(statistics.median(seconds) / statistics.mean(plain[-2:]))
+            bar.update()
+            last = f"{ratios[sizes[-1]][-1]:.2f}x at {sizes[-1]} nodes"
+            bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=last)
     base = statistics.median(plain)
     costs = {n: base * statistics.median(of) for n, of in ratios.items()}
     return [base, *(costs.get(n, costs[sizes[-1]] * n / sizes[-1]) for n in SIZES)]

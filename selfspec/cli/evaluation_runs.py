@@ -330,7 +330,7 @@ class TrainingTable(SweepEnd):
     """One table of the last validations of all trainings."""
 
     def table(self, folder: Path) -> None:
-        done = {home: figures for home in points_of(folder) if (figures := finished(home, 0)) is not None}
+        done = {home: figures for home in points_of(folder) if (figures := finished(home)) is not None}
         if done:
             text = training_table({home.name: figures for home, figures in done.items()})
             write_text(folder / "table.md", text + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +32,7 @@ from selfspec.training import shard
 from selfspec.training.check import check
 from selfspec.training.checks import check_training, warm_start
 from selfspec.training.loop import checkpoint_path
-from selfspec.training.loop_config import default_device
+from selfspec.training.loop_config import LoopConfig, default_device
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.rows import distilled, texts_folder, writer_of
@@ -47,7 +48,7 @@ _NAMED = 8  # keys that differ and are listed
 # Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
 _FREE = (
     *("name", "check", "trust_code", "wandb", "logger"),  # name: of a folder that was moved
-    *("loop.steps", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
+    *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
     "train.rounds",  # of runs that version 0.2 began
 )
@@ -198,27 +199,30 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     return drafter
 
 
-def finished(folder: Path, steps: int) -> Figures | None:
-    """The summary of a run of so many steps, where it is finished."""
+def finished(folder: Path, loop: LoopConfig | None = None) -> Figures | None:
+    """The summary of a run, where it is finished, and is as long as `loop` asks for."""
     try:
         records = [record for _, record in whole_lines(folder / "train.jsonl")]
     except (OSError, ValueError):  # never begun, or damaged
         return None
     summary = next((record["summary"] for record in records[::-1] if "summary" in record), None)
-    whole = (
-        summary is not None and summary.get("finished", 0) >= steps and (folder / "drafter" / "drafter.json").is_file()
-    )
-    return summary if whole else None
+    if summary is None or not (folder / "drafter" / "drafter.json").is_file():
+        return None
+    ended = summary.get("minutes", math.inf)
+    short = loop is not None and (summary.get("finished", 0) < loop.steps or ended < (loop.minutes or math.inf))
+    return None if short else summary
 
 
 def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """Train a drafter; see `selfspec.training.train_drafter`. A finished run is left as it is, and its
     figures are returned. title: of the run in its logger."""
     run, config = settled(TrainRun, config, folder)
-    if (done := finished(folder, run.loop.steps)) is not None:
+    if (done := finished(folder, run.loop)) is not None:
         check_same(folder / "config.yaml", as_plain(config))
         if is_main_process():
-            print(f"{folder} is finished, with {done['finished']} steps; a higher loop.steps= trains it further")
+            count = done.get("steps", run.loop.steps)
+            more = "minutes" if run.loop.minutes is not None and count < run.loop.steps else "steps"
+            print(f"{folder} is finished, with {count} steps; a higher loop.{more}= trains it further")
         return done
     with run_folder(config, folder, checkpoint_path(folder)) as plain:
         target, tokenizer, data = _opened(run, config)

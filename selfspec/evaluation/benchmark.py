@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from selfspec.api import Spec
+from selfspec.budget.cost import pass_costs
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
@@ -107,6 +108,8 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
     }
     check(spec.target, [prompt.ids for prompt in prompts], Options(config.max_new_tokens))  # before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
+    if nodes == "auto" and "speculative" in arms:
+        pass_costs(spec.target, config.batch_size, config.temperature > 0)  # which short calls would put off
     batches = _batches(prompts, config.batch_size)
     for arm in arms:
         calls[arm](*_given(batches[0][1]))

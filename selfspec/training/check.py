@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
@@ -66,10 +67,11 @@ def check(
         parts = len(batch["tokens"].chunk(loop.accumulate))
         cost = relative_cost(DraftLoss(drafter, target), target, piece, autocast(target.device, loop), times=3)
         seconds = cost["seconds_step"] * parts
-        total, epochs = seconds * loop.steps, loop.steps * loop.batch_size / rows.per_epoch
+        steps = loop.steps if loop.minutes is None else min(loop.steps, math.ceil(60 * loop.minutes / seconds))
+        total, epochs = seconds * steps, steps * loop.batch_size / rows.per_epoch
         lines.append(
             f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, "
-            f"{batch['tokens'].numel() / seconds:.0f} tokens/s; {loop.steps} steps, {epochs:.2f} epochs, take "
+            f"{batch['tokens'].numel() / seconds:.0f} tokens/s; {steps} steps, {epochs:.2f} epochs, take "
             f"{total / 60:.0f} min without validation"
         )
         lines.append(f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB")

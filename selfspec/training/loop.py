@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -66,7 +67,7 @@ def fit(
     module = shard.replicated(module) if shard.wanted() else accelerator.prepare(module)
     loop = _Loop(accelerator, module, optimizers, peaks, batches, validate, config, log, headline, checkpoint, state)
     with loop.signals, loop.bar:
-        while (state.step < config.steps and not loop.flat) or state.pending:
+        while (not config.over(state.step, state.seconds) and not loop.flat) or state.pending:
             if not state.pending:
                 loop.step()
             stop = loop.any(bool(loop.signals.caught))
@@ -115,7 +116,9 @@ class _Loop:
     signals: Signals = field(default_factory=Signals)
 
     def __post_init__(self) -> None:
-        self.pace = Pace(self.config.steps, self.state.step)
+        self.pace = Pace(
+            self.config.steps, self.state.step, 60 * (self.config.minutes or math.inf) - self.state.seconds
+        )
         main = self.accelerator.is_main_process
         self.bar = progress(total=self.config.steps, initial=self.state.step, desc="train", disable=not main)
 
@@ -125,7 +128,7 @@ class _Loop:
         return 0 < self.config.patience <= self.state.since
 
     def due(self, every: int) -> bool:
-        return self.state.step % every == 0 or self.state.step == self.config.steps
+        return self.state.step % every == 0 or self.config.over(self.state.step, self.state.seconds)
 
     def any(self, value: bool) -> bool:
         """Whether it is so in any process."""
@@ -136,27 +139,30 @@ class _Loop:
     def step(self) -> None:
         """One optimizer step and the figures that are logged for it."""
         state, config, start = self.state, self.config, time.perf_counter()
-        arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config, state.step
+        arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config
+        before = state.seconds
         try:
-            loss, parts, norm, tokens = optimizer_step(*arguments)
+            loss, parts, norm, tokens = optimizer_step(*arguments, state.step, before)
         except FloatingPointError as error:
             kept = self.checkpoint.path
             where = f"; {kept} keeps what was trained before" if kept.is_file() else ""
             raise FloatingPointError(f"{error}{where}") from error
         state.step += 1
         took = time.perf_counter() - start
-        state.seconds += took
+        state.seconds += took if config.minutes is None else _mean(self.accelerator, took)
         state.pending = self.due(config.validate_every)
         self.bar.update()
         lines = [self.pace.step(took, tokens)]
         if self.due(config.log_every):
             means = self.accelerator.reduce({"loss": loss, **parts}, "mean")
             record: Figures = {name: value.tolist() for name, value in means.items()}
-            record |= {"lr_factor": config.lr_factor(state.step - 1), "grad_norm": norm}
+            record |= {"lr_factor": config.lr_factor(state.step - 1, before), "grad_norm": norm}
             record["seconds_per_step"] = state.seconds / state.step
             if self.accelerator.is_main_process:
                 self.log.write({"train": record}, state.step)
             best = {self.headline: shown(self.figures[self.headline], 3)} if self.figures else {}
+            if config.minutes is not None:
+                best["minutes"] = f"{state.seconds / 60:.1f} of {config.minutes:g}"
             self.bar.set_postfix(loss=f"{record['loss']:.3f}", **best, tokens=f"{tokens / took:.0f}/s")
             lines.append(self.pace.loss(state.step, record["loss"]))
         for line in filter(None, lines):

@@ -14,14 +14,16 @@ Batches = Callable[[int], dict[str, Tensor]]
 
 @dataclass
 class LoopConfig:
-    """steps: optimizer steps; batch_size: rows per step over all processes; accumulate: parts that each process runs
-    its rows of a step in, in turn, so that memory holds the activations of one; decay: the last part of the steps, over
-    which the learning rate falls linearly to zero; warmup: steps in which it rises to its peak; clip: largest gradient
-    norm; precision: bf16 (autocast), no, or auto for the faster one here; compile: torch.compile of the training step;
-    seed: of weights and the order of rows; log_every: steps; validate_every: steps; checkpoint_every: steps; patience:
-    so many validations in a row without a better one end the run, 0 for never."""
+    """steps: optimizer steps; minutes: of steps, after which a run ends that has not reached them (its learning rate
+    then goes by the clock, so that no two runs are alike); batch_size: rows per step over all processes; accumulate:
+    parts that each process runs its rows of a step in, in turn, so that memory holds the activations of one; decay: the
+    last part of the steps, over which the learning rate falls linearly to zero; warmup: steps in which it rises to its
+    peak; clip: largest gradient norm; precision: bf16 (autocast), no, or auto for the faster one here; compile:
+    torch.compile of the training step; seed: of weights and the order of rows; log_every: steps; validate_every: steps;
+    checkpoint_every: steps; patience: so many validations in a row without a better one end the run, 0 for never."""
 
     steps: int = 1000
+    minutes: float | None = None
     batch_size: int = 8
     accumulate: int = 1
     warmup: int = 20
@@ -39,6 +41,8 @@ class LoopConfig:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"loop.minutes={self.minutes} must be above 0")
         if self.patience < 0:
             raise ValueError(f"loop.patience={self.patience} must be at least 0")
         if not self.clip > 0:
@@ -48,11 +52,18 @@ class LoopConfig:
         if self.precision not in ("auto", "no", "bf16"):
             raise ValueError(f"loop.precision={self.precision!r} must be 'auto', 'no' or 'bf16'")
 
-    def lr_factor(self, step: int) -> float:
-        """Linear warm-up, a plateau, then linear decay to zero at `steps`."""
+    def over(self, step: int, seconds: float) -> bool:
+        """Whether a run ends that has made so many steps in so many seconds."""
+        return step >= self.steps or (self.minutes is not None and seconds >= 60 * self.minutes)
+
+    def lr_factor(self, step: int, seconds: float = 0.0) -> float:
+        """Linear warm-up, a plateau, then linear decay to zero at `steps`, or at `minutes` where they are over first.
+        seconds: that the steps before took."""
         up = min(1.0, (step + 1) / max(1, self.warmup))
         left = (self.steps - step) / max(1.0, self.decay * self.steps)
-        return min(up, 1.0, left)
+        if self.minutes is not None:
+            left = min(left, (1 - seconds / (60 * self.minutes)) / max(self.decay, 1 / self.steps))
+        return max(0.0, min(up, 1.0, left))
 
 
 def default_device() -> str:

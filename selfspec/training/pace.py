@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from statistics import median
@@ -15,10 +16,11 @@ _TIMED = 10  # steps after which the end of a run is told
 
 
 class Pace:
-    """Steps of one run, from where it began or goes on. `steps` and `first`: of the whole run and done before."""
+    """Steps of one run, from where it began or goes on. `steps` and `first`: of the whole run and done before; most:
+    seconds that it goes on at most."""
 
-    def __init__(self, steps: int, first: int) -> None:
-        self.steps, self.first, self.count, self.tokens = steps, first, 0, 0
+    def __init__(self, steps: int, first: int, most: float = math.inf) -> None:
+        self.steps, self.first, self.count, self.tokens, self.most = steps, first, 0, 0, most
         self.seconds: list[float] = []
         self.slow, self.warned = 0, False
         self.losses: list[float] = []
@@ -39,7 +41,7 @@ class Pace:
 
     def _end(self) -> str:
         taken = sum(self.seconds)
-        left = (self.steps - self.first - self.count) * taken / self.count
+        left = min((self.steps - self.first - self.count) * taken / self.count, self.most - taken)
         at = time.strftime("%H:%M", time.localtime(time.time() + left))
         busy = crowd()
         return f"{self.tokens / taken:.0f} tokens/s over {self.count} steps: without validation, it ends at {at}" + (

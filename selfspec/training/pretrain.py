@@ -316,7 +316,7 @@ def _stage(
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            took = {"seconds": figures["seconds"], "tokens": loop.steps * windows.size * windows.length}
+            took = {"seconds": figures["seconds"], "tokens": figures["steps"] * windows.size * windows.length}
             both = {name: value + before.get(name, 0) for name, value in took.items()}
             (scratch / "training.json").write_text(json.dumps(both) + "\n")
     accelerator.wait_for_everyone()

@@ -28,9 +28,11 @@ def optimizer_step(
     batches: Batches,
     config: LoopConfig,
     step: int,
+    seconds: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor], float, int]:
-    """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all."""
-    factor = config.lr_factor(step)
+    """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all.
+    seconds: that the steps before took."""
+    factor = config.lr_factor(step, seconds)
     for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
         for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
             group["lr"] = peak * factor
