@@ -157,7 +157,8 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
 
     Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
-    whose speed drifts does not decide. After SECONDS no round begins but the second, and no larger size.
+    whose speed drifts does not decide. After SECONDS no round begins but the first, and after half of them
+    no larger size.
     """
     room = target.max_positions or 4096
     rng = random.Random(1)
@@ -191,7 +192,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
             if dear or late(0.5):
                 break
         ratios: dict[int, list[float]] = {n: [] for n in sizes}
-        while len(plain) <= _ROUNDS and (len(plain) < 3 or not late()):
+        while len(plain) <= _ROUNDS and (len(plain) < 2 or not late()):
             timed: dict[int, list[float]] = {n: [] for n in sizes}
             while not all(timed.values()):
                 for n, seconds in passes(sizes, 2 * len(SIZES), turn=sum(map(len, timed.values()))).items():
