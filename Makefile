@@ -22,10 +22,10 @@ $(VENV)/.ready: pyproject.toml
 
 # A real model answers four questions, plain beside speculative; heads are trained live on the embedded target; one table.
 demo: $(VENV)/.ready
-	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup tree.nodes=8 \
+	-$(BIN)/python eval/show.py drafter=smollm2-medusa+prompt_lookup tree.nodes=auto \
 		show.questions=eval/four_questions.jsonl show.prompts=4
 	$(BIN)/python train/heads.py +experiment=demo name=demo
-	$(BIN)/python eval/decode.py -m name=demo_decode engine=eager drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=8 \
+	$(BIN)/python eval/decode.py -m name=demo_decode engine=eager drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=auto \
 		decode.temperature=0,1 decode.prompts=5
 	@echo "Next: README.md, then docs/own_model.md for a model of your own"
 

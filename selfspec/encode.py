@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.options import integer
 from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.utils.errors import one_line
 
 Ids = Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -71,5 +72,8 @@ def _encoded(i: int, prompt: Any, tokenizer: Tokenizer | None, target: str) -> l
             raise ValueError(f"prompt {i} is empty; give at least one character")
         if any(0xD800 <= ord(character) < 0xE000 for character in prompt):
             raise ValueError(f"prompt {i} holds a lone surrogate, which is no Unicode text; decode it as UTF-8")
-        return list(tokenizer(prompt)["input_ids"])
+        try:
+            return list(tokenizer(prompt)["input_ids"])
+        except Exception as error:  # of a tokenizer in another language
+            raise ValueError(f"the tokenizer of {target!r} fails on prompt {i}: {one_line(error):.300}") from error
     return [integer(f"prompt {i}: token id", token) for token in prompt]

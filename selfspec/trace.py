@@ -38,7 +38,7 @@ from selfspec.core.sampling import Noise
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.detokenize import Detokenizer, text_of
-from selfspec.utils.files import Figures, write_text
+from selfspec.utils.files import Figures, parse_json, write_text
 
 VERSION = 1
 _CALL = "target dtype device engine drafter sources nodes temperature top_k top_p min_p lossy seed"
@@ -98,7 +98,7 @@ def read_traces(path: str | Path) -> list[Trace]:
     traces: list[Trace] = []
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             missing = (_HEADER if "trace" in line else _PASS) - line.keys()
             if missing and line.get("trace", VERSION) == VERSION:
                 raise ValueError(f"it has no {sorted(missing)[0]!r}")

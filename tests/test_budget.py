@@ -350,13 +350,16 @@ def test_measuring_is_bounded(llama: Target, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_spec_takes_auto(llama: Target) -> None:
-    """Costs are measured when calls have taken as long as measuring does; until then trees have 8 nodes."""
+    """Costs are measured when calls have taken as long as measuring does; until then trees are small."""
     spec = Spec(llama, made(PromptLookup, llama))
     prompt = [[5, 9, 2, 7] * 3]
     short = spec.generate(prompt, 40, nodes="auto")
-    assert short.token_ids == spec.generate(prompt, 40, nodes=8).token_ids
-    assert short.stats.nodes == spec.generate(prompt, 40, nodes=8).stats.nodes
-    assert str(short.forecast) == "auto: 8 nodes, since no call was long enough to measure what a pass costs here"
+    assert short.token_ids == spec.generate(prompt, 40, nodes=policy.UNMEASURED).token_ids
+    assert short.stats.nodes == spec.generate(prompt, 40, nodes=policy.UNMEASURED).stats.nodes
+    assert (
+        str(short.forecast)
+        == f"auto: {policy.UNMEASURED} nodes, since no call was long enough to measure what a pass costs here"
+    )
     assert not cost_file(llama, 1).exists()
     assert spec._decoded > short.stats.seconds
     spec._decoded = cost.SECONDS

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import logging
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import tiny_model
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 from selfspec.checkpoints.card import card
+from selfspec.checkpoints.formats.eagle3 import named
 from selfspec.checkpoints.formats.files import read_tensors
 from selfspec.checkpoints.hub import push
 from selfspec.checkpoints.loading import find_drafter, load_pair, load_target
 from selfspec.core.target import Target
 from selfspec.data.records import JsonLines
 from selfspec.engine import disk
+from selfspec.evaluation.page import PageConfig, page_data
+from selfspec.evaluation.points import read_points
 from selfspec.integrations.hf_serve import generate
 from selfspec.utils.errors import one_line, visible
 from selfspec.utils.files import digest, only_mine, private_folder, read_json
@@ -37,7 +45,7 @@ DRAFTERS: dict[str, tuple[Change, str]] = {  # of drafter.json
     "an absolute name": (lambda m: m["files"].update({"/etc/passwd": "0"}), "names the file '/etc/passwd', which"),
     "a name of Windows": (lambda m: m["files"].update({"..\\x": "0"}), "which does not lie in"),
     "a billion heads": (lambda m: m["config"].update(heads=10**9), "heads=1000000000 must be between 1 and 256"),
-    "a number of 400 digits": (lambda m: m["config"].update(heads=10**400), "must be between 1 and 256"),
+    "a number of 400 digits": (lambda m: m["config"].update(heads=10**400), "is no JSON: an integer of 401 digits"),
     "a truth value": (lambda m: m["config"].update(heads=True), "heads=True must be an integer"),
     "a float": (lambda m: m["config"].update(rank=1.5), "rank=1.5 must be an integer"),
     "no head": (lambda m: m["config"].update(heads=0), "heads=0 must be between"),
@@ -91,6 +99,44 @@ def test_hostile_heads_of_others(key: str, value: int, tmp_path: Path) -> None:
         find_drafter(str(tmp_path), Target(tiny_model()))
 
 
+def sparse_of(n: int) -> torch.Tensor:
+    return torch.ones(1).expand(n)
+
+
+TENSORS: dict[str, tuple[Callable[[], Any], str]] = {  # of a file of torch's that should hold a few numbers
+    "a count without bytes": (lambda: sparse_of(2**33), "has 34359738368 bytes, the file"),
+    "a sparse layout": (lambda: torch.eye(4).to_sparse(), "is no plain tensor"),
+    "no place": (lambda: torch.zeros(4, device="meta"), "is no plain tensor"),
+    "float8": (lambda: torch.zeros(4).to(torch.float8_e4m3fn), "is no plain tensor of a dtype"),
+    "complex": (lambda: torch.zeros(4, dtype=torch.complex64), "is no plain tensor of a dtype"),
+    "no tensor": (lambda: [1, 2], "is no plain tensor"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_hostile_tensors(name: str, tmp_path: Path) -> None:
+    value, message = TENSORS[name]
+    torch.save({"a": value()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=f"pytorch_model.bin.*{message}") as error:
+        read_tensors(tmp_path / "pytorch_model.bin")
+    assert len(str(error.value)) < 600
+
+
+def test_a_file_that_grows_when_it_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2**20)}, tmp_path / "plain.bin")
+    with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(tmp_path / "x.bin", "w", 8) as small:
+        for entry in plain.namelist():
+            small.writestr(entry, plain.read(entry))
+    assert (tmp_path / "x.bin").stat().st_size < 2e4
+    with pytest.raises(ValueError, match=r"x.bin is no file of tensors alone: its parts are compressed"):
+        read_tensors(tmp_path / "x.bin")
+
+
+def test_two_tensors_of_one_name() -> None:
+    with pytest.raises(ValueError, match=r"two tensors are called 'fc.weight', one of them as 'model.fc.weight'"):
+        named({"fc.weight": torch.zeros(1), "model.fc.weight": torch.ones(1)})
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return (open, ("ran", "w"))
@@ -102,6 +148,82 @@ def test_weights_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="is no file of tensors alone"):
         read_tensors(tmp_path / "pytorch_model.bin")
     assert not (tmp_path / "ran").exists()
+
+
+def outside(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "w.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../w.safetensors"}}))
+
+
+def outside_bin(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "/dev/zero"}}))
+
+
+def without(folder: Path, name: str, **changes: torch.Tensor) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file({**tensors, **changes}, folder / "model.safetensors", {"format": "pt"})
+
+
+def config_of(folder: Path, **changes: Any) -> None:
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**text, **changes}))
+
+
+TARGETS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a shard above": (outside, "index.json names the file '../w.safetensors', which does not lie in"),
+    "a shard that is a device": (outside_bin, "index.json names the file '/dev/zero', which does not lie in"),
+    "a million layers": (lambda f: config_of(f, num_hidden_layers=10**6), "num_hidden_layers=1000000; models of up"),
+    "code of a repository": (lambda f: config_of(f, _attn_implementation="evil/kernel"), "is code of a repository"),
+    "a number of 400 digits": (lambda f: config_of(f, vocab_size=10**400), "an integer of 401 digits"),
+    "no norm": (lambda f: without(f, "model.norm.weight"), "hold no weights for 'model.norm.weight' of Llama"),
+    "no head": (lambda f: without(f, "lm_head.weight"), "hold no weights for 'lm_head.weight' of Llama"),
+    "another shape": (
+        lambda f: without(f, "model.norm.weight", **{"model.norm.weight": torch.ones(3)}), "weights make no model"
+    ),
+    "a pickle": (lambda f: outside_bin(f) or (f / "pytorch_model.bin").write_bytes(b"x" * 99), "index.json|no model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_hostile_target(name: str, tiny_folder: str, tmp_path: Path) -> None:
+    change, message = TARGETS[name]
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    change(tmp_path / "t")
+    with pytest.raises(ValueError, match=message) as error:
+        load_target(str(tmp_path / "t"))
+    assert "/t" in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+def test_names_of_tensors_are_text(tiny_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    tensors = load_file(tmp_path / "t/model.safetensors")
+    odd = {**tensors, "\x1b]0;evil\x07": torch.zeros(2)}
+    save_file(odd, tmp_path / "t/model.safetensors", {"format": "pt"})
+    log, before, said = logging.getLogger("transformers"), transformers.logging.get_verbosity(), io.StringIO()
+    log.addHandler(handler := logging.StreamHandler(said))
+    transformers.logging.set_verbosity_warning()
+    try:
+        load_target(str(tmp_path / "t"))
+    finally:
+        transformers.logging.set_verbosity(before)
+        log.removeHandler(handler)
+    assert "evil\\x07" in said.getvalue()
+    assert "\x1b" not in said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "compare.json", "limits.json", "traces.jsonl"])
+def test_hostile_results(name: str, tmp_path: Path) -> None:
+    for text in ("[" * 200_000, "[]", '{"rows": 1' + "0" * 500 + "}", '{"config": 3}', ""):
+        (tmp_path / name).write_text(text)
+        if name == "summary.json":
+            points, broken = read_points(tmp_path)
+            assert (points, len(broken)) == ([], 1)
+        else:
+            with pytest.raises(ValueError, match=name):
+                page_data(PageConfig(runs=[str(tmp_path)], data=None))
 
 
 @pytest.mark.parametrize("change", [{"hidden_size": 2**70}, {"num_attention_heads": 0}, {"vocab_size": "x"},

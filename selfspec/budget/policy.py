@@ -1,8 +1,8 @@
 """`nodes="auto"`: how many nodes pay in this pass, and whether drafting pays at all.
 
 Nothing here can change the output. What a pass costs is measured within 20 seconds, once for a target and a machine,
-when decoding has taken as long as that; until then trees have 8 nodes. The rules, each with what it rests on (figures
-in notebooks/results/):
+when decoding has taken as long as that; until then trees have 4 or 8 nodes. The rules, each with what it rests on
+(figures in notebooks/results/):
 
 1. A pass runs the nodes that give it the most expected tokens per second: path probabilities, corrected by how often
    nodes of such a rank were accepted, over the measured cost of a pass (`selfspec.budget.cost`) and the time the draft
@@ -49,7 +49,9 @@ _KEEP, _STEADY, _FORGOTTEN = 0.99, 0.998, 0.99
 # Ranks that are corrected together, 1, 2 and 3, 4 to 7, ..., and accepted nodes of each that are believed at first.
 _RANKS, _BELIEVED = 7, 20.0
 _SMALLEST = 4  # nodes that a drafter is asked for
-UNMEASURED = 8  # nodes of a tree where nothing is known of what a pass costs
+# Nodes of a tree where nothing is known of what a pass costs: processors with AVX2 alone compute 8 at twice the cost
+# of one.
+UNMEASURED = 4 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else 8
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import math
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
 from selfspec.drafters.parts.views import Adapted
 from selfspec.drafters.registry import build, config_class, drafter_class
+from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic, inside, read_json
 
 FORMAT = 3
@@ -157,7 +157,10 @@ def read_config(path: Path, kind: type[Drafter], saved: Figures) -> DrafterConfi
         raise ValueError(
             f"{path}: unknown keys {unknown}, missing keys {missing}; {config.__name__} has {sorted(known)}"
         )
-    return config(**saved)
+    try:
+        return config(**saved)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {one_line(error):.400}") from error
 
 
 def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = None, trust: bool = False) -> Drafter:
@@ -190,7 +193,11 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     check_files(folder, meta)
     kind = drafter_class(meta["kind"], trust, away=folder)
     path = folder / "drafter.json"
-    drafter = build(kind, target, read_config(path, kind, meta["config"]))
+    config = read_config(path, kind, meta["config"])
+    try:
+        drafter = build(kind, target, config)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {one_line(error):.400}") from error
     _copy(read_tensors(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
     for name, module in adapters(drafter).items():
         part = folder / "lora" / name / "adapter_model.safetensors"
@@ -228,7 +235,10 @@ def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) ->
 def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) -> None:
     compare_names(found, expected, path)
     for name, tensor in found.items():
-        if not tensor.isfinite().all():
+        wanted = expected[name]
+        if tensor.is_floating_point() != wanted.is_floating_point():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {wanted.dtype}")
+        if not tensor.to(wanted.dtype).isfinite().all():
             raise ValueError(f"{path}: {name} holds numbers that are not finite; train again")
         if tensor.shape != expected[name].shape:
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
@@ -238,11 +248,14 @@ def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Pa
     """Raises ValueError for what is not of the drafter's own shape, or not finite."""
 
     def finite(row: object, length: int | None = None) -> bool:
-        numbers = isinstance(row, list) and all(isinstance(x, (int, float)) and math.isfinite(x) for x in row)
+        listed = row if isinstance(row, list) else [None]
+        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 1e6 for x in listed)
         return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
 
     if unknown := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"{path}: calibration has unknown decoding modes {unknown}, known are {sorted(expected)}")
+        raise ValueError(
+            f"{path}: calibration has unknown decoding modes {unknown!r:.200}, known are {sorted(expected)}"
+        )
     result = {}
     for mode, own in expected.items():
         saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
@@ -255,7 +268,7 @@ def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Pa
         )
         if table is None or not rows or not finite(saved.get("inverse_temperature"), factors):
             raise ValueError(
-                f"{path}: calibration[{mode!r}] must hold finite numbers for each of {depths} depths; calibrate the "
+                f"{path}: calibration[{mode!r}] must hold numbers from 0 on for each of {depths} depths; calibrate the "
                 "drafter again, or copy the folder again"
             )
         result[mode] = Calibration(table, saved["inverse_temperature"])

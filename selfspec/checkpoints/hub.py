@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from selfspec.checkpoints.card import in_markdown, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
-from selfspec.utils.files import Figures, atomic
+from selfspec.utils.files import Figures, atomic, read_json
 
 _MEASURED = "## Measured"
 
@@ -50,14 +49,14 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
             raise FileNotFoundError(f"{place} holds no summary.json of eval/decode.py")
         for path in files:
             try:
-                point = json.loads(path.read_text())
-                named = point["config"]["drafter"]
+                point = read_json(path)
+                named = str(point["config"]["drafter"])
                 _table([point]), _index(point)
                 if not all(math.isfinite(v.metric_value) and v.metric_value > 0 for v in _index(point)):
                     raise ValueError("its figures are no positive numbers")
             except FileNotFoundError:
                 raise
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(f"{path} holds no figures of eval/decode.py with its speculative arm") from error
             try:
                 same = located(named).resolve() in (folder.resolve(), folder.resolve().parent)
@@ -116,7 +115,7 @@ def _index(point: Figures) -> list[EvalResult]:
     values = {"acceptance_length": point["speculative"]["acceptance_length"]}
     if (ratio := point["speedup"].get("autoregressive")) is not None:
         values["speedup"] = ratio["ratio"]
-    name = decode.get("questions") or "held-out prompts"
+    name = str(decode.get("questions") or "held-out prompts")
     return [
         EvalResult(
             task_type="text-generation",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import io
 import shutil
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from selfspec.utils.files import atomic, cache_folder
@@ -60,9 +62,10 @@ def _convert(package: Path, folder: Path) -> None:
 
     whole = GgufConfig(dequantize=True, gguf_file=_FILE)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_FILE)
-    model = AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=_FILE, dtype=torch.bfloat16, quantization_config=whole
-    )
+    with redirect_stderr(io.StringIO()):  # bars
+        model = AutoModelForCausalLM.from_pretrained(
+            package, gguf_file=_FILE, dtype=torch.bfloat16, quantization_config=whole
+        )
     model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
     model.hf_quantizer = None  # type: ignore[assignment]
     with atomic(folder) as scratch:

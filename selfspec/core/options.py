@@ -124,4 +124,7 @@ def end_tokens(target: Target) -> frozenset[int]:
     if eos is None:
         return frozenset()
     eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    eos = eos if isinstance(eos, (list, tuple)) else [eos]
+    if odd := [token for token in eos if not isinstance(token, int)]:
+        raise ValueError(f"target {target.name!r}: generation_config.eos_token_id={odd[0]!r:.200} is no token")
+    return frozenset(eos)

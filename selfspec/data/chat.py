@@ -32,15 +32,19 @@ ROLE_NAMES |= {"ipython", "environment", "context"}  # of templates
 _NAMES = {"human": "user"} | dict.fromkeys(("gpt", "model", "chatgpt", "bing", "bard"), "assistant")
 _ARGUMENTS = "chat_template_kwargs"  # of a record, as TRL and serving engines call them
 _RESERVED = {"chat_template", "messages", "tokenize", "add_generation_prompt", "continue_final_message"}
+_DEEPEST = 100  # levels of lists and objects in a record
 _MARK = "\u2063end\u2063"  # an answer, to see what a template writes behind one
 _SPOKEN = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")  # what a turn may consist of
 
 
-def without_nulls(value: Any) -> Any:
-    """A record without fields that are null: tables give every record, and every part of it, all fields."""
+def without_nulls(value: Any, depth: int = 0) -> Any:
+    """A record without fields that are null: tables give every record, and every part of it, all fields. Raises
+    ValueError for one that is nested too deep."""
+    if depth > _DEEPEST:
+        raise ValueError(f"a record is nested deeper than {_DEEPEST} levels")
     if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {key: without_nulls(part, depth + 1) for key, part in value.items() if part is not None}
+    return [without_nulls(part, depth + 1) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)

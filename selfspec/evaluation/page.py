@@ -10,7 +10,7 @@ from pathlib import Path
 
 from selfspec import __version__
 from selfspec.trace import Trace, read_traces
-from selfspec.utils.files import Figures, null_for_nan, write_text
+from selfspec.utils.files import Figures, null_for_nan, parse_json, write_text
 
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes
@@ -78,7 +78,7 @@ def page_data(config: PageConfig) -> Figures:
                 traces += read_traces(path)
                 continue
             try:
-                figures = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+                figures = parse_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
                 if path.name == "compare.json":
                     data["comparisons"].append(_comparison(figures))
                 else:
@@ -114,7 +114,7 @@ def write_page(data: Figures, path: Path) -> int:
 def _saved(path: Path) -> Figures:
     """What another page shows. Raises ValueError for a file that is no page's data."""
     try:
-        found: Figures = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        found: Figures = parse_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
         if found["version"] != VERSION or not all(isinstance(found[name], list) for name in _PARTS):
             raise ValueError(f"version {found['version']!r}")
     except (ValueError, KeyError, TypeError) as error:

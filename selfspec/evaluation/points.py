@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.evaluation.arm_record import Record
-from selfspec.utils.files import Figures, write_text
+from selfspec.evaluation.tables import table
+from selfspec.utils.errors import visible
+from selfspec.utils.files import Figures, read_json, write_text
 from selfspec.utils.tracking import flat
 
 OWN = ("records.jsonl", "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
@@ -30,7 +32,7 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     points, broken = [], []
     for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
         try:
-            point = json.loads((home / "summary.json").read_text())
+            point = read_json(home / "summary.json")
             wrong = not _whole(point)
         except FileNotFoundError:
             failed = home / "error.txt"
@@ -70,7 +72,7 @@ def labelled(points: Sequence[Figures], keys: Sequence[str] | None = None) -> No
     for i, (point, config) in enumerate(zip(points, configs, strict=True)):
         values = {key: values_of[i] for key, values_of in shown.items()}
         parts = [values[key] if key in ("drafter", "target") else f"{named[key]}={values[key]}" for key in named]
-        point["label"] = " ".join(parts) or _short("drafter", config.get("drafter"))
+        point["label"] = visible(" ".join(parts) or _short("drafter", config.get("drafter")))
 
 
 def _leaves(point: Figures) -> Figures:
@@ -106,16 +108,21 @@ def _whole(point: Any) -> bool:
     try:
         ratios = [part[key] for part in point["speedup"].values() for key in ("ratio", "low", "high")]
         known = point["identical"], point["config"]["tree"]["nodes"]
-        figures = point.get("speculative", {"full_acceptance": [], "conditional_acceptance": []})
+        figures = point.get("speculative", dict.fromkeys(_OURS, ()))
         parts = [point["arms"], point.get("groups", {}), *point.get("columns", {}).values()]
         return (
             None not in known
             and [type(value) for value in parts] == [dict, dict, *[str] * (len(parts) - 2)]
-            and {"full_acceptance", "conditional_acceptance"} <= figures.keys()
+            and figures.keys() >= _OURS
             and all(isinstance(r, (int, float)) for r in ratios)
+            and bool(table([{**point, "label": ""}]))
         )
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError, IndexError):
         return False
+
+
+# Figures of the speculative arm that tables and plots read
+_OURS = {"full_acceptance", "conditional_acceptance", "milliseconds_per_pass", "share_of_step", "acceptance_length"}
 
 
 def agreement(one: Path, other: Path) -> list[Figures]:
@@ -141,7 +148,7 @@ def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
     comparison = folder / "compare.json"
     if comparison.is_file():
         try:
-            return dict(_compared(json.loads(comparison.read_text())["rows"]))
+            return dict(_compared(read_json(comparison)["rows"]))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{comparison} is no whole comparison ({error!r}); run its eval/compare.py again"

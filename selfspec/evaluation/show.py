@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from selfspec.api import Spec
 from selfspec.core.sampling import Sampling
@@ -52,7 +53,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
     print(f"{DIM}{spec.target.exactness}{RESET}")
     for prompt in prompts:
         plain, fast = answers(prompt)
-        print(f"\n{DIM}{visible(text_of(spec.tokenizer, prompt.ids))}{RESET}")
+        print(f"\n{visible(prompt.asked or text_of(spec.tokenizer, prompt.ids))}")
         print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
         left, right = _lines(spec, plain, width), _lines(spec, fast, width)
         for i in range(max(len(left), len(right))):
@@ -71,20 +72,27 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
 
 
 def _lines(spec: Spec, result: Generated, width: int) -> list[list[Cell]]:
-    """The text cut at line breaks and at `width` characters."""
+    """The text cut at line breaks and, between words where there are any, at `width` characters."""
     cells = [(character, drafted) for text, drafted in result.pieces() for character in visible(text)]
     lines: list[list[Cell]] = [[]]
     for cell in cells:
-        if cell[0] == "\n" or len(lines[-1]) == width:
+        if cell[0] == "\n":
             lines.append([])
-        if cell[0] != "\n":
-            lines[-1].append(cell)
+            continue
+        if len(lines[-1]) == width:
+            blanks = [i for i, (character, _) in enumerate(lines[-1]) if character == " "]
+            cut = blanks[-1] + 1 if blanks and cell[0] != " " else width
+            lines.append(lines[-1][cut:])
+            del lines[-2][cut:]
+            if cell[0] == " ":
+                continue
+        lines[-1].append(cell)
     return lines
 
 
 def _painted(line: list[Cell], width: int) -> str:
-    text = "".join(f"{GREEN}{c}{RESET}" if drafted else c for c, drafted in line)
-    return text + " " * (width - len(line))
+    runs = ((drafted, "".join(c for c, _ in run)) for drafted, run in groupby(line, key=lambda cell: cell[1]))
+    return "".join(f"{GREEN}{text}{RESET}" if drafted else text for drafted, text in runs) + " " * (width - len(line))
 
 
 def _verdict(result: Generated, prompt: Prompt) -> str:

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_LONGEST = 2000  # characters of an error that are shown
+
 
 def one_line(error: BaseException) -> str:
     """An error's message on one line; of errors that only wrap another, the other's."""
     while error.__cause__ is not None and not isinstance(error, (ValueError, OSError)):
         error = error.__cause__
-    return visible(" ".join(str(error).split())) or type(error).__name__
+    text = visible(" ".join(str(error).split())) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def visible(text: str) -> str:

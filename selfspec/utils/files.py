@@ -20,6 +20,7 @@ from selfspec.utils.errors import one_line
 
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
 _LARGEST = 2**26  # bytes of a JSON file
+_DIGITS = 40  # of an integer in one
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
@@ -88,12 +89,27 @@ def read_json(path: Path) -> Figures:
     try:
         if (size := path.stat().st_size) > _LARGEST:
             raise ValueError(f"it has {size} bytes, at most {_LARGEST} are read")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {one_line(error):.200}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object, not {type(found).__name__}")
     return found
+
+
+def parse_json(text: str, **settings: Any) -> Any:
+    """The value of a text in JSON. settings: of json.loads. Raises ValueError for what is none, is nested too deep, or
+    holds an integer that no figure or size needs."""
+    try:
+        return json.loads(text, parse_int=_integer, **settings)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def digest(*parts: Any) -> str:

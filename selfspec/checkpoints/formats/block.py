@@ -8,12 +8,22 @@ mask_embedding.pt where there is one.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_weights, write_files
+from selfspec.checkpoints.formats.files import (
+    Contract,
+    check_map,
+    check_plain,
+    hold,
+    number,
+    read_config,
+    read_torch,
+    read_weights,
+    renamed,
+    write_files,
+)
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.parts import markov
@@ -117,7 +127,7 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     """
     config, (found, path) = flat(read_config(folder)), read_weights(folder)
     where, V = f"{folder}/config.json", target.vocab_size
-    tensors = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    tensors = renamed(found, lambda name: name.removeprefix("model."))
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": V}.items():
         if config.get(name) != wanted:
             raise ValueError(f"{where}: {name} is {config.get(name)!r}, the target's is {wanted}")
@@ -190,14 +200,11 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
         )
     if not path.is_file():
         return target.model.get_input_embeddings().weight[token]
-    try:
-        mask: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        raise ValueError(f"{path} can not be read: {error}") from error
+    mask = read_torch(path)
     if isinstance(mask, dict):  # MiMo's, with the token beside it
         mask = mask.get("embedding")
-    whole = isinstance(mask, Tensor) and mask.is_floating_point() and bool(mask.isfinite().all())
-    if not whole or mask.numel() != target.hidden_size:
+    check_plain("embedding", mask, path)
+    if mask.numel() != target.hidden_size or not mask.is_floating_point() or not mask.float().isfinite().all():
         raise ValueError(f"{path} must hold {target.hidden_size} finite numbers")
     return mask.flatten()
 

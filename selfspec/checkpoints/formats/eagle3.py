@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, check_map, hold, number, read_config, read_weights, write_files
+from selfspec.checkpoints.formats.files import (
+    Contract,
+    check_map,
+    hold,
+    number,
+    read_config,
+    read_weights,
+    renamed,
+    write_files,
+)
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
@@ -247,7 +256,7 @@ def read(folder: Path, target: Target) -> Eagle3:
     if "d2t" in tensors:
         check_map(tensors["d2t"], path)
         ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
-        kept = tensors["t2d"].bool().nonzero()[:, 0] if "t2d" in tensors else None
+        kept = tensors["t2d"].flatten().bool().nonzero()[:, 0] if "t2d" in tensors else None
         if few < target.vocab_size and not tensors["d2t"].any() and (kept is None or not torch.equal(kept, ids)):
             raise ValueError(
                 f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
@@ -312,7 +321,7 @@ def _mask_token(config: Figures, target: Target, folder: Path) -> int:
 
 def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a file by the names that the drafter has for them."""
-    return {_ours(name): tensor for name, tensor in tensors.items()}
+    return renamed(tensors, _ours)
 
 
 def _ours(name: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import zipfile
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,6 +17,7 @@ from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
 _MOST = 5  # names that an error lists
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 Contract = dict[str, tuple[list[int], torch.dtype | None]]  # shape and dtype (None: any float) by name
 
 
@@ -50,16 +53,39 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{path} is missing")
     if path.suffix == ".safetensors":
         try:
-            return load_file(path)
-        except SafetensorError as error:
+            tensors = load_file(path)
+        except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    else:
+        tensors = read_torch(path)
+        if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+            raise ValueError(f"{path} must hold tensors by name")
+    for name, tensor in tensors.items():
+        check_plain(name, tensor, path)
+    return tensors
+
+
+def read_torch(path: Path) -> Any:
+    """What a file of torch's holds, without running code. Raises ValueError for one that holds more than tensors, or
+    that takes more memory than its bytes."""
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
+            raise ValueError("its parts are compressed, as torch writes none")
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise ValueError(f"{path} is no file of tensors alone: {one_line(error):.200}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise ValueError(f"{path} must hold tensors by name")
-    return tensors
+
+
+def check_plain(name: str, tensor: Any, path: Path) -> None:
+    """Raises ValueError for what is no tensor of numbers that lie in the file."""
+    whole = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    if not whole or tensor.is_meta or tensor.is_quantized or tensor.dtype not in _DTYPES:
+        of = (
+            f"{tensor.dtype}, {tensor.layout}, {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        )
+        raise ValueError(f"{path}: {name!r:.200} is no plain tensor of a dtype that drafters have ({of})")
+    if tensor.nbytes > path.stat().st_size:
+        raise ValueError(f"{path}: {name!r:.200} has {tensor.nbytes} bytes, the file {path.stat().st_size}")
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
@@ -74,10 +100,20 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
     raise FileNotFoundError(f"{folder}/model.safetensors is missing, and so are its shards and pytorch_model.bin")
 
 
+def renamed(tensors: Mapping[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
+    """Tensors by other names. Raises ValueError where two would have the same one."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if (ours := name_of(name)) in result:
+            raise ValueError(f"two tensors are called {ours!r:.200}, one of them as {name!r:.200}; keep one")
+        result[ours] = tensor
+    return result
+
+
 def few(names: Collection[str]) -> str:
     """Names in a list, at most five of them."""
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(map(repr, sorted(names)[:_MOST])) + more
+    return ", ".join(f"{name!r:.200}" for name in sorted(names)[:_MOST]) + more
 
 
 def check_map(d2t: Tensor, path: Path) -> None:
@@ -103,7 +139,7 @@ def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
             raise ValueError(f"{path}: {name} is {list(tensor.shape)}, its config says {shape}")
         if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
             raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {dtype or 'floating point'}")
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise ValueError(f"{path}: {name} holds numbers that are not finite")
 
 

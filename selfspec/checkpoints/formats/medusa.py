@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, write_files
+from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, renamed, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 from selfspec.utils.files import Figures
@@ -93,7 +93,7 @@ def read(folder: Path, target: Target) -> Medusa:
     Raises ValueError for keys, shapes and sizes that do not fit this target; FileNotFoundError where there is no file.
     """
     config = read_config(folder)
-    tensors = {_plain(name): t for name, t in _found(folder).items()}
+    tensors = renamed(_found(folder), _plain)
     V, H = target.vocab_size, target.hidden_size
     key = "medusa_num_heads" if "medusa_num_heads" in config else "num_heads"
     heads = number(config, key, folder)

@@ -21,6 +21,7 @@ OWN = (
     "rope_parameters",
     "max_position_embeddings",
 )
+_WIDEST = 64  # times the target's hidden size that a layer is wide inside, at most
 _ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
 
 
@@ -66,9 +67,13 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
         "rope_parameters": dict(rope),  # which transformers adds to
     }
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    widest = max(_WIDEST * target.hidden_size, settings["intermediate_size"] if "intermediate_size" not in own else 0)
     for name in sizes:
-        if type(settings[name]) is not int or settings[name] < 1:
-            raise ValueError(f"drafter.llama.{name}={settings[name]!r} must be a whole number above 0")
+        most = 2**31 if name == "max_position_embeddings" else widest
+        if type(settings[name]) is not int or not 1 <= settings[name] <= most:
+            raise ValueError(f"drafter.llama.{name}={settings[name]!r:.200} must be a whole number from 1 to {most}")
+    if settings["num_attention_heads"] * settings["head_dim"] > widest:
+        raise ValueError(f"drafter.llama: heads of {settings['head_dim']} are wider together than {widest}")
     if settings["head_dim"] % 2:
         raise ValueError(f"drafter.llama.head_dim={settings['head_dim']} must be even: positions turn pairs of numbers")
     for name, value in {"rms_norm_eps": settings["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
