@@ -1,4 +1,4 @@
-"""selfspec: self-speculative decoding in one frozen model; the output is plain decoding's, up to rounding."""
+"""selfspec: self-speculative decoding in one frozen model; the output is that of plain decoding."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import save_tiny
 from transformers import PreTrainedTokenizerFast
+
+from selfspec.cli.precheck import refused
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -243,6 +246,55 @@ def test_the_command(
     assert (code, len(lines)) == (2, 1), said
     assert message in lines[0]
     assert "Traceback" not in said
+
+
+REFUSED = [
+    ("decode", "decode.tempreature=1", "there is no decode.tempreature; did you mean decode.temperature"),
+    ("decode", "temperature=1", "there is no temperature; did you mean decode.temperature"),
+    ("decode", "--foo", "there is no --foo; options are given as key=VALUE"),
+    ("train", "--target X", "there is no --target; options are given as target.name=VALUE"),
+    ("train", "lop.steps=3", "there is no lop.steps; did you mean loop.steps"),
+    ("report", "runs/x", "'runs/x' is no option; options are given as key=VALUE: selfspec report sweep="),
+]
+TAKEN = [
+    ("decode", "-m drafter=a,b tree.nodes=8 data=jsonl data.path=x hydra/launcher=local wandb.tags=[a] --cfg job"),
+    ("train", "--config-dir conf +experiment=x drafter=medusa drafter.heads=2 ~loop.steps --check data@d=text"),
+    ("target", "pretrain.model.more.x=3 loop.minutes=2 pretrain.instruct.steps=1"),
+]
+
+
+@pytest.mark.parametrize(("name", "typed", "message"), REFUSED)
+def test_options_are_refused_before_anything_is_imported(name: str, typed: str, message: str) -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['hydra'] = None; from selfspec.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, name, *typed.split()], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"selfspec {name}: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("name", "typed"), TAKEN)
+def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
+    assert refused(name, typed.split()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loop:\n\tsteps: 3\n", r"found character '\\t' that cannot start any token in .*mine.yaml\", line 3"),
+        ("lop:\n  steps: 3\n", "experiment/mine.yaml: there is no lop; did you mean loop"),
+        ("loop:\n  stepz: 3\n", "experiment/mine.yaml: there is no loop.stepz; did you mean loop.steps"),
+    ],
+)
+def test_an_experiment_with_an_error_is_named(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{text}")
+    code, said = run("", ["train", "--config-dir", "conf", "+experiment=mine", "name=x"], capsys, monkeypatch)
+    assert code == 2
+    assert re.search(message, said)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -16,9 +16,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
+from selfspec.checkpoints.card import card
 from selfspec.cli import main as cli
 from selfspec.cli.commands import COMMANDS
 from selfspec.cli.config import renamed
+from selfspec.utils.exactness import EXACT, ROUNDED, STORY, TESTED
 
 ROOT = Path(__file__).parents[1]
 OWN_MODEL = (ROOT / "docs" / "own_model.md").read_text()
@@ -29,6 +31,16 @@ SMALLER = {
     "_every: 100": "_every: 3",
 }
 SMALLEST = ["logger=none", "train.prompts=4", "train.new_tokens=8", "train.validation_rows=2", "loop.batch_size=2"]
+
+
+def test_one_story_of_exactness() -> None:
+    """README, docs, --help, cards and the page say the same; a result says which of the three holds."""
+    places = ("README.md", "docs/index.md", "docs/exactness.md", "selfspec/page/page.html")
+    told = [(ROOT / name).read_text() for name in places] + [cli.overview()]
+    told.append(card({"kind": "a", "config": {}, "parameters": 1, "target": {"name": "t", "weights_hash": "0"}}, ""))
+    for text in told:
+        assert STORY in " ".join(text.split())
+    assert all(words in STORY for words in (EXACT, TESTED, ROUNDED))
 
 
 def talks(count: int) -> list[object]:
@@ -151,7 +163,7 @@ def test_help_says_what_every_option_is() -> None:
             found[prefix + f.name] = text.replace("'", "").replace(", ", ",")
         return found
 
-    schemas = {name: getattr(config, name) for name in help._SCHEMAS.values()}
+    schemas = {name: getattr(config, name) for name in help.SCHEMAS.values()}
     schemas |= {name: config_class(drafter_class(kind)) for kind, name in help.drafter_configs().items()}
     assert set(help.drafter_configs()) == set(kinds())
     for name, kind in schemas.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.utils.errors import visible
+from selfspec.utils.exactness import STORY
 from selfspec.utils.files import Figures
 
 
@@ -36,8 +37,7 @@ library_name: selfspec
 # {kind} drafter for {target}
 
 Drafting parts for self-speculative decoding: {meta["parameters"]:,} parameters beside a frozen target. They change how
-many passes the target takes. In float32 every token is that of plain decoding with the same seed;
-in bfloat16 a near-tie of the target's logits can fall either way.
+many passes the target takes. {STORY}
 
 ```python
 import selfspec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import sys
@@ -10,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
+from selfspec.cli.precheck import every_key, meant
 from selfspec.utils.errors import one_line
-from selfspec.utils.tracking import flat
 
 
 @contextmanager
@@ -43,7 +42,10 @@ def clear_errors() -> Iterator[None]:
                 os.environ[name] = value
 
 
-BAD_INPUT = (ValueError, FloatingPointError, OSError, MemoryError, ImportError, HydraException, OmegaConfBaseException)
+BAD_INPUT = (
+    *(ValueError, FloatingPointError, OSError, MemoryError, ImportError),
+    *(HydraException, OmegaConfBaseException, YAMLError),
+)
 
 
 def one_line_error(error: BaseException) -> str:
@@ -55,7 +57,9 @@ def one_line_error(error: BaseException) -> str:
     if missing is not None:
         return f"{missing} is missing; give {missing}=..."
     if (unknown := re.search(r"Key '(\w+)' (?:is )?not in \S+ .*?full_key: ([\w.]+)", text)) is not None:
-        return f"there is no {unknown[2]}{_meant(error, unknown[2])}"
+        file = re.search(r"In '([^']+)': ConfigKeyError", text)
+        where = "" if file is None else f"{file[1]}.yaml: "
+        return f"{where}there is no {unknown[2]}{_meant(error, unknown[2])}"
     if (
         wrong := re.search(r"Value '(.*)' of type '\w+' could not be converted to (\w+) full_key: (\S+)", text)
     ) is not None:
@@ -73,23 +77,11 @@ choose another name="
     return text.partition(" Config search path:")[0]
 
 
-_SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
-
-
 def _meant(error: BaseException, key: str) -> str:
-    """What to do about a key that does not exist."""
+    """What to do about a key that does not exist: what there is beside it in the composed config, or anywhere."""
     cause: BaseException | None = error
     while cause is not None and getattr(cause, "parent_node", None) is None:
         cause = cause.__cause__
-    known = [str(k) for k in getattr(cause, "parent_node", None) or ()]
-    near = difflib.get_close_matches(key.rsplit(".", 1)[-1], known, 1)
-    if cause is not None and not near and "." not in key:  # a key that lies deeper
-        plain = OmegaConf.to_container(cause.parent_node, resolve=False)  # type: ignore[attr-defined]
-        deeper = [name for name, _ in flat(plain) if name.rsplit("/", 1)[-1] == key]  # type: ignore[arg-type]
-        if deeper:
-            return f"; did you mean {deeper[0].replace('/', '.')}"
-    if near:
-        return f"; did you mean {key.rpartition('.')[0]}.{near[0]}".replace(" .", " ")
-    if key in _SOURCES:
-        return f" here; {_SOURCES[key]}"
-    return f"; there are {', '.join(known)}" if known else "; --help lists what there is"
+    head = key.rpartition(".")[0]
+    beside = {f"{head}.{k}".lstrip("."): False for k in getattr(cause, "parent_node", None) or ()}
+    return meant(key, {**beside, **every_key()})

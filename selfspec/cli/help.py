@@ -11,7 +11,7 @@ from pathlib import Path
 from selfspec.cli.commands import COMMANDS, Command
 
 PACKAGE = Path(__file__).parents[1]
-_SCHEMAS = {  # of configs/NAME.yaml
+SCHEMAS = {  # of configs/NAME.yaml
     "train": "TrainRun",
     "target": "PretrainRun",
     "eval": "EvalRun",
@@ -43,6 +43,11 @@ def _classes() -> dict[str, ast.ClassDef]:
     """All dataclasses of the package by name."""
     texts = [text for path in PACKAGE.rglob("*.py") if "@dataclass" in (text := path.read_text())]
     return {node.name: node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+
+
+def schema_of(annotation: str) -> str | None:
+    """The dataclass that an annotation names, if it does."""
+    return annotation if annotation in _classes() else None
 
 
 @cache
@@ -155,7 +160,7 @@ def page(name: str, command: Command) -> str:
     lines = [f"selfspec {name}: {command.what}", "", f"  selfspec {name} {command.example}"]
     lines += [f"  python {command.script} {command.example}   (the same, in a clone)", "", _HYDRA]
     set_here = _defaults(command.config)
-    rows = [row for row in options(_SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
+    rows = [row for row in options(SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
     pairs = [(*row[0].split("=", 1), row[1]) for row in rows]
     rows = [(f"{key}={set_here.get(key, value)}", description) for key, value, description in pairs]
     lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]

@@ -8,9 +8,11 @@ import os
 import select
 import signal
 import sys
+import textwrap
 
 from selfspec import __version__
 from selfspec.cli.commands import COMMANDS
+from selfspec.utils.exactness import STORY
 
 
 def main() -> None:
@@ -70,6 +72,11 @@ def _start(name: str) -> None:
     elif "--version" in arguments:
         print(f"selfspec {__version__}")
     else:
+        from selfspec.cli.precheck import refused
+
+        if (why := refused(name, arguments)) is not None:
+            print(f"{os.path.basename(sys.argv[0])}: {why}", file=sys.stderr)
+            sys.exit(2)
         from selfspec.cli.launch import launch
 
         launch(name, command.config, command.trains)
@@ -80,8 +87,7 @@ def overview() -> str:
     lines = [f"  {name:<{width}}  {command.what}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
-            "selfspec: self-speculative decoding in one frozen model. The output is that of plain decoding: token by\n"
-            "token in float32, up to rounding of near-ties in bfloat16\n",
+            "selfspec: self-speculative decoding in one frozen model.\n" + textwrap.fill(STORY, 100) + "\n",
             *lines,
             "\nselfspec COMMAND --help: its options, and an example. selfspec --version",
         ]

@@ -29,6 +29,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
 from selfspec.core.verify import WalkNoise, walk
 from selfspec.utils.errors import one_line
+from selfspec.utils.exactness import ROUNDED, TESTED, exactness
 
 WAITING = 32  # accepted tokens that a pass runs again at most; more are run into the state at once
 
@@ -110,12 +111,11 @@ class ChainTarget(Target):
 
     @property
     def exact(self) -> str:
-        return "up to rounding"
+        return TESTED if self.dtype.itemsize >= 4 else ROUNDED
 
     @property
     def exactness(self) -> str:
-        name = f"{self.dtype_name}, chains"
-        return f"{name}: the tokens of plain decoding up to rounding of near-ties"
+        return exactness(f"{self.dtype_name}, chains", self.exact)
 
     def forget(self) -> None:
         super().forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from selfspec.utils.exactness import ROUNDED
 from selfspec.utils.files import mean, shown
 
 
@@ -16,7 +17,8 @@ class Stats:
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
     passes in which depth d + 1 was accepted; rejected: tokens drafted before the first accepted one;
     lengths: tokens of each pass, row by row; notes: what a drafter counted;
-    exact: whether the tokens are those of plain decoding "by construction" or "up to rounding" (see `Target.exact`).
+    exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
+    `Target.exact`).
     """
 
     passes: int = 0
@@ -28,7 +30,7 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
-    exact: str = "up to rounding"
+    exact: str = ROUNDED
     seconds_prefill: float = 0.0
     seconds_draft: float = 0.0
     seconds_target: float = 0.0

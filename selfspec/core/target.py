@@ -30,6 +30,7 @@ from selfspec.core.support import (
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, chosen, engine_for
+from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 __all__ = ["Part", "Pass", "Target", "check_engine", "chosen", "tree_pass"]
 
@@ -160,20 +161,16 @@ class Target:
     @property
     def exact(self) -> str:
         """Whether speculative output is that of plain decoding "by construction", since every pass so far gave a row
-        the bits that it has in any other, or "up to rounding" of near-ties. In float32 rounding is far below what
-        separates tokens."""
-        exact = self.engine.row_invariant("tree_pass_alone") and not self.recurrent
-        return "by construction" if exact else "up to rounding"
+        the bits that it has in any other; "in every test", since in float32 rounding is far below what separates
+        tokens; or "up to rounding" of near-ties."""
+        if self.engine.row_invariant("tree_pass_alone") and not self.recurrent:
+            return EXACT
+        return TESTED if self.dtype.itemsize >= 4 else ROUNDED
 
     @property
     def exactness(self) -> str:
         """What holds of speculative output in this dtype and engine, as a line for users."""
-        name = f"{self.dtype_name}, {self.engine.name} engine"
-        if self.dtype.itemsize >= 4:
-            return f"{name}: the tokens of plain decoding"
-        if self.exact == "by construction":
-            return f"{name}: the tokens of plain decoding, by construction"
-        return f"{name}: the tokens of plain decoding up to rounding of near-ties (float32: always)"
+        return exactness(f"{self.dtype_name}, {self.engine.name} engine", self.exact)
 
     @property
     def compiled(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selfspec.core.stats import Stats
 from selfspec.evaluation.arm_record import Record, Regime
+from selfspec.utils.exactness import EXACT, ROUNDED, TESTED
 from selfspec.utils.files import Figures, mean
 
 
@@ -153,5 +154,5 @@ def total(stats: list[Stats]) -> Stats:
     notes = sum((Counter(s.notes) for s in stats), Counter[str]())
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
     accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]
-    exact = next((s.exact for s in stats if s.exact != "by construction"), "by construction")
+    exact = max((s.exact for s in stats), key=(EXACT, TESTED, ROUNDED).index, default=EXACT)
     return Stats(**numbers, accepted=accepted, lengths=lengths, notes=dict(notes), exact=exact)

@@ -1,0 +1,13 @@
+"""What holds of speculative output: one story, told by README, docs, --help, cards, the page and every result."""
+
+EXACT, TESTED, ROUNDED = "by construction", "in every test", "up to rounding"
+STORY = (
+    "The same seed gives the tokens of plain decoding: by construction in bfloat16 on CPUs with AVX2 or AVX-512 and a "
+    "C++ compiler, in every test in float32, elsewhere up to rounding of near-ties."
+)
+
+
+def exactness(how: str, exact: str) -> str:
+    """What holds, as a line for users. how: dtype and engine; exact: EXACT, TESTED or ROUNDED."""
+    ties = " of near-ties (float32: in every test)" if exact == ROUNDED else ""
+    return f"{how}: the tokens of plain decoding, {exact}{ties}"
