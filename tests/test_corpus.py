@@ -216,10 +216,13 @@ def test_tokens_are_those_of_the_whole_text(tokenizer: Any) -> None:
     """Encoded part by part, a text may have other tokens than where it is written in one go."""
     document = Document("d", (("x = pri", False), ("nt(1)", True)))
     corpus = tokenize([document], tokenizer)
-    assert corpus.tokens[1:].tolist() == tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    assert corpus.tokens.tolist() == tokenizer(document.text, add_special_tokens=False)["input_ids"]
     said = tokenizer.decode(corpus.tokens[corpus.mask])
     assert said in document.text[6:]
     assert document.text.endswith(said)
+    plain = tokenize([Document("d", (("x = 1", True),))], tokenizer)  # text alone stands behind a separator
+    assert plain.tokens[0] in (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert plain.tokens[1:].tolist() == tokenizer("x = 1", add_special_tokens=False)["input_ids"]
 
 
 def test_many_records_are_divided_by_their_text(tokenizer: Any, tmp_path: Path) -> None:

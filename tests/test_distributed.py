@@ -152,11 +152,11 @@ def test_a_full_disk_is_told_and_loses_nothing(tiny_folder: str, source_root: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["medusa", "mask", "sequential", "feature", "ddp"])
+@pytest.mark.parametrize("drafter", ["medusa", "mask", "sequential", "feature", "early_exit", "ddp"])
 def test_four_kills_at_random_moments_lose_nothing(
     drafter: str, tiny_folder: str, source_root: Path, tmp_path: Path
 ) -> None:
-    """Twenty kills in all; what is left of a killed run ends in the bytes of one that was not."""
+    """Twenty kills of one process in all; what is left of a killed run ends in the bytes of one that was not."""
     launch = "cpu_ddp.yaml" if drafter == "ddp" else None
     settings = ("loop.steps=60", "loop.validate_every=20", "loop.checkpoint_every=5", "train.distill.rows=128")
     settings += ("train.distill.prompt_tokens=8", "train.distill.new_tokens=40")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -562,3 +563,16 @@ def test_a_check_tells_what_training_would_read(
     assert "memory of this process" in said
     with pytest.raises(ValueError, match=r"train\.length=999999 exceeds"):
         list(run_check(small("check", tiny_folder, source_root, "train.length=999999"), tmp_path))
+
+
+def test_a_check_of_synthetic_data_writes_nothing(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.training.synthetic.write", lambda *_: pytest.fail("written"))
+    data = ("data=synthetic", f"data.folder={tmp_path / 'd'}", "data.question_tokens=8", "data.new_tokens=8")
+    small_run = [word for word in SMALL if not word.startswith("data")]
+    words = ("name=x", f"target.name={tiny_folder}", *small_run, *data, "data.conversations=3", "data.turns=1")
+    said = "\n".join(run_check(compose_config("train", *words), tmp_path))
+    assert "3 conversations of at most 16 tokens are written first" in said
+    assert re.search(r"a step of \d+ x \d+ tokens takes [\d.]+ s here, by one of its rows", said)
+    assert not (tmp_path / "d").exists()

@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
-from selfspec.training.check import check
+from selfspec.training.check import check, check_synthetic
 from selfspec.training.checks import check_training, warm_start
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import LoopConfig, default_device
@@ -180,9 +180,9 @@ def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
     run, config = settled(TrainRun, config, folder)
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run, target, tokenizer)
-    if isinstance(data, Synthetic) and data.conversations > data.batch:
-        yield f"of {data.conversations} conversations the first {data.batch} are written now; figures are theirs"
-        data = replace(data, conversations=data.batch)
+    if isinstance(data, Synthetic):
+        yield from check_synthetic(target, drafter, data, run.train, run.loop)
+        return
     train, validation = _tokenized(data, target, tokenizer)
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
 

@@ -30,7 +30,7 @@ from selfspec.utils.progress import progress
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 2  # of the files and of what stands in them
+_VERSION = 3  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class _Encoded:
 
 
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
-    """Each document's tokens behind a separator, which is the tokenizer's BOS, or EOS where it has none; and which of
-    them count. A document is encoded as a whole; a token counts where its last character does. Raises ValueError where
-    the tokenizer has neither."""
+    """Each document's tokens and which of them count. Text stands behind a separator, the tokenizer's BOS, or EOS where
+    it has none; a conversation begins as its chat template does, as in decoding. A document is encoded as a whole; a
+    token counts where its last character does. Raises ValueError where the tokenizer has neither."""
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if separator is None:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
@@ -94,7 +94,7 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_En
             rows = (_by_span(document, tokenizer) for document in batch)
         for document, text, (ids, offsets) in zip(batch, texts, rows, strict=True):
             mask = _counting(document, offsets)
-            if ids[:1] != [separator]:  # a chat template may begin with it
+            if ids[:1] != [separator] and not document.conversation:
                 ids, mask = [separator, *ids], [False, *mask]
             yield _Encoded(ids, mask, document.conversation, len(text.encode()))
 

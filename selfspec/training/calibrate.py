@@ -20,7 +20,7 @@ from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Traine
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.static_tree import static_tree
-from selfspec.utils.files import NOTHING, mean
+from selfspec.utils.files import NOTHING, is_main_process, mean
 from selfspec.utils.progress import progress
 
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # what each decoding mode is calibrated at
@@ -83,7 +83,7 @@ def measure_along(
     agree = torch.zeros(depths, 2)
     surprise = torch.zeros(depths, len(_FACTORS), dtype=torch.float64)
     positions = 0
-    for sample in samples:
+    for sample in progress(samples, desc="calibration", leave=False, disable=not is_main_process()):
         # positions from which all depths have a truth; none where the target ended at once
         at = torch.arange(sample.start - 2, max(sample.start - 2, len(sample.tokens) - 1 - depths))
         if not len(at):
@@ -162,7 +162,8 @@ def decoded(
     if samples := samples[:_DECODED]:
         prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
         options = Options(new_tokens, Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
-        stats = speculative(target, prompts, options, drafter.eval(), 16).stats
+        with progress(total=1, desc=f"decoding, {mode}", leave=False, disable=not is_main_process()):
+            stats = speculative(target, prompts, options, drafter.eval(), 16).stats
         counts = torch.tensor([stats.tokens, stats.passes], dtype=torch.float64)
     return mean(*total(counts).tolist())
 

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.target import Target
@@ -23,11 +24,13 @@ from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
 from selfspec.training.step import autocast
+from selfspec.training.synthetic import Synthetic
 from selfspec.utils.errors import visible
 
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example
 _BEFORE = 60  # tokens shown before what counts
+_SECONDS = 8.0  # of timing a step
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
 
 
@@ -60,25 +63,50 @@ def check(
             f"training reads {config.distill.rows} texts that the target writes first (train.distill); time and memory "
             "below are of the data's own text"
         )
-    lines.append(memory_line(target, drafter, loop.batch_size * config.length // loop.accumulate))
-    if isinstance(drafter, Trained) and drafter.trained():
-        batch = rows.batch(0)
-        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batch.items()}
-        parts = len(batch["tokens"].chunk(loop.accumulate))
-        cost = relative_cost(DraftLoss(drafter, target), target, piece, autocast(target.device, loop), times=3)
-        seconds = cost["seconds_step"] * parts
-        steps = loop.steps if loop.minutes is None else min(loop.steps, math.ceil(60 * loop.minutes / seconds))
-        total, epochs = seconds * steps, steps * loop.batch_size / rows.per_epoch
-        lines.append(
-            f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, "
-            f"{batch['tokens'].numel() / seconds:.0f} tokens/s; {steps} steps, {epochs:.2f} epochs, take "
-            f"{total / 60:.0f} min without validation"
-        )
-        lines.append(f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB")
+    lines += costs(target, drafter, rows.batch(0), rows.per_epoch, config, loop)
     yield from lines
     writer_of(config, target, tokenizer)
     if config.cache != "none" and isinstance(drafter, Trained):
         states_dtype(target, drafter, train, loop)
+
+
+def costs(
+    target: Target,
+    drafter: Drafter,
+    batch: dict[str, Tensor],
+    per_epoch: int,
+    config: DrafterTraining,
+    loop: LoopConfig,
+) -> Iterator[str]:
+    """What a step takes: memory, and the time of one of its rows times their number. per_epoch: rows."""
+    yield memory_line(target, drafter, loop.batch_size * config.length // loop.accumulate)
+    if not isinstance(drafter, Trained) or not drafter.trained():
+        return
+    row = {key: value[:1] for key, value in batch.items()}
+    cost = relative_cost(DraftLoss(drafter, target), target, row, autocast(target.device, loop), 3, most=_SECONDS)
+    seconds = cost["seconds_step"] * loop.batch_size
+    steps = loop.steps if loop.minutes is None else min(loop.steps, math.ceil(60 * loop.minutes / seconds))
+    yield (
+        f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, by one of its rows, "
+        f"{loop.batch_size * config.length / seconds:.0f} tokens/s; {steps} steps, "
+        f"{steps * loop.batch_size / per_epoch:.2f} epochs, take {steps * seconds / 60:.0f} min without validation"
+    )
+    yield f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB"
+
+
+def check_synthetic(
+    target: Target, drafter: Drafter, data: Synthetic, config: DrafterTraining, loop: LoopConfig
+) -> Iterator[str]:
+    """The lines for data that the target would write first; nothing is written. Raises ValueError as training does."""
+    check_training(target, drafter, config, loop)
+    check_sizes(config, loop, world=1)
+    tokens = data.turns * (data.question_tokens + data.new_tokens)
+    yield f"{data.conversations} conversations of at most {tokens} tokens are written first, or read if they are kept"
+    drawn = torch.randint(target.vocab_size, (1, config.length), generator=torch.Generator().manual_seed(loop.seed))
+    batch = {"tokens": drawn, "mask": torch.ones_like(drawn, dtype=torch.bool)}
+    if config.packed:
+        batch |= {"documents": torch.zeros_like(drawn), "rows": torch.zeros(1, dtype=torch.int64)}
+    yield from costs(target, drafter, batch, max(1, data.conversations * tokens // config.length), config, loop)
 
 
 def _described(name: str, corpus: Corpus) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import resource
 import time
 from contextlib import suppress
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
+from selfspec.utils.files import is_main_process
+from selfspec.utils.progress import progress
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
 
@@ -52,13 +55,19 @@ def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -
 
 
 def relative_cost(
-    module: nn.Module, target: Target, batch: dict[str, Tensor], precision: torch.autocast, times: int = 6
+    module: nn.Module,
+    target: Target,
+    batch: dict[str, Tensor],
+    precision: torch.autocast,
+    times: int = 6,
+    most: float = math.inf,
 ) -> dict[str, float]:
-    """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians."""
+    """Seconds of a training step over seconds of the target's bare forward on the same batch; alternated, medians.
+    most: seconds after which nothing more is timed; the first round, which is longer, then counts too."""
     batch = {key: value.to(target.device) for key, value in batch.items()}
-    steps, forwards = [], []
+    steps, forwards, begun = [], [], time.perf_counter()
     module.train()
-    for _ in range(times):
+    for _ in progress(range(times), desc="time of a step", leave=False, disable=not is_main_process()):
         start = time.perf_counter()
         with torch.no_grad(), precision:
             target.text(batch["tokens"])  # what any drafter trained online has to run
@@ -71,8 +80,10 @@ def relative_cost(
         forwards.append(middle - start)
         steps.append(time.perf_counter() - middle)
         module.zero_grad(set_to_none=True)
+        if time.perf_counter() - begun > most:
+            break
     module.eval()
-    step, forward = median(steps[1:]), median(forwards[1:])
+    step, forward = median(steps[1:] or steps), median(forwards[1:] or forwards)
     return {"seconds_step": step, "seconds_target_forward": forward, "step_over_forward": step / forward}
 
 

@@ -42,6 +42,7 @@ from selfspec.training.rows import (
 )
 from selfspec.training.step import autocast
 from selfspec.utils.files import NOTHING, Figures, mean
+from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
 
 
@@ -194,7 +195,8 @@ def _trained(
         pieces = [{key: values[i : i + 1].to(target.device) for key, values in rows.items()} for i in own]
         none = 0 * module.counts({key: values[:1].to(target.device) for key, values in rows.items()})
         counts = run.total(sum((module.counts(piece) for piece in pieces), none)).to(target.device)
-        loss = run.total(sum((module(piece, counts)[0] for piece in pieces), none.sum()))
+        bar = progress(pieces, desc="validation", leave=False, disable=not run.accelerator.is_main_process)
+        loss = run.total(sum((module(piece, counts)[0] for piece in bar), none.sum()))
         if not len(counts):  # a loss that divides by counts of its own: the mean over rows
             loss = loss / len(rows["tokens"])
         elif not counts.any():
@@ -211,7 +213,7 @@ def _trained(
     data = run.train.key, run.validation.key
     figures = fit(run.accelerator, *arguments, data, drafter.saved_buffers(), best=True)
     piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-    figures |= relative_cost(module, target, piece, autocast(target.device, loop))
+    figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=20.0)
     for mode in TEMPERATURES:
         figures[mode]["decoded"] = decoded(target, drafter, mode, run.samples[mode], run.config.new_tokens, run.total)
     note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
