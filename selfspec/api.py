@@ -234,6 +234,7 @@ class Spec:
         if (config := kwargs.pop("generation_config", None)) is not None:
             settings, eos = from_config(config, self.target.model.generation_config)
             kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
+        kwargs = _as_ours(kwargs, dict(zip(known, args, strict=False)))
         if unknown := kwargs.keys() - set(known):
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
         asked = Arguments(*args, **kwargs)
@@ -276,6 +277,33 @@ class Spec:
         if self.tokenizer is None:
             return ["" for _ in rows]
         return [text_of(self.tokenizer, row) for row in rows]
+
+
+def _as_ours(given: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by their names here, where other libraries have another word for the same. Raises TypeError for those
+    that say something else, with the way. places: arguments that were given without names."""
+    words = {_WORDS.get(name, name): value for name, value in given.items()}
+    if len(words) < len(given):
+        twice = next(name for name in given if name in _WORDS and _WORDS[name] in given)
+        raise TypeError(f"{twice} and {_WORDS[twice]} are the same; give one")
+    for name, way in _OTHER_WAYS.items():
+        if name in words:
+            raise TypeError(f"generate takes no {name}; {way}")
+    if (sample := words.pop("do_sample", None)) is not None:
+        warm = places["temperature"] if "temperature" in places else words.setdefault("temperature", float(sample))
+        if bool(sample) != (warm > 0):
+            raise ValueError(f"do_sample={sample} and temperature={warm} contradict each other; give one")
+    return words
+
+
+_WORDS = {"max_tokens": "max_new_tokens", "stop_strings": "stop", "num_nodes": "nodes"}  # theirs: ours
+_PROCESSED = "give it to transformers: spec.target.model.generate(input_ids, custom_generate=spec, {}=...)"
+_OTHER_WAYS = {
+    "max_length": "give max_new_tokens, which does not count the prompt",
+    **{name: _PROCESSED.format(name) for name in ("repetition_penalty", "logits_processor", "stopping_criteria")},
+    "num_beams": "speculative decoding is greedy or samples",
+    "num_return_sequences": "give the prompt several times, with a seed for each",
+}
 
 
 @atexit.register

@@ -42,6 +42,13 @@ class Generated:
             raise ValueError(f"there are {len(self.texts)} rows; take texts")
         return self.texts[0]
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, row: int) -> str:
+        """The text of a row."""
+        return self.texts[row]
+
     def __repr__(self) -> str:
         lossy = "" if self.lossy is None else f", {self.lossy.altered} tokens altered by {self.lossy.rule}"
         rows = "1 row" if len(self.texts) == 1 else f"{len(self.texts)} rows"

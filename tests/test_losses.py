@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfspec.drafters.parts.losses import LOSSES, RULES, distance, drafted_logits, shared
+from selfspec.drafters.parts.losses import RULES, check_loss, distance, drafted_logits, losses, shared
 
 
 def logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -33,7 +33,14 @@ def test_what_total_variation_and_lk_say() -> None:
     torch.testing.assert_close(RULES["lk"](near, far), weight * kl + (1 - weight) * apart)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+def test_a_rule_that_is_added_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"drafter.loss='mine' must be one of kl, ce, ce_tv, tv, lk, accept, or"):
+        check_loss("mine")
+    monkeypatch.setitem(RULES, "mine", RULES["tv"])
+    check_loss("mine")
+
+
+@pytest.mark.parametrize("loss", losses())
 def test_gradients_are_those_of_the_loss(loss: str) -> None:
     """More positions than a chunk holds."""
     draft, target = logits(2, 80, 11, seed=0).requires_grad_(), logits(2, 80, 11, seed=1)
@@ -53,7 +60,7 @@ def test_gradients_are_those_of_the_loss(loss: str) -> None:
     torch.testing.assert_close(draft.grad, own.grad, **tolerance)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", losses())
 def test_losses_fall_towards_the_target(loss: str) -> None:
     target = logits(1, 3, 11, seed=1)
     tokens = target.argmax(-1)

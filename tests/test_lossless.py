@@ -15,6 +15,8 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of transformers: what it drops next
+
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 
 

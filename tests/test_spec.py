@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,6 +29,7 @@ from selfspec.core.tree import chain
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.hf_generate import from_config
 
@@ -474,3 +476,34 @@ def test_the_last_position_is_told(spec: Spec) -> None:
     prompt = [[5] * 250]
     with pytest.warns(UserWarning, match="row 0 ends after 6 new tokens instead of 20.*256 positions"):
         assert len(spec.generate(prompt, 20).token_ids[0]) == 6
+
+
+def test_words_of_other_libraries(llama: Target) -> None:
+    spec = Spec(llama, made(PromptLookup, llama))
+    wanted = spec.generate([[5, 9, 2]], max_new_tokens=6)
+    assert spec.generate([[5, 9, 2]], max_tokens=6, do_sample=False, top_k=0).token_ids == wanted.token_ids
+    warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
+    assert spec.generate([[5, 9, 2]], 6, do_sample=True, seed=3).token_ids == warm.token_ids
+    assert (len(warm), list(warm), warm[0]) == (1, warm.texts, warm.texts[0])
+    assert warm.stats.tau == warm.stats.acceptance_length
+    assert warm.stats.tokens_per_second == pytest.approx(6 / warm.stats.seconds)
+    for word, way in (
+        ({"max_length": 9}, "generate takes no max_length; give max_new_tokens"),
+        ({"repetition_penalty": 1.1}, r"custom_generate=spec, repetition_penalty=\.\.\."),
+        ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens and max_new_tokens are the same"),
+        ({"num_beams": 4}, "greedy or samples"),
+        ({"bogus": 4}, "unknown argument 'bogus'"),
+    ):
+        with pytest.raises(TypeError, match=way):
+            spec.generate([[5, 9, 2]], **word)
+    with pytest.raises(ValueError, match=r"do_sample=True and temperature=0.0 contradict"):
+        spec.generate([[5, 9, 2]], do_sample=True, temperature=0.0)
+
+
+def test_a_prompt_that_fills_the_context_is_no_short_answer(llama: Target) -> None:
+    spec = Spec(llama, made(PromptLookup, llama))
+    assert llama.max_positions is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match=r"prompt 0 has .* tokens; the target is served up to"):
+            spec.generate([[5] * (llama.max_positions + 50)], 6)

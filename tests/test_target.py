@@ -36,6 +36,8 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of transformers: what it drops next
+
 TOKENS = torch.tensor([[5, 9, 2, 7, 11, 3, 8]])
 TREE = DraftTree(torch.tensor([[4, 10, 20, 30, 12, 13]]), torch.tensor([[-1, 0, 0, 1, 1, 2]]))
 

@@ -62,7 +62,7 @@ def _within(home: Path) -> Path | None:
 
 def member_names(name: str) -> list[str]:
     """The drafters that a name stands for: several are joined by "+" and share one tree."""
-    return split_at(name, "+", exists)
+    return [part if exists(part) else part.strip() for part in split_at(name, "+", exists)]
 
 
 def exists(name: str) -> bool:

@@ -81,6 +81,7 @@ def load_target(
     A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
+    dtype = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(str(dtype), dtype)
     wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8):
         raise ValueError(f"dtype={dtype!r} must be auto, int8, bfloat16, float16, float32 or float64")

@@ -109,7 +109,8 @@ def limited(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: in
     """A warning where rows will end at the target's last position before they have max_new_tokens; else None."""
     if target.max_positions is None:
         return None
-    rows = [i for i, prompt in enumerate(prompts) if len(prompt) + max_new_tokens > target.max_positions]
+    lengths = [len(prompt) for prompt in prompts]
+    rows = [i for i, n in enumerate(lengths) if target.max_positions - max_new_tokens < n < target.max_positions]
     if not rows:
         return None
     return (

@@ -42,6 +42,16 @@ class Stats:
         return mean(self.tokens, self.passes)
 
     @property
+    def tau(self) -> float:
+        """The acceptance length."""
+        return self.acceptance_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole call, reading the prompts included; NaN where nothing was timed."""
+        return mean(self.tokens, self.seconds)
+
+    @property
     def accepted_per_depth(self) -> list[float]:
         """Share of passes that accept everything up to depth 1, 2, ... (full acceptance)."""
         return [mean(count, self.passes) for count in self.accepted]

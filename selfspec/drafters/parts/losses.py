@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from selfspec.drafters.base import Batch, itself
 
-LOSSES = ("kl", "ce", "tv", "ce_tv", "lk", "accept")
 _CHUNK = 2**17  # logits at a time, so that they stay in the processor's cache
 
 
@@ -108,13 +107,19 @@ def _accept(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 Rule = Callable[[Tensor, Tensor], Tensor]
 RULES: dict[str, Rule] = {"tv": _tv, "lk": _lk, "accept": _accept}
+_SWEPT = ("kl", "ce", "ce_tv")  # losses with sweeps of their own
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
+def losses() -> tuple[str, ...]:
+    """The names of all losses, those that another package added to RULES included."""
+    return (*_SWEPT, *RULES)
+
+
 def check_loss(name: object) -> None:
-    """Raises ValueError for what is neither a loss of LOSSES nor looks like the path of a function."""
-    if name not in LOSSES and not (isinstance(name, str) and _PATH.fullmatch(name)):
-        raise ValueError(f"drafter.loss={name!r} must be one of {', '.join(LOSSES)}, or package.module.function")
+    """Raises ValueError for what is neither one of `losses` nor looks like the path of a function."""
+    if name not in losses() and not (isinstance(name, str) and _PATH.fullmatch(name)):
+        raise ValueError(f"drafter.loss={name!r:.200} must be one of {', '.join(losses())}, or package.module.function")
 
 
 @cache
@@ -136,7 +141,7 @@ def rule_of(name: str) -> Rule:
 def try_rule(name: str) -> None:
     """Raises ValueError for a function at a path that is no loss: log probabilities [N, V] of the draft and the target
     to finite nats [N], with a gradient."""
-    if name in LOSSES:
+    if name in losses():
         return
     generator = torch.Generator().manual_seed(0)
     log_q, log_p = torch.log_softmax(torch.randn(2, 3, 7, generator=generator), -1)
