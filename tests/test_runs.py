@@ -541,7 +541,10 @@ def test_what_is_finished_stays(
     assert typed(monkeypatch, *words, "name=y", "loop.steps=3") == 0
     said = capsys.readouterr().out
     assert "goes on from step 2" in said
-    assert "saved to runs/y/drafter; try it: selfspec complete 'def main():' --drafter runs/y --color" in said
+    assert (
+        "saved to runs/y/drafter; try it: selfspec complete 'Which is larger, 9 or 7?' --chat --drafter runs/y --color"
+        in said
+    )
 
     short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
     again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short)

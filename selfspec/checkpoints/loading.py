@@ -59,7 +59,7 @@ def check_device(device: str) -> None:
         if torch.empty(0, device=device).is_meta:
             raise RuntimeError("it holds no weights")
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} can not be used here: {error}") from error
+        raise ValueError(f"device={device!r} can not be used here: {one_line(error):.200}") from error
 
 
 def load_target(

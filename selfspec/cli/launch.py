@@ -127,7 +127,8 @@ def _report(figures: Figures, folder: Path) -> None:
         print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
     trust = " --trust-code" if "." in read_meta(folder / "drafter")["kind"] else ""
     at = shlex.quote(str(folder))
-    print(f"saved to {folder / 'drafter'}; try it: selfspec complete 'def main():' --drafter {at} --color{trust}")
+    prompt = "'Which is larger, 9 or 7?' --chat" if figures.get("chat") else "'def main():'"
+    print(f"saved to {folder / 'drafter'}; try it: selfspec complete {prompt} --drafter {at} --color{trust}")
 
 
 @_task

@@ -29,6 +29,9 @@ ENGINES = ("auto", "eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 
 
+_SLOW = 5.0  # seconds of compiling a function that are told
+
+
 @dataclass(eq=False)
 class Engine:
     """Runs functions as they are (backend None), or compiled by torch.compile with full graphs and static shapes.
@@ -118,14 +121,17 @@ class Engine:
         if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
                 place = "" if self.folder is None else f", kept in {self.folder} for the next start"
-                print(f"compiling for new shapes, some seconds each{place}", file=sys.stderr)
+                print(f"compiling for new shapes, seconds to minutes each{place}", file=sys.stderr)
             code, how = self._compile(function, args, what), "compiled"
             if code is None:
                 code, how, self.varying[what] = function, "not compiled", "not compiled"
             else:
                 if not disk.write(path, code, self.varying.get(what, "")):
                     self.folder = None
-        self.made.append((what, time.perf_counter() - start, how))
+        self.made.append((what, took := time.perf_counter() - start, how))
+        if how == "compiled" and took > _SLOW and not self.quiet:
+            count = sum(done == how for _, _, done in self.made)
+            print(f"compiled {function.__name__} in {took:.0f} s, {count} functions so far", file=sys.stderr)
         if code is not function and len({device for device in devices_of(args) if device.type == "cuda"}) == 1:
             code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
         self.compiled[wanted] = code

@@ -37,6 +37,8 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
         except FileNotFoundError:
             failed = home / "error.txt"
             why = failed.read_text().strip() if failed.exists() else "summary.json is missing: the run did not end"
+            if any((home / name).exists() for name in _OTHERS):
+                why = "it is no measurement of eval/decode.py"
             broken.append((home, why))
         except ValueError as error:
             broken.append((home, f"summary.json is not whole ({error})"))
@@ -121,6 +123,8 @@ def _whole(point: Any) -> bool:
         return False
 
 
+# What other commands leave in their folders
+_OTHERS = ("train.jsonl", "audit.json", "calibration.json", "compare.json", "limits.json", "distill")
 # Figures of the speculative arm that tables and plots read
 _OURS = {"full_acceptance", "conditional_acceptance", "milliseconds_per_pass", "share_of_step", "acceptance_length"}
 
