@@ -197,6 +197,13 @@ def test_a_hostile_target(name: str, tiny_folder: str, tmp_path: Path) -> None:
     assert len(str(error.value)) < 700
 
 
+def test_attention_that_the_caller_names_is_taken(tiny_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "t")
+    config_of(tmp_path / "t", _attn_implementation="evil/kernel")
+    target, _ = load_target(str(tmp_path / "t"), attn_implementation="sdpa")
+    assert target.model.config._attn_implementation == "sdpa"
+
+
 def test_names_of_tensors_are_text(tiny_folder: str, tmp_path: Path) -> None:
     shutil.copytree(tiny_folder, tmp_path / "t")
     tensors = load_file(tmp_path / "t/model.safetensors")

@@ -106,7 +106,7 @@ def load_target(
             )
         try:
             if not packed:
-                _check_config(path, {"revision": revision, **passed})
+                _check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
             config = AutoConfig.from_pretrained(path, revision=revision, **packed, **passed)
         except _ODD as error:  # a value of the wrong type, or none that a model can have
             raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error):.300}") from error
@@ -186,16 +186,16 @@ def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | 
         raise ValueError(f"the tokenizer in {of} can not be read: {one_line(error)}") from error
 
 
-def _check_config(path: str, fetching: Figures) -> None:
+def _check_config(path: str, fetching: Figures, attention: bool) -> None:
     """Raises ValueError for a config that would take all memory before its weights are looked at, or that names code
-    of a repository."""
+    of a repository. attention: whether the caller says what computes it."""
     whole = read_json(Path(path) / "config.json") if Path(path).is_dir() else {}
     whole = whole or PreTrainedConfig.get_config_dict(path, **fetching)[0]
     for config in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         for name, value in config.items():
             if re.fullmatch(r"(num|n)_(hidden_)?layers?", name) and isinstance(value, int) and value > _LAYERS:
                 raise ValueError(f"target {path!r}: config.json: {name}={value}; models of up to {_LAYERS} are read")
-            if "attn_implementation" in name and "/" in str(value) and not fetching["trust_remote_code"]:
+            if "attn_implementation" in name and "/" in str(value) and not (attention or fetching["trust_remote_code"]):
                 raise ValueError(
                     f"target {path!r}: config.json: {name}={value!r:.200} is code of a repository; give "
                     "attn_implementation='sdpa', or trust_remote_code=True"

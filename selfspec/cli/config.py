@@ -17,6 +17,7 @@ from selfspec.api import NODES
 from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.find import exists, member_names, names_path, split_at
 from selfspec.cli.errors import one_line_error
+from selfspec.cli.precheck import WITH_VALUE
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
@@ -284,14 +285,11 @@ def constant(arguments: list[str]) -> list[str]:
     return [str(o.key_or_group) for o in parsed if str(o.key_or_group) not in swept]
 
 
-_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
-
-
 def flags_first(arguments: list[str]) -> list[str]:
     """Hydra's own options before the overrides, wherever they were typed: its parser takes no others behind them."""
     flags, overrides, takes = list[str](), list[str](), False
     for argument in arguments:
         is_flag = takes or (argument.startswith("-") and len(argument) > 1)
-        takes = not takes and argument in _WITH_VALUE
+        takes = not takes and argument in WITH_VALUE
         (flags if is_flag else overrides).append(argument)
     return flags + overrides

@@ -8,28 +8,33 @@ from functools import cache
 from selfspec.cli.commands import COMMANDS
 from selfspec.cli.help import SCHEMAS, fields, schema_of
 
-_ALONE = ("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "--check", "-i", "--info", "-sc")
-_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
-_ALSO = ("--shell-completion", "--experimental-rerun")
-FLAGS = (*_ALONE, *_WITH_VALUE, *_ALSO)
+# Hydra's own options, and ours
+WITH_VALUE = (
+    *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"),
+    "--experimental-rerun",
+)
+_ALONE = (
+    *("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-i", "--info", "-sc", "--shell-completion"),
+    "--check",
+)
 _SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
 
 
 @cache
-def keys(schema: str, prefix: str = "") -> tuple[dict[str, bool], ...]:
+def keys(schema: str, prefix: str = "") -> dict[str, bool]:
     """The keys below a dataclass, dotted: whether anything may lie below them."""
     known: dict[str, bool] = {}
     for name, (kind, _) in fields(schema).items():
         if (inner := schema_of(kind)) is not None:
-            known |= {f"{prefix}{name}": False, **keys(inner, f"{prefix}{name}.")[0]}
+            known |= {f"{prefix}{name}": False, **keys(inner, f"{prefix}{name}.")}
         else:
             known[f"{prefix}{name}"] = kind == "Any" or kind.startswith("dict")
-    return (known,)
+    return known
 
 
 def every_key() -> dict[str, bool]:
     """Those of all commands."""
-    return {key: open_ for schema in SCHEMAS.values() for key, open_ in keys(schema)[0].items()}
+    return {key: open_ for schema in SCHEMAS.values() for key, open_ in keys(schema).items()}
 
 
 def meant(key: str, known: dict[str, bool]) -> str:
@@ -50,24 +55,20 @@ def meant(key: str, known: dict[str, bool]) -> str:
 def refused(name: str, arguments: list[str]) -> str | None:
     """Why a command can not take these options; None where it may."""
     command = COMMANDS[name]
-    known, value = keys(SCHEMAS[command.config])[0], False
+    known, expected = keys(SCHEMAS[command.config]), False
     for argument in arguments:
-        if value or "=" not in argument:
-            takes = argument in _WITH_VALUE or (value is False and argument in _ALSO)
-            if not value and argument.startswith("-") and argument.partition("=")[0] not in FLAGS:
-                word = argument.lstrip("-").replace("-", "_")
-                targeted = "target.name" if word == "target" and "target.name" in known else word
-                found = targeted if targeted in known else meant(word, known).rpartition("mean ")[2]
-                return f"there is no {argument}; options are given as {found if found in known else 'key'}=VALUE"
-            if not value and not argument.startswith(("-", "~")):
-                return f"{argument!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
-            value = takes
-            continue
-        key = argument.partition("=")[0]
-        if key[:1] in "+~" or key.startswith(("-", "hydra.", "hydra/", "'", '"')) or "@" in key or "/" in key:
-            continue
-        parts = key.split(".")
-        heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        if key not in known and not any(known.get(head) for head in heads):
+        key, mark, _ = argument.partition("=")
+        if expected or key in (*WITH_VALUE, *_ALONE):
+            expected = not expected and not mark and key in WITH_VALUE
+        elif key.startswith("-"):
+            word = key.lstrip("-").replace("-", "_")
+            word = "target.name" if word == "target" and "target.name" in known else word
+            found = word if word in known else meant(word, known).rpartition("mean ")[2]
+            return f"there is no {key}; options are given as {found if found in known else 'key'}=VALUE"
+        elif not mark and not key.startswith("~"):
+            return f"{key!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
+        elif key[0] in "+~'\"" or key.startswith("hydra.") or "@" in key or "/" in key:
+            continue  # for Hydra to judge
+        elif key not in known and not any(known.get(key[:i]) for i, c in enumerate(key) if c == "."):
             return f"there is no {key}{meant(key, known)}"
     return None
