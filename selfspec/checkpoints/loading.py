@@ -127,6 +127,8 @@ def load_target(
             raise ValueError(f"target {str(source)!r}: {why}") from error
         except SafetensorError as error:
             raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
+        if packed:
+            print(f"{packed['gguf_file']}: dequantized to {str(model.dtype).removeprefix('torch.')}", file=sys.stderr)
         if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
             raise ValueError(
                 f"target {str(source)!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which "

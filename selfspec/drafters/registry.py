@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import traceback
 import typing
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -196,7 +197,9 @@ def try_out(drafter: Drafter, target: Target) -> None:
         try:
             ids = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
         except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
-            raise ValueError(f"drafter {name} fails when it drafts: {error!r}") from error
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            why = f"{error!r:.300}, in {at.filename}, line {at.lineno}"
+            raise ValueError(f"drafter {name} fails when it drafts: {why}") from error
         exact = target.dtype.itemsize >= 4  # elsewhere near-ties can fall either way
         if exact and ids != autoregressive(target, prompts, options).token_ids:
             raise ValueError(f"drafter {name} changes the output: its tree's start or hidden are not for it to set")
