@@ -23,7 +23,7 @@ from selfspec.core.rows import clock
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.utils.files import Figures, cache_folder, code_hash, write_text
+from selfspec.utils.files import Figures, cache_folder, code_hash, read_json, write_text
 from selfspec.utils.machine import device_name
 from selfspec.utils.progress import progress
 
@@ -66,7 +66,7 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
         path, writable = cost_file(target, rows), _made(cost_file(target, rows).parent)
         seconds = _measured[path, sampled] = measure_costs(target, rows, float(sampled))
         if writable:
-            before = json.loads(path.read_text()) if path.is_file() else _identity(target, rows)
+            before = read_json(path) if path.is_file() else _identity(target, rows)
             listed = {str(n): s for n, s in zip((0, *SIZES), seconds, strict=True)}
             write_text(path, json.dumps({**before, _mode(sampled): listed}, indent=1) + "\n")
         return _by_nodes(seconds, target)
@@ -79,7 +79,7 @@ def kept_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
     seconds = _measured.get((path, sampled))
     if path.is_file():
         try:
-            saved = json.loads(path.read_text())
+            saved = read_json(path)
             wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
             seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else None
         except (ValueError, KeyError, TypeError, AttributeError) as error:

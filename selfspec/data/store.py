@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.corpus import Document
 from selfspec.data.records import Broken, Records
 from selfspec.utils.errors import visible
-from selfspec.utils.files import disk_room
+from selfspec.utils.files import disk_room, read_json
 from selfspec.utils.progress import progress
 
 _BATCH = 512  # documents that go through the tokenizer at once
@@ -227,7 +227,7 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
 def _about(folder: Path) -> dict[str, Any] | None:
     """What stands in a folder; None where it is not whole."""
     try:
-        about = json.loads((folder / "about.json").read_text())
+        about: dict[str, Any] = read_json(folder / "about.json")
         named = [(part, name) for part in _PARTS for name in _SIZES]
         sizes = {f"{part}.{name}": about[part][_SIZES[name][0]] * _SIZES[name][1] for part, name in named}
         if any((folder / name).stat().st_size != size for name, size in sizes.items()):

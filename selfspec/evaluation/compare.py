@@ -31,7 +31,7 @@ from selfspec.detokenize import text_of
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.utils.files import Figures, append_text, write_text
+from selfspec.utils.files import Figures, append_text, parse_json, write_text
 from selfspec.utils.progress import progress
 
 
@@ -246,7 +246,7 @@ def read_runs(path: Path) -> list[Run]:
     runs, lines = [], path.read_text().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            runs.append(Run(**json.loads(line)))
+            runs.append(Run(**parse_json(line)))
         except (ValueError, TypeError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 break

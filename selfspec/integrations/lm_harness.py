@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfspec.api import NODES, load
 from selfspec.utils.errors import one_line_errors
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, read_json
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -91,7 +91,7 @@ def _read(place: Path) -> tuple[Figures, dict[str, list[str]]]:
     samples = sorted(place.rglob("samples_*.jsonl"))
     if not files or not samples:
         raise ValueError(f"{place} holds no results with samples; run with --output_path {place} --log_samples")
-    counted = json.loads(files[-1].read_text())["config"].get("selfspec")
+    counted = read_json(files[-1])["config"].get("selfspec")
     if counted is None:
         raise ValueError(f"{files[-1]} is of another model; run with --model selfspec")
     if not counted["tokens"]:

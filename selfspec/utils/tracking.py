@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, append_text, is_main_process, null_for_nan, write_text
+from selfspec.utils.files import Figures, append_text, is_main_process, null_for_nan, parse_json, write_text
 
 LOGGERS = ("wandb", "tensorboard", "none")
 MODES = ("auto", "online", "offline", "disabled")
@@ -200,7 +200,7 @@ def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError(f"it is {record!r:.40}")
         except ValueError as error:

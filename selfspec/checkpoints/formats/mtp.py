@@ -24,6 +24,7 @@ from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.formats.mtp_families import FAMILIES, Family
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig, MtpLayer
+from selfspec.utils.files import read_json
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
@@ -262,6 +263,6 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     files |= dict.fromkeys(modules, own)
     size = sum(path.stat().st_size for path in folder.iterdir())
     (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     config[family.count] = len(prefixes)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

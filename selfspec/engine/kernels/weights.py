@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.engine.kernels.native import binding, has_avx512, has_tiles, in_place, served
-from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, write_text
+from selfspec.utils.files import Figures, cache_folder, code_hash, private_folder, read_json, write_text
 
 ROWS = (1, 8, 16, 32)  # row counts at which kernels are measured
 VECTOR, STEP = 16, 32  # outputs of a vector, and inputs at a time; see packed.cpp
@@ -244,7 +244,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
     if name not in _choices:
         path = cache_folder() / "kernels" / f"{_machine()}.json"
         with suppress(OSError, ValueError, AttributeError):
-            saved = json.loads(path.read_text()).items()
+            saved = read_json(path).items()
             _choices.update({shape: of for shape, of in saved if isinstance(of, dict) and "kernel" in of})
         if name not in _choices:
             if busy() and (usual := _usual(outputs, width)) is not None:
