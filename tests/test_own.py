@@ -163,7 +163,7 @@ def test_a_loss_of_another_package(package: Path, tiny_folder: str, source_root:
         ("ownpkg.losses.mean", r"gave \[\] of torch.float32 for .*; expected finite nats \[3\]"),
         ("ownpkg.losses.detached", "does not require grad"),
         ("ownpkg.losses.few", r"fails on log probabilities \[3, 7\]: TypeError"),
-        ("squared", "must be one of kl, ce, tv, ce_tv, lk, accept, or package.module.function"),
+        ("squared", "must be one of kl, ce, ce_tv, tv, lk, accept, or package.module.function"),
     ):
         with pytest.raises(ValueError, match=message):
             run_training(
