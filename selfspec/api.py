@@ -19,8 +19,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.budget.cost import LARGEST, SECONDS, kept_costs, pass_costs
-from selfspec.budget.policy import UNMEASURED, Auto, Experience, Forecast
+from selfspec.budget.cost import LARGEST, SECONDS, pass_costs, saved_costs
+from selfspec.budget.policy import Auto, Experience, Forecast, unmeasured
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.hub import measured, push
@@ -89,7 +89,7 @@ class Spec:
         self.target, self.drafter, self.tokenizer, self.source = target, drafter.eval(), tokenizer, source
         # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
-        self._decoded = 0.0  # seconds of all calls so far
+        self._decoded = 0.0  # seconds of all calls so far that compiled nothing
 
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """Continue a prompt or a list of them: texts, lists of token ids, or conversations (lists of messages with
@@ -124,7 +124,7 @@ class Spec:
         forecast: Forecast | None = None,
         tracer: Tracer | None = None,
     ) -> Generated:
-        self._decoded += result.stats.seconds
+        self._decoded += 0 if result.stats.compiled else result.stats.seconds
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
         return Generated(*parts, rule, forecast, trace, self.tokenizer)
@@ -231,10 +231,10 @@ class Spec:
         known, eos = [f.name for f in fields(Arguments)], None
         if args and isinstance(args[0], GenerationConfig):
             args, kwargs = args[1:], {**kwargs, "generation_config": args[0]}
+        kwargs = _renamed(kwargs, dict(zip(known, args, strict=False)))
         if (config := kwargs.pop("generation_config", None)) is not None:
             settings, eos = from_config(config, self.target.model.generation_config)
             kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
-        kwargs = _as_ours(kwargs, dict(zip(known, args, strict=False)))
         if unknown := kwargs.keys() - set(known):
             raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
         asked = Arguments(*args, **kwargs)
@@ -252,8 +252,8 @@ class Spec:
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
         if (sampled, rows) not in self._past:
             which = self.target, rows, sampled
-            if self._decoded < SECONDS and kept_costs(*which) is None:  # measuring takes longer than all calls so far
-                return self.drafter, UNMEASURED, Forecast()
+            if self._decoded < SECONDS and saved_costs(*which) is None:  # measuring takes longer than all calls so far
+                return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
             self._past[sampled, rows] = pass_costs(*which), Experience()
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
@@ -261,11 +261,13 @@ class Spec:
     def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
         assert self.tokenizer is not None
         text = Detokenizer(self.tokenizer)
-        with closing(steps):  # type: ignore[type-var]
-            for step in steps:
-                if piece := text.add(step[0][1]):
-                    yield piece
-        self._decoded += stats.seconds
+        try:
+            with closing(steps):  # type: ignore[type-var]
+                for step in steps:
+                    if piece := text.add(step[0][1]):
+                        yield piece
+        finally:  # also of one that nobody reads to its end
+            self._decoded += 0 if stats.compiled else stats.seconds
         if piece := text.rest():
             yield piece
 
@@ -279,18 +281,20 @@ class Spec:
         return [text_of(self.tokenizer, row) for row in rows]
 
 
-def _as_ours(given: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+def _renamed(keywords: dict[str, Any], positional: dict[str, Any]) -> dict[str, Any]:
     """Arguments by their names here, where other libraries have another word for the same. Raises TypeError for those
-    that say something else, with the way. places: arguments that were given without names."""
-    words = {_WORDS.get(name, name): value for name, value in given.items()}
-    if len(words) < len(given):
-        twice = next(name for name in given if name in _WORDS and _WORDS[name] in given)
+    that say something else, with the way."""
+    words = {_WORDS.get(name, name): value for name, value in keywords.items()}
+    if len(words) < len(keywords):
+        twice = next(name for name in keywords if name in _WORDS and _WORDS[name] in keywords)
         raise TypeError(f"{twice} and {_WORDS[twice]} are the same; give one")
     for name, way in _OTHER_WAYS.items():
         if name in words:
             raise TypeError(f"generate takes no {name}; {way}")
     if (sample := words.pop("do_sample", None)) is not None:
-        warm = places["temperature"] if "temperature" in places else words.setdefault("temperature", float(sample))
+        warm = positional.get("temperature", words.get("temperature"))
+        if warm is None:
+            words["temperature"] = warm = float(sample)
         if bool(sample) != (warm > 0):
             raise ValueError(f"do_sample={sample} and temperature={warm} contradict each other; give one")
     return words
@@ -301,7 +305,7 @@ _PROCESSED = "give it to transformers: spec.target.model.generate(input_ids, cus
 _OTHER_WAYS = {
     "max_length": "give max_new_tokens, which does not count the prompt",
     **{name: _PROCESSED.format(name) for name in ("repetition_penalty", "logits_processor", "stopping_criteria")},
-    "num_beams": "speculative decoding is greedy or samples",
+    "num_beams": "beam search is not served; leave it out",
     "num_return_sequences": "give the prompt several times, with a seed for each",
 }
 

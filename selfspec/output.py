@@ -45,6 +45,9 @@ class Generated:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def __bool__(self) -> bool:
+        return True
+
     def __getitem__(self, row: int) -> str:
         """The text of a row."""
         return self.texts[row]

@@ -120,7 +120,7 @@ CASES = [
     ),
     ("heads", f"{TRAIN} +experiment=tiny_nothing", "tiny_nothing"),
     ("heads", f"{TRAIN} wandb.mode=sometimes", "wandb.mode='sometimes'"),
-    ("heads", f"{TRAIN} hydra.run.dir=file/x", "file/x"),
+    ("heads", f"{TRAIN} hydra.run.dir=file/x", "file must be a folder"),
     ("heads", f"{TRAIN} drafter.rank=[", "["),
     ("target", "name=x data=text data.root=nowhere", "data.root='nowhere' is not a folder"),
     ("target", "name=x pretrain.model.hidden=5", "hidden"),
@@ -256,7 +256,12 @@ REFUSED = [
     ("train", "lop.steps=3", "there is no lop.steps; did you mean loop.steps"),
     ("report", "runs/x", "'runs/x' is no option; options are given as key=VALUE: selfspec report sweep="),
 ]
+REFUSED += [
+    ("train", "=3", "'=3' is no option; options are given as key=VALUE"),
+    ("train", "experiment=demo", "experiment is added: +experiment=demo"),
+]
 TAKEN = [
+    ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
     ("decode", "-m drafter=a,b tree.nodes=8 data=jsonl data.path=x hydra/launcher=local wandb.tags=[a] --cfg job"),
     ("train", "--config-dir conf +experiment=x drafter=medusa drafter.heads=2 ~loop.steps --check data@d=text"),
     ("target", "pretrain.model.more.x=3 loop.minutes=2 pretrain.instruct.steps=1"),

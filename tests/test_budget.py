@@ -346,7 +346,8 @@ def test_measuring_is_bounded(llama: Target, monkeypatch: pytest.MonkeyPatch) ->
     assert calls[:4] == [[1], [2], [4], [8]]
     assert set(map(tuple, calls[4:])) == {(1, 2, 4, 8)}
     assert len(calls) < 9
-    assert measured[5:] == [pytest.approx(measured[4] * n / 8) for n in SIZES[4:]]
+    slope = max(0.0, (measured[4] - measured[3]) / 4)
+    assert measured[5:] == [pytest.approx(measured[4] + slope * (n - 8)) for n in SIZES[4:]]
 
 
 def test_spec_takes_auto(llama: Target) -> None:
@@ -354,12 +355,9 @@ def test_spec_takes_auto(llama: Target) -> None:
     spec = Spec(llama, made(PromptLookup, llama))
     prompt = [[5, 9, 2, 7] * 3]
     short = spec.generate(prompt, 40, nodes="auto")
-    assert short.token_ids == spec.generate(prompt, 40, nodes=policy.UNMEASURED).token_ids
-    assert short.stats.nodes == spec.generate(prompt, 40, nodes=policy.UNMEASURED).stats.nodes
-    assert (
-        str(short.forecast)
-        == f"auto: {policy.UNMEASURED} nodes, since no call was long enough to measure what a pass costs here"
-    )
+    assert short.token_ids == spec.generate(prompt, 40, nodes=policy.unmeasured(llama.device)).token_ids
+    assert short.stats.nodes == spec.generate(prompt, 40, nodes=policy.unmeasured(llama.device)).stats.nodes
+    assert "calls have taken 20 s in all" in str(short.forecast)
     assert not cost_file(llama, 1).exists()
     assert spec._decoded > short.stats.seconds
     spec._decoded = cost.SECONDS

@@ -492,7 +492,7 @@ def test_broken_calibrations_are_refused(change: dict[str, Any], tmp_path: Path)
     path = tmp_path / "d" / "drafter.json"
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "calibration": {"sampled": meta["calibration"]["sampled"], **change}}))
-    with pytest.raises(ValueError, match="must hold numbers from 0 on for each of 3 depths"):
+    with pytest.raises(ValueError, match="must hold numbers from 0 to 1,000,000 for each of 3 depths"):
         load_drafter(tmp_path / "d", target)
 
 

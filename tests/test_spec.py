@@ -491,13 +491,22 @@ def test_words_of_other_libraries(llama: Target) -> None:
         ({"max_length": 9}, "generate takes no max_length; give max_new_tokens"),
         ({"repetition_penalty": 1.1}, r"custom_generate=spec, repetition_penalty=\.\.\."),
         ({"max_tokens": 3, "max_new_tokens": 3}, "max_tokens and max_new_tokens are the same"),
-        ({"num_beams": 4}, "greedy or samples"),
+        ({"num_beams": 4}, "beam search is not served"),
         ({"bogus": 4}, "unknown argument 'bogus'"),
     ):
         with pytest.raises(TypeError, match=way):
             spec.generate([[5, 9, 2]], **word)
     with pytest.raises(ValueError, match=r"do_sample=True and temperature=0.0 contradict"):
         spec.generate([[5, 9, 2]], do_sample=True, temperature=0.0)
+
+
+def test_keywords_win_over_a_generation_config(llama: Target) -> None:
+    spec = Spec(llama, made(PromptLookup, llama))
+    greedy = GenerationConfig(max_new_tokens=9, do_sample=False)
+    warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
+    config = spec.generate([[5, 9, 2]], generation_config=greedy, max_tokens=6, do_sample=True, seed=3)
+    assert config.token_ids == warm.token_ids
+    assert warm.__bool__()
 
 
 def test_a_prompt_that_fills_the_context_is_no_short_answer(llama: Target) -> None:

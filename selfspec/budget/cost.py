@@ -29,7 +29,8 @@ from selfspec.utils.progress import progress
 
 LARGEST = 64  # nodes of the largest tree that costs are measured for
 SIZES = (1, 2, 4, 8, 16, 32, LARGEST)  # where the cost of a pass is measured; linear in between
-SECONDS = 20.0  # that measuring takes at most, what is compiled on the way aside
+SECONDS = 20.0  # Measuring takes at most so long, compiling excluded.
+_FEWEST = 8  # nodes up to which costs are measured, however long that takes
 _measuring = threading.Lock()  # threads would take the measured time from each other
 # By file and whether it samples, for folders that can not be written to
 _measured: dict[tuple[Path, bool], list[float]] = {}
@@ -59,9 +60,9 @@ def _identity(target: Target, rows: int) -> Figures:
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
     """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
-    step. They are measured where no file holds them. Raises ValueError as `kept_costs` does."""
+    step. They are measured where no file holds them. Raises ValueError as `saved_costs` does."""
     with _measuring:
-        if (costs := kept_costs(target, rows, sampled)) is not None:
+        if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs
         path, writable = cost_file(target, rows), _made(cost_file(target, rows).parent)
         seconds = _measured[path, sampled] = measure_costs(target, rows, float(sampled))
@@ -72,7 +73,7 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
         return _by_nodes(seconds, target)
 
 
-def kept_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
+def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
     """The same where they have been measured, else None. Raises ValueError for a file of costs that was measured on
     another device, or is damaged."""
     path, identity, mode = cost_file(target, rows), _identity(target, rows), _mode(sampled)
@@ -81,7 +82,7 @@ def kept_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
         try:
             saved = read_json(path)
             wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
-            seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else None
+            seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else seconds
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
         if wrong:
@@ -157,8 +158,8 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
 
     Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
-    whose speed drifts does not decide. After SECONDS no round begins but the first, and after half of them
-    no larger size.
+    whose speed drifts does not decide. After SECONDS only the first round may begin; after half of them no
+    larger size is tried, and larger ones are priced along the line through the last two.
     """
     room = target.max_positions or 4096
     rng = random.Random(1)
@@ -185,11 +186,11 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         plain, sizes = [step()], list[int]()
         for n in SIZES:
             sizes.append(n)
-            made, began = target.compiled, time.perf_counter()
+            compiled, began = target.compiled, time.perf_counter()
             dear = min(passes([n], 4)[n][1:], default=0.0) > _DEAR * plain[0]  # the first one compiles
-            if target.compiled > made:
+            if target.compiled > compiled:
                 compiling += time.perf_counter() - began
-            if dear or late(0.5):
+            if dear or (late(0.5) and n >= _FEWEST):
                 break
         ratios: dict[int, list[float]] = {n: [] for n in sizes}
         while len(plain) <= _ROUNDS and (len(plain) < 2 or not late()):
@@ -205,4 +206,8 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
             bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=last)
     base = statistics.median(plain)
     costs = {n: base * statistics.median(of) for n, of in ratios.items()}
-    return [base, *(costs.get(n, costs[sizes[-1]] * n / sizes[-1]) for n in SIZES)]
+    if dear:  # larger trees can not pay
+        return [base, *(costs.get(n, costs[sizes[-1]] * n / sizes[-1]) for n in SIZES)]
+    lower, largest = sizes[-2:]
+    slope = max(0.0, (costs[largest] - costs[lower]) / (largest - lower))
+    return [base, *(costs.get(n, costs[largest] + slope * (n - largest)) for n in SIZES)]

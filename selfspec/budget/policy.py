@@ -49,9 +49,13 @@ _KEEP, _STEADY, _FORGOTTEN = 0.99, 0.998, 0.99
 # Ranks that are corrected together, 1, 2 and 3, 4 to 7, ..., and accepted nodes of each that are believed at first.
 _RANKS, _BELIEVED = 7, 20.0
 _SMALLEST = 4  # nodes that a drafter is asked for
-# Nodes of a tree where nothing is known of what a pass costs: processors with AVX2 alone compute 8 at twice the cost
-# of one.
-UNMEASURED = 4 if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") else 8
+
+
+def unmeasured(device: torch.device) -> int:
+    """Nodes of a tree while nothing is known of what a pass costs. Processors with AVX2 alone compute 8 at twice the
+    cost of one."""
+    weak = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return 4 if weak else 8
 
 
 @dataclass
@@ -134,12 +138,14 @@ class Experience:
 @dataclass
 class Forecast:
     """What was expected of a call, pass by pass and before each of them. passes; nodes, tokens: in all; steps: the time
-    in plain steps; speedup over plain decoding without the reading of the prompt."""
+    in plain steps; speedup over plain decoding without the reading of the prompt; measured: whether it is known what a
+    pass costs, without which nothing is expected."""
 
     passes: int = 0
     nodes: int = 0
     tokens: float = 0.0
     steps: float = 0.0
+    measured: bool = True
 
     @property
     def speedup(self) -> float:
@@ -149,8 +155,8 @@ class Forecast:
         return {**asdict(self), "speedup": self.speedup}
 
     def __str__(self) -> str:
-        if not self.passes:
-            return f"auto: {UNMEASURED} nodes, since no call was long enough to measure what a pass costs here"
+        if not self.measured:
+            return "auto: small trees, until calls have taken 20 s in all; then the cost of a pass is measured once"
         nodes = mean(self.nodes, self.passes)
         if nodes == 1:
             return "auto: no tree pays, decoding plainly"

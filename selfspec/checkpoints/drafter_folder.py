@@ -247,7 +247,7 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) 
 def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
     """Raises ValueError for what is not of the drafter's own shape, or not finite."""
 
-    def finite(row: object, length: int | None = None) -> bool:
+    def in_range(row: object, length: int | None = None) -> bool:
         listed = row if isinstance(row, list) else [None]
         numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 1e6 for x in listed)
         return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
@@ -264,12 +264,12 @@ def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Pa
         rows = (
             isinstance(table, list)
             and len(table) == depths
-            and all(finite(row, len(wanted)) for row, wanted in zip(table, own.acceptance, strict=True))
+            and all(in_range(row, len(wanted)) for row, wanted in zip(table, own.acceptance, strict=True))
         )
-        if table is None or not rows or not finite(saved.get("inverse_temperature"), factors):
+        if table is None or not rows or not in_range(saved.get("inverse_temperature"), factors):
             raise ValueError(
-                f"{path}: calibration[{mode!r}] must hold numbers from 0 on for each of {depths} depths; calibrate the "
-                "drafter again, or copy the folder again"
+                f"{path}: calibration[{mode!r}] must hold numbers from 0 to 1,000,000 for each of {depths} depths; "
+                "calibrate the drafter again, or copy the folder again"
             )
         result[mode] = Calibration(table, saved["inverse_temperature"])
     return result

@@ -118,8 +118,10 @@ def load_target(
         try:
             settings = {"dtype": "auto", "revision": revision, "config": config, **packed, **passed, **loading}
             with _readable_log():
-                found: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
-            model, report = found
+                loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
+            model, report = loaded
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"no room for target {str(source)!r}: {one_line(error):.300}") from error
         except (*_ODD, *_DAMAGED) as error:
             if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone
                 raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
@@ -132,7 +134,7 @@ def load_target(
         if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
             raise ValueError(
                 f"target {str(source)!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which "
-                "would be random numbers; save the whole model, with its lm_head"
+                "would be random numbers; save the whole model"
             )
     else:
         packed = {}

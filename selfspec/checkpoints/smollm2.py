@@ -62,7 +62,7 @@ def _convert(package: Path, folder: Path) -> None:
 
     whole = GgufConfig(dequantize=True, gguf_file=_FILE)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_FILE)
-    with redirect_stderr(io.StringIO()):  # bars
+    with redirect_stderr(io.StringIO()):  # the bars of two libraries; errors are raised
         model = AutoModelForCausalLM.from_pretrained(
             package, gguf_file=_FILE, dtype=torch.bfloat16, quantization_config=whole
         )

@@ -7,12 +7,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from selfspec.cli.precheck import every_key, meant
+from selfspec.cli.precheck import keys_of, meant
 from selfspec.utils.errors import one_line
 
 
@@ -70,10 +71,13 @@ def one_line_error(error: BaseException) -> str:
         return "target= is for measuring; training takes target.name=NAME"
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return f"{error.override} is not in Hydra's grammar; if it is text, quote it twice: {key}='\"{value}\"'"
-    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
-        return f"{error.filename} must be a folder, but it is a file or a link that leads nowhere; remove it, or \
-choose another name="
+        hint = "" if set(value) & set("[]{}()'\"") else f"; if it is text, quote it twice: {key}='\"{value}\"'"
+        return f"{error.override} is not in Hydra's grammar{hint}"
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename2 is None and error.filename:
+        places = [Path(error.filename), *Path(error.filename).parents]
+        if blocking := [place for place in places if os.path.lexists(place) and not place.is_dir()]:
+            what = "a file or a link that leads nowhere"
+            return f"{blocking[0]} must be a folder, but it is {what}; remove it, or choose another name="
     return text.partition(" Config search path:")[0]
 
 
@@ -84,4 +88,4 @@ def _meant(error: BaseException, key: str) -> str:
         cause = cause.__cause__
     head = key.rpartition(".")[0]
     beside = {f"{head}.{k}".lstrip("."): False for k in getattr(cause, "parent_node", None) or ()}
-    return meant(key, {**beside, **every_key()})
+    return meant(key, {**beside, **keys_of(os.path.basename(sys.argv[0]))})

@@ -94,10 +94,10 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
     begun = folder / "summary.json"
-    if begun.is_file() and (kept := read_json(begun)).get("columns", {}).keys() == columns.keys():
+    if begun.is_file() and (summary := read_json(begun)).get("columns", {}).keys() == columns.keys():
         check_same(folder / "config.yaml", as_plain(config))
         print(f"{folder} is finished; delete it to measure it again")
-        return kept
+        return summary
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:

@@ -1,4 +1,4 @@
-"""What can be refused of a command's options before anything slow is imported."""
+"""Checks a command's options before slow imports."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from selfspec.cli.help import SCHEMAS, fields, schema_of
 # Hydra's own options, and ours
 WITH_VALUE = (
     *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"),
-    "--experimental-rerun",
+    *("--experimental-rerun", "-i", "--info"),
 )
-_ALONE = (
-    *("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-i", "--info", "-sc", "--shell-completion"),
-    "--check",
-)
+_ALONE = (*("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-sc", "--shell-completion"), "--check")
+_GROUPS = ("experiment", "debug")  # choices that no config makes
 _SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
 
 
 @cache
 def keys(schema: str, prefix: str = "") -> dict[str, bool]:
-    """The keys below a dataclass, dotted: whether anything may lie below them."""
+    """Dotted keys of a dataclass; True where any key may follow."""
     known: dict[str, bool] = {}
     for name, (kind, _) in fields(schema).items():
         if (inner := schema_of(kind)) is not None:
@@ -32,9 +30,12 @@ def keys(schema: str, prefix: str = "") -> dict[str, bool]:
     return known
 
 
-def every_key() -> dict[str, bool]:
-    """Those of all commands."""
-    return {key: open_ for schema in SCHEMAS.values() for key, open_ in keys(schema).items()}
+def keys_of(program: str) -> dict[str, bool]:
+    """Those of the command that a program's name ends in, as `selfspec train` or `decode.py`; none of another."""
+    for name, command in COMMANDS.items():
+        if command.config and program in (f"selfspec {name}", command.script.rpartition("/")[2]):
+            return keys(SCHEMAS[command.config])
+    return {}
 
 
 def meant(key: str, known: dict[str, bool]) -> str:
@@ -53,20 +54,26 @@ def meant(key: str, known: dict[str, bool]) -> str:
 
 
 def refused(name: str, arguments: list[str]) -> str | None:
-    """Why a command can not take these options; None where it may."""
+    """Why a command can not take these options; None if nothing is wrong."""
     command = COMMANDS[name]
     known, expected = keys(SCHEMAS[command.config]), False
     for argument in arguments:
         key, mark, _ = argument.partition("=")
         if expected or key in (*WITH_VALUE, *_ALONE):
             expected = not expected and not mark and key in WITH_VALUE
-        elif key.startswith("-"):
+        elif key.startswith("--"):
+            if any(option.startswith(key) for option in (*WITH_VALUE, *_ALONE)):
+                continue  # shortened, as Hydra's parser takes it
             word = key.lstrip("-").replace("-", "_")
             word = "target.name" if word == "target" and "target.name" in known else word
-            found = word if word in known else meant(word, known).rpartition("mean ")[2]
-            return f"there is no {key}; options are given as {found if found in known else 'key'}=VALUE"
-        elif not mark and not key.startswith("~"):
-            return f"{key!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
+            near = word if word in known else meant(word, known).rpartition("mean ")[2]
+            return f"there is no {key}; options are given as {near if near in known else 'key'}=VALUE"
+        elif key.startswith("-"):
+            continue  # for Hydra to judge
+        elif key in _GROUPS and mark:
+            return f"{key} is added: +{argument}"
+        elif not key or (not mark and not key.startswith("~")):
+            return f"{argument!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
         elif key[0] in "+~'\"" or key.startswith("hydra.") or "@" in key or "/" in key:
             continue  # for Hydra to judge
         elif key not in known and not any(known.get(key[:i]) for i, c in enumerate(key) if c == "."):

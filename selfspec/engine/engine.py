@@ -29,7 +29,7 @@ ENGINES = ("auto", "eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
 
 
-_SLOW = 5.0  # seconds of compiling a function that are told
+_SLOW = 5.0  # Seconds; compiling that takes longer is reported.
 
 
 @dataclass(eq=False)

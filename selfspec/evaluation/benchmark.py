@@ -108,9 +108,10 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
     }
     check(spec.target, [prompt.ids for prompt in prompts], Options(config.max_new_tokens))  # before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
-    if nodes == "auto" and "speculative" in arms:
-        pass_costs(spec.target, config.batch_size, config.temperature > 0)  # which short calls would put off
     batches = _batches(prompts, config.batch_size)
+    if nodes == "auto" and "speculative" in arms:  # short calls would put it off
+        for rows in {len(batch) for _, batch in batches}:
+            pass_costs(spec.target, rows, config.temperature > 0)
     for arm in arms:
         calls[arm](*_given(batches[0][1]))
     records: list[Record] = []

@@ -15,7 +15,7 @@ from selfspec.utils.progress import progress
 @dataclass(frozen=True)
 class Prompt:
     """One turn of a question: everything before its answer. seed: of the answer; check: whether an answer is right
-    (None where it can not be checked); asked: what the turn says, without the chat template."""
+    (None where it can not be checked); turn_text: what the turn says, without the chat template."""
 
     ids: list[int]
     seed: int = 0
@@ -23,7 +23,7 @@ class Prompt:
     question: str = ""
     turn: int = 0
     check: Callable[[str], bool] | None = None
-    asked: str | None = None
+    turn_text: str | None = None
 
 
 def prompts_of(
@@ -46,8 +46,8 @@ def prompts_of(
                 break
             prompt_seed = zlib.crc32(f"{seed} {question.group} {question.id} {turn}".encode())
             check = question.checks[turn] if question.checks else None
-            asked = question.turns[turn] if question.turns else None
-            prompts.append(Prompt(ids, prompt_seed, question.group, question.id, turn, check, asked))
+            turn_text = question.turns[turn] if question.turns else None
+            prompts.append(Prompt(ids, prompt_seed, question.group, question.id, turn, check, turn_text))
             if turn + 1 < turns:
                 answers.append(spec.autoregressive([ids], **arguments, seed=[prompt_seed]).texts[0])
     if not prompts:

@@ -53,7 +53,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
     print(f"{DIM}{spec.target.exactness}{RESET}")
     for prompt in prompts:
         plain, fast = answers(prompt)
-        print(f"\n{visible(prompt.asked or text_of(spec.tokenizer, prompt.ids))}")
+        print(f"\n{visible(prompt.turn_text or text_of(spec.tokenizer, prompt.ids))}")
         print(f"{DIM}{'plain':<{width}} | speculative, {GREEN}drafted{RESET}{DIM} (group {prompt.group}){RESET}")
         left, right = _lines(spec, plain, width), _lines(spec, fast, width)
         for i in range(max(len(left), len(right))):

@@ -87,7 +87,7 @@ def costs(
     seconds = cost["seconds_step"] * loop.batch_size
     steps = loop.steps if loop.minutes is None else min(loop.steps, math.ceil(60 * loop.minutes / seconds))
     yield (
-        f"a step of {loop.batch_size} x {config.length} tokens takes {seconds:.2f} s here, by one of its rows, "
+        f"a step of {loop.batch_size} x {config.length} tokens takes about {seconds:.2f} s here, one row timed, "
         f"{loop.batch_size * config.length / seconds:.0f} tokens/s; {steps} steps, "
         f"{steps * loop.batch_size / per_epoch:.2f} epochs, take {steps * seconds / 60:.0f} min without validation"
     )

@@ -41,7 +41,7 @@ class Pace:
 
     def _end(self) -> str:
         taken = sum(self.seconds)
-        left = min((self.steps - self.first - self.count) * taken / self.count, self.most - taken)
+        left = max(0.0, min((self.steps - self.first - self.count) * taken / self.count, self.most - taken))
         at = time.strftime("%H:%M", time.localtime(time.time() + left))
         busy = crowd()
         return f"{self.tokens / taken:.0f} tokens/s over {self.count} steps: without validation, it ends at {at}" + (

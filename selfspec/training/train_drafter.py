@@ -214,7 +214,8 @@ def _trained(
     data = run.train.key, run.validation.key
     figures = fit(run.accelerator, *arguments, data, drafter.saved_buffers(), best=True)
     piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-    figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=20.0)
+    most = 20.0 if run.world == 1 else math.inf  # several processes make the same number of rounds
+    figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
     for mode in TEMPERATURES:
         figures[mode]["decoded"] = decoded(target, drafter, mode, run.samples[mode], run.config.new_tokens, run.total)
     note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"

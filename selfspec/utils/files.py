@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -51,14 +51,17 @@ def disk_room(path: Path) -> Iterator[None]:
     of that."""
     try:
         yield
+    except ValueError:
+        raise
     except Exception as error:
-        cut_short = getattr(error, "errno", None) in _FULL or "inline_container" in str(error)  # of torch's own files
-        disk = shutil.disk_usage(path.parent)
-        if isinstance(error, ValueError) or not (cut_short or (disk.total and disk.free <= _LITTLE)):
+        full = getattr(error, "errno", None) in _FULL or "inline_container" in str(error)  # of torch's own files
+        if not full:
+            with suppress(OSError):
+                disk = shutil.disk_usage(path.parent)
+                full = disk.total > 0 and disk.free <= _LITTLE
+        if not full or str(error).startswith("no room"):
             raise
-        raise OSError(
-            f"no room to write {path} ({error}); what was there is kept, so make room and start the same command again"
-        ) from error
+        raise OSError(f"no room to write {path} ({error}); make room and start the same command again") from error
 
 
 @contextmanager

@@ -69,8 +69,10 @@ def read_torch(path: Path) -> Any:
     """What a file of torch's holds, without running code. Raises ValueError for one that holds more than tensors, or
     that takes more memory than its bytes."""
     try:
-        if zipfile.is_zipfile(path) and any(entry.compress_type for entry in zipfile.ZipFile(path).infolist()):
-            raise ValueError("its parts are compressed, as torch writes none")
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as parts:
+                if any(entry.compress_type for entry in parts.infolist()):
+                    raise ValueError("its parts are compressed, as torch writes none")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise ValueError(f"{path} is no file of tensors alone: {one_line(error):.200}") from error
