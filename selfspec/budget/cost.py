@@ -64,7 +64,8 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[flo
     with _measuring:
         if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs
-        path, writable = cost_file(target, rows), _made(cost_file(target, rows).parent)
+        path = cost_file(target, rows)
+        writable = _made(path.parent)
         seconds = _measured[path, sampled] = measure_costs(target, rows, float(sampled))
         if writable:
             before = read_json(path) if path.is_file() else _identity(target, rows)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import pickle
-import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
@@ -24,9 +21,10 @@ from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, r
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
-from selfspec.checkpoints.formats.files import few, weight_map
+from selfspec.checkpoints.formats.files import few
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
+from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.chains import served
 from selfspec.core.quantized import has_kernel, quantize
@@ -36,8 +34,8 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
-from selfspec.utils.errors import one_line, visible
-from selfspec.utils.files import Figures, inside, read_json
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import Figures
 
 # Of from_pretrained: what says where files are and whether code in them may run, so of configs and tokenizers too
 _FETCHING = (
@@ -49,7 +47,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "sp
 _ODD = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, RecursionError, ArithmeticError)
 # What it raises for weights that are damaged or of another model
 _DAMAGED = (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError)
-_LAYERS = 1024  # of a target, more than any model has
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
@@ -106,18 +103,18 @@ def load_target(
             )
         try:
             if not packed:
-                _check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
+                check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
             config = AutoConfig.from_pretrained(path, revision=revision, **packed, **passed)
         except _ODD as error:  # a value of the wrong type, or none that a model can have
             raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error):.300}") from error
         for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
             if (Path(path) / index).is_file():
-                _check_shards(Path(path) / index)
+                check_shards(Path(path) / index)
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         try:
             settings = {"dtype": "auto", "revision": revision, "config": config, **packed, **passed, **loading}
-            with _readable_log():
+            with readable_log():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
             model, report = loaded
         except torch.OutOfMemoryError as error:
@@ -188,47 +185,6 @@ def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | 
             return None
         of = f"{path} ({', '.join(there)})"
         raise ValueError(f"the tokenizer in {of} can not be read: {one_line(error)}") from error
-
-
-def _check_config(path: str, fetching: Figures, attention: bool) -> None:
-    """Raises ValueError for a config that would take all memory before its weights are looked at, or that names code
-    of a repository. attention: whether the caller says what computes it."""
-    whole = read_json(Path(path) / "config.json") if Path(path).is_dir() else {}
-    whole = whole or PreTrainedConfig.get_config_dict(path, **fetching)[0]
-    for config in (whole, *(part for part in whole.values() if isinstance(part, dict))):
-        for name, value in config.items():
-            if re.fullmatch(r"(num|n)_(hidden_)?layers?", name) and isinstance(value, int) and value > _LAYERS:
-                raise ValueError(f"target {path!r}: config.json: {name}={value}; models of up to {_LAYERS} are read")
-            if "attn_implementation" in name and "/" in str(value) and not (attention or fetching["trust_remote_code"]):
-                raise ValueError(
-                    f"target {path!r}: config.json: {name}={value!r:.200} is code of a repository; give "
-                    "attn_implementation='sdpa', or trust_remote_code=True"
-                )
-
-
-@contextmanager
-def _readable_log() -> Iterator[None]:
-    """What transformers logs in the meantime is text: names of tensors come from files."""
-
-    def readable(record: logging.LogRecord) -> bool:
-        record.msg, record.args = visible(re.sub(r"\x1b\[[\d;]*m", "", record.getMessage())), ()
-        return True
-
-    handlers = list(logging.getLogger("transformers").handlers)
-    for handler in handlers:
-        handler.addFilter(readable)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(readable)
-
-
-def _check_shards(index: Path) -> None:
-    """Raises ValueError or FileNotFoundError for a damaged index, and for a file that it names and that is missing."""
-    for name in sorted(set(weight_map(index).values())):
-        if not (path := inside(index.parent, name, index)).is_file():
-            raise FileNotFoundError(f"{path} is missing, which {index.name} names; copy it again")
 
 
 def _unpacked(path: str) -> tuple[str, dict[str, str]]:

@@ -204,7 +204,7 @@ def complete(arguments: list[str]) -> None:
         shown = "" if args.chat else f"{dim}{visible(args.prompt)}{reset}"
         if not args.color and args.trace is None:
             pieces = spec.stream(prompt, **options)
-            first = next(pieces, "")  # what is compiled is told before
+            first = next(pieces, "")  # messages of compiling come before the prompt
             print(shown + visible(first), end="", flush=True)
             for piece in pieces:
                 print(visible(piece), end="", flush=True)

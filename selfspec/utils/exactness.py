@@ -1,4 +1,4 @@
-"""What holds of speculative output: one story, told by README, docs, --help, cards, the page and every result."""
+"""What holds of speculative output, in one story for README, docs, --help, cards, the page and every result."""
 
 EXACT, TESTED, ROUNDED = "by construction", "in every test", "up to rounding"
 STORY = (
