@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.engine import disk
-from selfspec.engine.engine import Engine, bucket, engine_for
+from selfspec.engine import engine as engines
+from selfspec.engine.engine import LATER, Engine, bucket, engine_for
 from selfspec.engine.fit import structure
 from selfspec.engine.kernels.native import has_compiler
 from selfspec.engine.layers import compiled_once
@@ -537,3 +539,58 @@ def test_compile_prepares_what_decoding_needs(
     spec = selfspec.load(str(heads_folder), engine="compiled")
     spec.generate([[5, 6, 7, 8]], 12, nodes=4)
     assert {how for _, _, how in spec.target.engine.made} == {"read"}
+
+
+def test_calls_run_uncompiled_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first texts come at once, and are those of compiled passes; what is compiled does not see later changes."""
+    go, begun, compile_now = threading.Event(), threading.Event(), Engine._compile
+
+    def slow(self: Engine, *args: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return compile_now(self, *args)
+
+    monkeypatch.setattr(Engine, "_compile", slow)
+    engine, x, lists = Engine("eager", quiet=True, later=1e-9), torch.ones(2), [torch.ones(2)]
+
+    def added(x: Tensor, lists: list[Tensor]) -> Tensor:
+        return x + lists[0]
+
+    with torch.inference_mode():
+        for _ in range(3):
+            assert engine.run(added, x, lists).tolist() == [2, 2]
+        assert begun.wait(60)
+        assert (engine.waited, engine.made) == (3, [])
+        lists[0] = torch.ones(3)  # of another shape, as a cache that grew
+        go.set()
+        assert engine._worker is not None
+        engine._worker.join(60)
+        assert engine.run(added, x, [torch.ones(2)]).tolist() == [2, 2]
+    assert ([how for _, _, how in engine.made], engine.waited, engine.failed) == (["compiled"], 3, {})
+    with engine.at_once():  # what is timed is compiled
+        engine.run(added, torch.ones(5), [torch.ones(5)])
+    assert (len(engine.made), engine.waited, engine.later) == (2, 3, 1e-9)
+
+
+def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the disk is gone")
+
+    monkeypatch.setattr(Engine, "_make", broken)
+    engine = Engine("eager", quiet=True, later=1e-9)
+    for _ in range(2):
+        engine.run(_twice, torch.ones(1))
+    assert engine._worker is not None
+    engine._worker.join(60)
+    assert engine.run(_twice, torch.ones(1)).tolist() == [2]
+    assert engine.failed == {"_twice": "RuntimeError: the disk is gone"}
+
+
+def test_only_auto_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for compiled passes gets them at once, as do measurements."""
+    monkeypatch.delenv("SELFSPEC_ENGINE", raising=False)
+    monkeypatch.setattr(engines, "_check_compiling", lambda device: None)
+    assert engine_for("auto", torch.device("cpu")).later == LATER
+    assert engine_for("compiled", torch.device("cpu")).later == 0
+    monkeypatch.setenv("SELFSPEC_ENGINE", "compiled")
+    assert engine_for("auto", torch.device("cpu")).later == 0

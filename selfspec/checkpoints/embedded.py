@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from selfspec.checkpoints.gguf import dequantized
 from selfspec.checkpoints.smollm2 import NAME, smollm2
 
 TARGETS = ("tiny-target", "tiny-draft", NAME)
@@ -29,8 +30,10 @@ def assets() -> Path | None:
 
 
 def resolve(name: str) -> str:
-    """An embedded model's folder by its name (`tiny-target`, `tiny-medusa`); any other name as it is. Raises
-    FileNotFoundError for one that is not here, and says how to get it."""
+    """An embedded model's folder by its name (`tiny-target`, `tiny-medusa`), and that of a GGUF file; any other name as
+    it is. Raises FileNotFoundError for one that is not here, and says how to get it."""
+    if name.endswith(".gguf"):
+        return str(dequantized(Path(name)))
     if name not in (*TARGETS, *DRAFTERS) or Path(name).exists():
         return name
     if name == NAME:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import struct
 import sys
@@ -93,18 +92,17 @@ def load_target(
     passed = {name: value for name, value in loading.items() if name in _FETCHING}
     passed.setdefault("trust_remote_code", False)  # None would ask on the terminal
     if isinstance(source, (str, Path)):
-        path, packed = _unpacked(resolve(str(source)))
+        path = resolve(str(source))
         if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or passed.pop("subfolder", None)):
             passed.pop("subfolder", None)
             path = str(Path(path) / str(inner))
-        if not packed and not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
+        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
                 f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
             )
         try:
-            if not packed:
-                check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
-            config = AutoConfig.from_pretrained(path, revision=revision, **packed, **passed)
+            check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
+            config = AutoConfig.from_pretrained(path, revision=revision, **passed)
         except _ODD as error:  # a value of the wrong type, or none that a model can have
             raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error):.300}") from error
         for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
@@ -113,7 +111,7 @@ def load_target(
         if config.is_encoder_decoder:
             raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
         try:
-            settings = {"dtype": "auto", "revision": revision, "config": config, **packed, **passed, **loading}
+            settings = {"dtype": "auto", "revision": revision, "config": config, **passed, **loading}
             with readable_log():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
             model, report = loaded
@@ -126,15 +124,12 @@ def load_target(
             raise ValueError(f"target {str(source)!r}: {why}") from error
         except SafetensorError as error:
             raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
-        if packed:
-            print(f"{packed['gguf_file']}: dequantized to {str(model.dtype).removeprefix('torch.')}", file=sys.stderr)
         if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
             raise ValueError(
                 f"target {str(source)!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which "
                 "would be random numbers; save the whole model"
             )
     else:
-        packed = {}
         if loading:
             raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
         adapter = getattr(source, "active_peft_config", None)
@@ -169,7 +164,9 @@ def load_target(
     target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
     target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
     target.use_engine(engine)
-    return target, _tokenizer(path, revision, {**packed, **passed}) if path else None
+    if isinstance(source, (str, Path)):
+        target.name = str(source)  # as it was typed: what is saved with a drafter finds it again
+    return target, _tokenizer(path, revision, passed) if path else None
 
 
 def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | None:
@@ -185,18 +182,6 @@ def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | 
             return None
         of = f"{path} ({', '.join(there)})"
         raise ValueError(f"the tokenizer in {of} can not be read: {one_line(error)}") from error
-
-
-def _unpacked(path: str) -> tuple[str, dict[str, str]]:
-    """The folder of a GGUF file and what transformers is told of it, which dequantizes it; else the path as it is.
-    Raises FileNotFoundError where there is no such file, and ValueError without the package that reads it."""
-    if not path.endswith(".gguf"):
-        return path, {}
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"target {path!r} is not a file")
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"target {path!r} is read by the package gguf, which is missing: pip install gguf")
-    return str(Path(path).parent), {"gguf_file": Path(path).name}
 
 
 def _align(model: PreTrainedModel) -> None:
@@ -308,7 +293,7 @@ def load_pair(
         if (ours[0].parent / EXPORTED).is_file():  # the target lies there, too
             meta = {"name": str(ours[0].parent)}
         if (place := named_folder(ours[0], meta["name"])) is not None:
-            if target is None and not place.is_dir():
+            if target is None and not place.exists():
                 raise FileNotFoundError(
                     f"the drafter in {ours[0]} was trained for the target in {place}, which is not there; say where it "
                     "is now with target="

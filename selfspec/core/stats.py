@@ -14,9 +14,9 @@ class Stats:
 
     passes: of the target over a tree, counted once for every row in them; calls: the same, counted once for all rows;
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
-    max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way; accepted:
-    passes in which depth d + 1 was accepted; rejected: tokens drafted before the first accepted one;
-    lengths: tokens of each pass, row by row; notes: what a drafter counted;
+    max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way, and
+    passes that ran before theirs were; accepted: passes in which depth d + 1 was accepted; rejected: tokens drafted
+    before the first accepted one; lengths: tokens of each pass, row by row; notes: what a drafter counted;
     exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
     `Target.exact`).
     """

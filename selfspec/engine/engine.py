@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,8 @@ from selfspec.utils.files import cache_folder
 R = TypeVar("R")
 ENGINES = ("auto", "eager", "compiled")
 ROOM = 2**15  # entries of Python's stack that compiled code, one local for each tensor, takes at most
-
-
 _SLOW = 5.0  # Seconds; compiling that takes longer is reported.
+LATER = 20.0  # Seconds of passes that are not compiled before a thread compiles them: about what that takes
 
 
 @dataclass(eq=False)
@@ -45,7 +46,8 @@ class Engine:
     backend: torch.compile's; folder: where compiled code is kept for the next process (None: nowhere); compiled:
     functions by `fit.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
     the reason for each function that runs as it is instead; varying: for each function whose rows may depend on how
-    many there are, the operations by which they do; busy: seconds spent in functions, by name.
+    many there are, the operations by which they do; busy: seconds spent in functions, by name; later: seconds that a
+    function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran so.
     """
 
     backend: str | None = None
@@ -56,6 +58,12 @@ class Engine:
     failed: dict[str, str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
+    later: float = 0.0
+    waited: int = 0
+    _alone: dict[str, float] = field(default_factory=dict)  # seconds of calls that waited, by name
+    _absent: set[Hashable] = field(default_factory=set)  # keys of what is not on disk
+    _worker: threading.Thread | None = None
+    _starting: Any = field(default_factory=threading.Lock)
     _lock: Any = field(default_factory=threading.RLock)
 
     @property
@@ -71,7 +79,8 @@ class Engine:
     def row_invariant(self, function: str) -> bool:
         """Whether all that ran of this function gives a row the same bits whatever rows are beside it, and however
         many."""
-        known = any(what.startswith(function) for what, _, _ in self.made) or (self.eager and function in self.busy)
+        known = any(what.startswith(function) for what, _, _ in self.made) or function in self._alone
+        known = known or (self.eager and function in self.busy)
         return known and not any(what.startswith(function) for what in self.varying)
 
     @property
@@ -101,6 +110,8 @@ class Engine:
         else:
             wanted = key(function, args)
             code = self.compiled.get(wanted)
+            if code is None and self.later and not self._on_disk(wanted, function, args):
+                return self._meanwhile(wanted, function, args)
             if code is None:
                 with self._lock:  # another thread may have made it meanwhile
                     code = self.compiled.get(wanted) or self._make(wanted, function, args)
@@ -108,6 +119,49 @@ class Engine:
             result = code(*args)
         self.busy[function.__name__] = self.busy.get(function.__name__, 0.0) + time.perf_counter() - start
         return result
+
+    def _on_disk(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether an earlier process compiled it."""
+        if wanted not in self._absent and not ((path := self._path(function, args)) is not None and path.is_file()):
+            self._absent.add(wanted)
+        return wanted not in self._absent
+
+    def _meanwhile(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """function(*args) as it is. Once such calls have taken `later` seconds, a thread compiles the function."""
+        start, name = time.perf_counter(), function.__name__
+        if self._alone.get(name, 0.0) >= self.later:
+            with self._starting:
+                if self._worker is None or not self._worker.is_alive():
+                    given = _copied(args)  # the caller goes on, and may put other tensors into its lists
+                    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+                    self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
+                    self._worker.start()
+        result, varying = _as_it_is(function, args)
+        if varying:
+            self.varying[name] = varying
+        self.waited += 1
+        self._alone[name] = self._alone.get(name, 0.0) + time.perf_counter() - start
+        return result
+
+    def _beside(
+        self, modes: tuple[bool, bool], wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        """In a thread: compile it under the caller's modes."""
+        with torch.inference_mode(modes[0]), torch.set_grad_enabled(modes[1]), self._lock:
+            try:
+                self._make(wanted, function, args)
+            except Exception as error:  # nobody is there to catch it, and the function itself is still right
+                self._refused("not compiled, runs as it is", function.__name__, error)
+                self.compiled[wanted] = function
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, functions are compiled by their first call, so that what is timed is compiled."""
+        before, self.later = self.later, 0.0
+        try:
+            yield
+        finally:
+            self.later = before
 
     def _make(self, wanted: Hashable, function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
         shapes = " ".join(str(list(a.shape)) for a in args if isinstance(a, Tensor))
@@ -121,7 +175,8 @@ class Engine:
         if code is None:
             if not self.quiet and all(done != "compiled" for _, _, done in self.made):
                 place = "" if self.folder is None else f", kept in {self.folder} for the next start"
-                print(f"compiling for new shapes, seconds to minutes each{place}", file=sys.stderr)
+                who = "a thread compiles passes, which run uncompiled until then" if self.later else "compiling"
+                print(f"{who}: seconds to minutes for each new shape{place}", file=sys.stderr)
             code, how = self._compile(function, args, what), "compiled"
             if code is None:
                 code, how, self.varying[what] = function, "not compiled", "not compiled"
@@ -222,7 +277,8 @@ def engine_for(name: str, device: torch.device) -> Engine:
     if chosen(name, device.type) == "eager":
         return Engine()
     _check_compiling(device.type)
-    return Engine("inductor", cache_folder() / "compiled")
+    waits = name == "auto" and device.type == "cpu" and os.environ.get("SELFSPEC_ENGINE", "auto") in ("", "auto")
+    return Engine("inductor", cache_folder() / "compiled", later=LATER if waits else 0.0)
 
 
 def chosen(name: str, device: str) -> str:
@@ -279,6 +335,19 @@ def modules_in(argument: Any) -> Iterator[nn.Module]:
             yield from modules_in(part)
     elif isinstance(argument, dict):
         yield from modules_in(list(argument.values()))
+
+
+def _copied(argument: Any) -> Any:
+    """An argument with lists, tuples and dicts of its own."""
+    if isinstance(argument, tuple):
+        parts = map(_copied, argument)
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
+    if isinstance(argument, (list, dict)):
+        copied = copy.copy(argument)  # with the layout that some bring along
+        for key in range(len(argument)) if isinstance(argument, list) else argument:
+            copied[key] = _copied(argument[key])
+        return copied
+    return argument
 
 
 def _options(backend: str) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def _region(kind: Any) -> Callable[..., Any]:
     region = torch.compiler.nested_compile_region(run)
 
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # another thread, which runs the layer as it is
+            return forward(self, *args, **kwargs)
         return region(_MARK, self, *args, **kwargs)
 
     return marked

@@ -1,0 +1,67 @@
+"""GGUF files as targets: dequantized once into the cache folder, where transformers reads a plain folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import io
+import shutil
+import sys
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
+
+from selfspec.utils.files import atomic, cache_folder
+
+_GROWTH = 8  # bytes on disk for one of a file's at most: four bits become 16, and a scratch copy may lie beside
+
+
+def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> Path:
+    """The folder of a GGUF file's model, made by the first call: `folder`, or one in the cache that the file's path,
+    size and time name. Weights are kept in bfloat16, those of files in float32 or float16 in float32. quiet: without
+    transformers' progress bars.
+
+    Raises FileNotFoundError where there is no such file; ValueError without the package that reads it, without room,
+    and for a file that is damaged or of a form that transformers does not know.
+    """
+    if folder is None:
+        if not file.is_file():
+            raise FileNotFoundError(f"target {str(file)!r} is not a file")
+        state = file.stat()
+        key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
+        folder = cache_folder() / "targets" / f"{file.stem}-{key}"
+    if (folder / "config.json").is_file():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"target {str(file)!r} is read by the package gguf, which is missing: pip install gguf")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder.parent).free) < (room := _GROWTH * file.stat().st_size):
+        raise ValueError(
+            f"{free / 2**20:.0f} MB are free in {folder.parent}, {file.name} needs {room / 2**20:.0f}; free some, or "
+            "set SELFSPEC_CACHE to a folder with room"
+        )
+    print(f"{file.name} is dequantized once, seconds to minutes, into {folder}", file=sys.stderr)
+    with redirect_stderr(io.StringIO()) if quiet else nullcontext():  # errors are raised
+        _convert(file, folder)
+    return folder
+
+
+def _convert(file: Path, folder: Path) -> None:
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    whole = GgufConfig(dequantize=True, gguf_file=file.name)
+    try:
+        widest = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1}
+        dtype = torch.float32 if widest <= {"F32", "F16"} else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype, quantization_config=whole
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # of two libraries, for damaged files of many kinds
+        raise ValueError(f"target {str(file)!r} can not be read: {type(error).__name__}: {error!s:.300}") from error
+    model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
+    model.hf_quantizer = None  # type: ignore[assignment]
+    with atomic(folder) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
