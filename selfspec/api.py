@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import inspect
 import tempfile
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -28,54 +27,22 @@ from selfspec.checkpoints.loading import load_pair
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options, as_seed, end_tokens, limited
-from selfspec.core.sampling import Sampling
+from selfspec.core.options import Options, limited
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.detokenize import Detokenizer, text_of
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.encode import Ids, Messages, Prompts, encode
-from selfspec.hf_generate import SpeculativeOutput, decode, from_config, stopping
-from selfspec.output import Generated
+from selfspec.hf_generate import SpeculativeOutput, decode
+from selfspec.output import Generated, finish_reason
+from selfspec.request import Request, taking
 from selfspec.trace import Tracer
+from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import Figures
 
 _streams: WeakSet[Generator[str]] = WeakSet()  # that may still be open
 NODES = 16  # nodes per tree unless asked for otherwise
 _LOADING = ("device_map",)  # of from_pretrained, though near to a name of `load`
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What `generate`, `autoregressive` and `stream` are asked for beside the prompts.
-
-    temperature 0 is greedy; top_k, top_p and min_p warp as in transformers. seed: one int, or one per row; None draws
-    one from torch's global generator, so that `torch.manual_seed` governs it (the result's `seed` names
-    it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
-    `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
-    stop: a text or several that end a row once it holds one of them, which stays in it. trace: keep what every pass did
-    (`Generated.trace`, see `selfspec.trace`).
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | Sequence[int] | None = None
-    nodes: int | str | None = None
-    lossy: str | None = None
-    stop: str | Sequence[str] | None = None
-    trace: bool = False
-
-    def options(self, target: Target, tokenizer: Tokenizer | None, eos: frozenset[int] | None) -> Options:
-        sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
-        seed = 0 if self.seed is None and sampling.temperature == 0 else self.seed  # greedy text needs no noise
-        none = self.stop is None or (isinstance(self.stop, (list, tuple)) and not self.stop)
-        stops = () if none else (stopping("stop", tokenizer, self.stop),)  # type: ignore[arg-type]
-        return Options(
-            self.max_new_tokens, sampling, as_seed(seed), end_tokens(target) if eos is None else eos, stops=stops
-        )
 
 
 class Spec:
@@ -91,11 +58,11 @@ class Spec:
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
         self._decoded = 0.0  # seconds of all calls so far that compiled nothing
 
+    @taking(Request)
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """Continue a prompt or a list of them: texts, lists of token ids, or conversations (lists of messages with
-        `role` and `content`), which are answered. Further arguments are those of `Arguments`: generate("def f(",
-        max_new_tokens=64, temperature=1.0, seed=7), or generation_config=GenerationConfig(...) of transformers, whose
-        settings they override.
+        `role` and `content`), which are answered. Further arguments are those of `selfspec.request.Request`:
+        generate("def f(", max_new_tokens=64, temperature=1.0, seed=7).
 
         The tokens are those of `autoregressive` with the same arguments and seed. A row ends at an EOS token (which is
         returned), after max_new_tokens, or, with a warning, at the target's last position. Raises ValueError for
@@ -108,6 +75,7 @@ class Spec:
         result = speculative(self.target, encoded, replace(options, relaxed=rule, watch=tracer), drafter, most)
         return self._generated(result, options, rule, forecast, tracer)
 
+    @taking(Request)
     def autoregressive(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
         """The same by plain decoding, one token per pass: the oracle. `nodes` and `lossy` are accepted and have no
         effect: this is always the exact output."""
@@ -127,9 +95,10 @@ class Spec:
         self._decoded += 0 if result.stats.compiled else result.stats.seconds
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
-        return Generated(*parts, rule, forecast, trace, self.tokenizer)
+        reasons = [finish_reason(row, text, options) for row, text in zip(*parts[:2], strict=True)]
+        return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
 
-    def _tracer(self, asked: Arguments, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
+    def _tracer(self, asked: Request, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:
         nodes = (asked.nodes or NODES) if sources else 1
         header: Figures = {"drafter": "+".join(sources) or "plain", "sources": list(sources), "nodes": nodes}
         header["lossy"] = asked.lossy if sources else None
@@ -141,6 +110,7 @@ class Spec:
         drafter = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
         return f"Spec(target={self.target.name!r}, drafter={drafter}, dtype={dtype}, device={device})"
 
+    @taking(Request)
     def stream(self, prompt: str | Ids | Messages, *args: Any, **kwargs: Any) -> Iterator[str]:
         """Continue one prompt and yield its text pass by pass; the pieces joined are the text of `generate`."""
         if self.tokenizer is None:
@@ -203,7 +173,7 @@ class Spec:
         served.
         """
         config = generation_config or self.target.model.generation_config
-        asked = Arguments(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
+        asked = Request(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
         rule = None if lossy is None else Lossy(lossy)
         start = time.perf_counter()
         output = decode(
@@ -226,24 +196,15 @@ class Spec:
 
     def _asked(
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Arguments, list[list[int]], Options]:
-        """Arguments, prompts as token ids, and options, all checked."""
-        known, eos = [f.name for f in fields(Arguments)], None
-        if args and isinstance(args[0], GenerationConfig):
-            args, kwargs = args[1:], {**kwargs, "generation_config": args[0]}
-        kwargs = _renamed(kwargs, dict(zip(known, args, strict=False)))
-        if (config := kwargs.pop("generation_config", None)) is not None:
-            settings, eos = from_config(config, self.target.model.generation_config)
-            kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
-        if unknown := kwargs.keys() - set(known):
-            raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(known)}, generation_config")
-        asked = Arguments(*args, **kwargs)
-        options, encoded = asked.options(self.target, self.tokenizer, eos), self.encode(prompts)
+    ) -> tuple[Request, list[list[int]], Options]:
+        """Request, prompts as token ids, and options, all checked."""
+        asked = Request.of(self.target, args, kwargs)
+        options, encoded = asked.options(self.target, self.tokenizer), self.encode(prompts)
         if (warning := limited(self.target, encoded, options.max_new_tokens)) is not None:
             warnings.warn(warning, stacklevel=3)
         return asked, encoded, options
 
-    def _budget(self, asked: Arguments, rows: int) -> tuple[Drafts, int, Forecast | None]:
+    def _budget(self, asked: Request, rows: int) -> tuple[Drafts, int, Forecast | None]:
         """Who drafts, with how many nodes at most; with "auto", what it expects of the call."""
         nodes, sampled = asked.nodes, asked.temperature > 0
         if not isinstance(nodes, str):
@@ -279,35 +240,6 @@ class Spec:
         if self.tokenizer is None:
             return ["" for _ in rows]
         return [text_of(self.tokenizer, row) for row in rows]
-
-
-def _renamed(keywords: dict[str, Any], positional: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by their names here, where other libraries have another word for the same. Raises TypeError for those
-    that say something else, with the way."""
-    words = {_WORDS.get(name, name): value for name, value in keywords.items()}
-    if len(words) < len(keywords):
-        twice = next(name for name in keywords if name in _WORDS and _WORDS[name] in keywords)
-        raise TypeError(f"{twice} and {_WORDS[twice]} are the same; give one")
-    for name, way in _OTHER_WAYS.items():
-        if name in words:
-            raise TypeError(f"generate takes no {name}; {way}")
-    if (sample := words.pop("do_sample", None)) is not None:
-        warm = positional.get("temperature", words.get("temperature"))
-        if warm is None:
-            words["temperature"] = warm = float(sample)
-        if bool(sample) != (warm > 0):
-            raise ValueError(f"do_sample={sample} and temperature={warm} contradict each other; give one")
-    return words
-
-
-_WORDS = {"max_tokens": "max_new_tokens", "stop_strings": "stop", "num_nodes": "nodes"}  # theirs: ours
-_PROCESSED = "give it to transformers: spec.target.model.generate(input_ids, custom_generate=spec, {}=...)"
-_OTHER_WAYS = {
-    "max_length": "give max_new_tokens, which does not count the prompt",
-    **{name: _PROCESSED.format(name) for name in ("repetition_penalty", "logits_processor", "stopping_criteria")},
-    "num_beams": "beam search is not served; leave it out",
-    "num_return_sequences": "give the prompt several times, with a seed for each",
-}
 
 
 @atexit.register
@@ -348,9 +280,9 @@ def load(
         dtype = loading.pop("torch_dtype")
     known = list(inspect.signature(load).parameters)[:-1]
     for name in loading:
-        if name not in _LOADING and (near := difflib.get_close_matches(name, known, 1, 0.75)):
-            raise TypeError(f"load has no argument {name!r}; did you mean {near[0]!r}")
-        if name in {f.name for f in fields(Arguments)}:
+        if name not in _LOADING and (near := did_you_mean(name, known)):
+            raise TypeError(f"load has no argument {name!r}{near}")
+        if name in {f.name for f in fields(Request)}:
             raise TypeError(f"{name} is an argument of generate: spec.generate(..., {name}={loading[name]!r})")
     if not isinstance(drafter, (str, Path)) or not str(drafter):
         raise ValueError(

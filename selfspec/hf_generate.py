@@ -255,7 +255,7 @@ def _per_step(records: list[list[tuple[Tensor, Tensor]]], which: int, steps: int
 # Of a GenerationConfig: how tokens are drawn, with what transformers takes where neither a call nor the model says
 _DRAWN = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": None}
 _UNSERVED = {"token_healing": "heal the prompt before, without its last token"}  # by no entry, and the way on
-_SERVED = {"max_new_tokens": "max_new_tokens", "stop_strings": "stop"}  # by the names of `Arguments`
+_SERVED = {"max_new_tokens": "max_new_tokens", "stop_strings": "stop"}  # by the names of `Request`
 # Of a model's own config: what changes tokens and is not served
 _CHANGING = (
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),

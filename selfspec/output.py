@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.budget.policy import Forecast
 from selfspec.core.lossy import Lossy
+from selfspec.core.options import Options
 from selfspec.core.stats import Stats
 from selfspec.detokenize import Detokenizer
 from selfspec.trace import Trace
@@ -23,7 +24,8 @@ class Generated:
     from_draft: for each token whether the draft tree held it; stats: see `selfspec.core.stats.Stats`; seed: what the
     noise was made from; lossy: the rule that changed the output, where one was asked for by name, and how many tokens
     it altered; forecast: with nodes="auto", how many nodes were chosen and what was expected of them; trace: what every
-    pass did, where it was asked for."""
+    pass did, where it was asked for; finish_reasons: of each row, "stop" (an EOS token or a text of `stop`) or "length"
+    (max_new_tokens, or the target's last position)."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -34,6 +36,7 @@ class Generated:
     forecast: Forecast | None = None
     trace: Trace | None = None
     tokenizer: Tokenizer | None = field(default=None, compare=False)
+    finish_reasons: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -79,3 +82,9 @@ class Generated:
             )
             lines.append(f'<pre style="white-space:pre-wrap">{"".join(marked)}</pre>')
         return "".join(lines)
+
+
+def finish_reason(tokens: list[int], text: str, options: Options) -> str:
+    """Why a row of these tokens ended."""
+    stops = (string for stop in options.stops for string in getattr(stop, "strings", ()))
+    return "stop" if tokens[-1] in options.eos or any(string in text for string in stops) else "length"

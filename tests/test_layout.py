@@ -20,6 +20,7 @@ ROOMS = (
     ("core/",),
     ("drafters/", "budget/"),
     ("checkpoints/", "trace.py", "hf_generate.py", "encode.py", "detokenize.py", "output.py"),
+    ("request.py",),
     ("api.py",),
     ("training/", "integrations/"),
     ("evaluation/",),

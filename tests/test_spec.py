@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -32,6 +35,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.hf_generate import from_config
+from selfspec.request import Request
 
 TEXTS = ["def parse(self):\n    ", "import os\n"]
 
@@ -245,6 +249,32 @@ def test_one_prompt_is_one_row(spec: Spec) -> None:
         next(spec.stream(TEXTS, 2))
 
 
+def test_a_result_says_why_each_row_ended(spec: Spec, heads_folder: Path) -> None:
+    text = spec.generate("one two three", max_new_tokens=12).text
+    assert spec.generate(["one two three"] * 2, max_new_tokens=12).finish_reasons == ["length"] * 2
+    assert spec.generate("one two three", max_new_tokens=12, stop=text[:3]).finish_reasons == ["stop"]
+    spec = selfspec.load(str(heads_folder))
+    token = spec.generate([[5, 9, 2]], 4).token_ids[0][2]
+    spec.target.model.generation_config.eos_token_id = [token]
+    assert spec.generate([[5, 9, 2]], 4).finish_reasons == ["stop"]
+
+
+def test_editors_see_the_arguments(spec: Spec) -> None:
+    for method in (spec.generate, spec.autoregressive, spec.stream):
+        names = list(inspect.signature(method).parameters)
+        assert names[1:] == [field.name for field in fields(Request)]
+    assert "max_new_tokens" in pydoc.render_doc(Spec.generate)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target"), [("tiny-meduza", None), ("promt_lookup", None), ("lookahead", "tny-target")]
+)
+def test_embedded_names_are_suggested(drafter: str, target: str | None) -> None:
+    right = {"tiny-meduza": "tiny-medusa", "promt_lookup": "prompt_lookup", "lookahead": "tiny-target"}[drafter]
+    with pytest.raises(FileNotFoundError, match=f"did you mean '{right}'"):
+        selfspec.load(drafter, target)
+
+
 def test_a_text_that_stops(spec: Spec) -> None:
     free = spec.generate(TEXTS[0], 40)
     stop = re.findall(r"[a-z]{2}", free.text)[1]
@@ -382,7 +412,7 @@ def test_scalars_arrays_and_ranges_are_taken(spec: Spec) -> None:
     assert spec.generate(torch.tensor([5, 9, 2]), 4).token_ids == spec.generate([5, 9, 2], 4).token_ids == one  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompts has 3 dimensions; give one row of token ids per prompt"):
         spec.generate(torch.zeros(1, 1, 2, dtype=torch.int64), 4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unknown argument 'temprature'; there are max_new_tokens, temperature"):
+    with pytest.raises(TypeError, match=r"unknown argument 'temprature' .did you mean 'temperature'"):
         spec.generate(TEXTS, temprature=1.0)
     with pytest.raises(ValueError, match="lossy='typical' can not be streamed"):
         spec.stream(TEXTS[0], 4, lossy="typical")

@@ -8,7 +8,10 @@ from pathlib import Path
 from selfspec.checkpoints.embedded import DRAFTERS, resolve
 from selfspec.checkpoints.formats.imported import published
 from selfspec.checkpoints.hub import fetch
+from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
+
+UNTRAINED = ("prompt_lookup", "lookahead")  # work without a checkpoint
 
 
 def named_folder(drafter: Path, name: str) -> Path | None:
@@ -35,9 +38,9 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
     if Path(name).exists() or is_path(name):
         embedded = ", ".join(DRAFTERS)
         raise FileNotFoundError(
-            f"no drafter at {name!r}: expected drafter/drafter.json or drafter.json there, or an EAGLE-3 or Medusa "
-            f"folder as others publish them, a hub id owner/name, or one of the embedded {embedded}, or prompt_lookup "
-            "or lookahead, which need no training (join several by +)"
+            f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: expected drafter/drafter.json or "
+            "drafter.json there, or an EAGLE-3 or Medusa folder as others publish them, a hub id owner/name, or one of "
+            f"the embedded {embedded}, or {' or '.join(UNTRAINED)}, which need no training (join several by +)"
         )
     seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
     if (inside := _within(seen)) is None:

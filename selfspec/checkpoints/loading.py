@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
-from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.embedded import TARGETS, resolve
 from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
 from selfspec.checkpoints.formats.files import few
@@ -33,7 +33,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
-from selfspec.utils.errors import one_line
+from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
 
 # Of from_pretrained: what says where files are and whether code in them may run, so of configs and tokenizers too
@@ -95,10 +95,11 @@ def load_target(
         path = resolve(str(source))
         if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or passed.pop("subfolder", None)):
             passed.pop("subfolder", None)
-            path = str(Path(path) / str(inner))
+            source = path = str(Path(path) / str(inner))
         if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
             raise FileNotFoundError(
-                f"target {str(source)!r}: {path} has no config.json; give a folder, a hub id owner/name, or tiny-target"
+                f"target {str(source)!r}{did_you_mean(str(source), TARGETS)}: {path} has no config.json; give a "
+                "folder, a hub id owner/name, or tiny-target"
             )
         try:
             check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 import threading
@@ -338,16 +337,15 @@ def modules_in(argument: Any) -> Iterator[nn.Module]:
 
 
 def _copied(argument: Any) -> Any:
-    """An argument with lists, tuples and dicts of its own."""
+    """An argument with lists, tuples and dicts of its own; those with a layout never change."""
+    if getattr(argument, "layout", None) is not None and isinstance(argument, list):
+        return argument
     if isinstance(argument, tuple):
         parts = map(_copied, argument)
         return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
-    if isinstance(argument, (list, dict)):
-        copied = copy.copy(argument)  # with the layout that some bring along
-        for key in range(len(argument)) if isinstance(argument, list) else argument:
-            copied[key] = _copied(argument[key])
-        return copied
-    return argument
+    if isinstance(argument, list):
+        return [_copied(part) for part in argument]
+    return {key: _copied(part) for key, part in argument.items()} if isinstance(argument, dict) else argument
 
 
 def _options(backend: str) -> dict[str, Any]:

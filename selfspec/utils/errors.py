@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def one_line(error: BaseException) -> str:
         error = error.__cause__
     text = visible(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Behind a name that does not exist: the nearest that does, if one is near."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.75)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def visible(text: str) -> str:
