@@ -9,7 +9,7 @@ VLLM = .venv-vllm
 PEERS = .venv-peers
 QUESTIONS ?= question.jsonl
 
-.PHONY: demo test slow serving peers hybrid gpu readme page page-data docs lint clean
+.PHONY: demo test slow serving peers bench hybrid gpu readme page page-data docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -66,6 +66,10 @@ $(PEERS)/.ready:
 
 peers: $(VENV)/.ready $(PEERS)/.ready
 	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS)
+
+# Four ratios of speed in two minutes, beside those recorded on this kind of processor; RECORD=1 records them.
+bench: $(VENV)/.ready
+	$(BIN)/python notebooks/experiments/bench.py $(if $(RECORD),--record)
 
 # Everything that needs a GPU, in twenty minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.cli.config import drafter_of
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.training_runs import run_training
+from selfspec.core.contract import Accepted, Context
+from selfspec.drafters.base import Batch, Sample
 from selfspec.drafters.registry import Untrusted, build, config_class, drafter_class, try_out
 from selfspec.evaluation.points import read_points
 from selfspec.evaluation.tables import table
@@ -231,3 +234,14 @@ def test_settings_of_an_own_drafter_are_checked(package: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             drafter_of({**config.drafter, **given})
+
+
+def test_the_fields_that_the_docs_list_are_there() -> None:
+    """docs/own_drafter.md: a table of what a drafter is given."""
+    page = Path(__file__).parents[1].joinpath("docs", "own_drafter.md").read_text()
+    given = {"`context` of `propose`": Context, "`accepted` of `observe`": Accepted}
+    for what, kind in {**given, "`batch` of `loss`": Batch, "`sample` of `scores`": Sample}.items():
+        row = next(line for line in page.splitlines() if line.startswith(f"| {what}"))
+        listed = set(re.findall(r"`(\w+)(?:\(\w+\))?`", row.split("|")[2])) - {"reads", "at"}
+        assert len(listed) > 4
+        assert listed <= {field.name for field in fields(kind)} | set(vars(kind)), kind

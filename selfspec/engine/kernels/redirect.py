@@ -25,6 +25,8 @@ _PRODUCTS = {"linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm"}
 _VARYING = {"scaled_dot_product_attention", "multi_head_attention_forward", "bilinear", "conv1d", "conv2d", "einsum"}
 _VARYING |= {"addmm", "baddbmm", "mv", "inner", "tensordot", "_grouped_mm", "grouped_mm", "gelu"}
 
+_invariant: set[Any] = set()  # functions met whose rows do not depend on their number, and that no kernel replaces
+
 
 def redirected(modules: Iterable[nn.Module]) -> Redirected | None:
     """What a pass through these modules runs under; None where the kernels serve none of them."""
@@ -58,6 +60,8 @@ class Redirected(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, result = kwargs or {}, None
+        if function in _invariant:  # called hundreds of times a pass
+            return function(*args, **kwargs)
         if function is _linear:
             result = self.linear(*args, **kwargs)
         elif function is _attention:
@@ -68,6 +72,8 @@ class Redirected(TorchFunctionMode):
         one_term = bool(args) and isinstance(args[0], Tensor) and args[0].shape[-1:] == (1,)
         if name in _VARYING or (name in _PRODUCTS and not one_term) or (name == "int8_rows" and not has_kernel()):
             self.varying.add(name)
+        elif name not in _PRODUCTS and name != "int8_rows":
+            _invariant.add(function)
         return function(*args, **kwargs)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -78,9 +84,11 @@ class Redirected(TorchFunctionMode):
         width = input.shape[-1]
         if width % kernels.STEP or (bias is not None and not bias.is_contiguous()):
             return None
-        rows = input.reshape(-1, width).contiguous().split(kernels.MOST)
-        outs = [kernels.multiply_in_place(part, weight, bias) for part in rows]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(*input.shape[:-1], len(weight))
+        rows = input.reshape(-1, width).contiguous()
+        if len(rows) <= kernels.MOST:
+            return kernels.multiply_in_place(rows, weight, bias).view(*input.shape[:-1], len(weight))
+        outs = [kernels.multiply_in_place(part, weight, bias) for part in rows.split(kernels.MOST)]
+        return torch.cat(outs).view(*input.shape[:-1], len(weight))
 
     def attention(
         self,
