@@ -85,7 +85,8 @@ hybrid: $(VENV)/.ready
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
-# The table and the figure that README begins with, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
+# The table and the figure that README begins with, and the page's copy of them, twenty minutes; QUESTIONS names
+# Spec-Bench's question.jsonl.
 readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
@@ -93,6 +94,7 @@ readme: $(VENV)/.ready
 		"compare.temperatures=[0,0.7,1]" "compare.methods=[hf_generate]" compare.summary=README.md \
 		compare.results=notebooks/results/smollm2.md \
 		"compare.drafters=[smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,prompt_lookup,smollm2-eagle3,smollm2-medusa]"
+	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json "page.runs=[runs/readme,selfspec/page/embedded.json]"
 
 # One HTML file that explains, predicts and replays, from the results that come with selfspec.
 page: $(VENV)/.ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -26,6 +27,20 @@ def test_table_and_figure_are_of_one_run() -> None:
     (stamp,) = re.findall(r"<!-- ([0-9a-f]{12}) -->", section)
     (figure,) = re.findall(r"!\[.*?\]\((.*?)\)", section)
     assert Image.open(ROOT / figure).text["stamp"] == stamp
+
+
+def test_the_page_shows_the_comparison_of_the_table() -> None:
+    page = json.loads((ROOT / "selfspec" / "page" / "embedded.json").read_text())
+    (shown,) = (each for each in page["comparisons"] if (each["name"], each["target"]) == ("readme", "smollm2"))
+    section = README.split("<!-- summary -->")[1].split("<!-- end -->")[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+    heads, rows = lines[0], {line[0]: line for line in lines[2:]}
+    for row in shown["rows"]:
+        if row["arm"] != "plain":
+            at = heads.index(f"τ, T={row['T']:g}")
+            assert rows[row["arm"]][at] == f"{row['tau']:.2f}"
+            assert rows[row["arm"]][at + 1].replace("**", "").startswith(f"{row['speedup']['ratio']:.2f}x")
+    assert rows.keys() == {row["arm"] for row in shown["rows"]} - {"plain"}
 
 
 def test_prose_fits_on_a_line() -> None:

@@ -352,10 +352,10 @@ function startExplain() {
       step(event.key === "ArrowRight" ? 1 : -1);
     }
   });
-  // First what shows most: several drafters in one tree, on a text that makes sense (T=0), fast, and beside plain decoding.
+  // First what shows most: the first run's target, several drafters in one tree, T=0, fast, and beside plain decoding.
   const pace = (/** @type {any} */ trace) => trace.passes.reduce((/** @type {number} */ n, /** @type {any} */ line) => n + line.emitted.length, 0) / trace.passes.length;
   const worth = (/** @type {any} */ trace) =>
-    200 * Number(trace.plain !== null) + 100 * Number(trace.header.sources.length > 1) + 50 * Number(trace.header.temperature === 0) + Math.min(49, pace(trace));
+    400 * Number(trace.header.target === DATA.traces[0].header.target) + 200 * Number(trace.plain !== null) + 100 * Number(trace.header.sources.length > 1) + 50 * Number(trace.header.temperature === 0) + Math.min(49, pace(trace));
   const most = Math.max(...DATA.traces.map(worth));
   at("trace").value = String(DATA.traces.findIndex((/** @type {any} */ trace) => worth(trace) === most));
   chooseTrace(Number(at("trace").value));

@@ -122,7 +122,7 @@ function showPrediction() {
     ["τ, tokens a pass", fixed(found.tau)],
     ["speedup", `${fixed(found.speedup)}x`],
     ["best size", found.best > 1 ? `${found.best} nodes` : "none"],
-    ["pays up to", found.pays === MOST ? `${MOST} nodes or more` : found.pays > 1 ? `${found.pays} nodes` : "never"],
+    ["pays up to", found.pays === MOST ? `${MOST}+ nodes` : found.pays > 1 ? `${found.pays} nodes` : "never"],
     ["a draft must cost less than", found.affordable > 0 ? `${fixed(found.affordable)} steps` : "nothing"],
     ["if drafting were free", `${fixed(found.free)}x`],
     at("curve").value === TYPED ? ["limit, if a pass costs one step", `${fixed(found.tau)}x`] : ["limit: drafts for nothing, passes that only read weights or multiply", `${fixed(found.limit)}x`],
