@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.core.memory import enough, own_storage, zeros
 from selfspec.core.pass_cache import KV, Buffer, Buffers, places_of
 from selfspec.core.recurrent.mixers import LayerState, replayed
+from selfspec.core.verify import Kept
 from selfspec.engine.engine import Engine, bucket
 
 SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compiled passes: each size is compiled
@@ -72,6 +73,7 @@ class KVCache:
         first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
         self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
         self._closed = False
+        self._lengths: Tensor | None = None  # `lengths` on the device, of all rows; None: to be uploaded
 
     @property
     def rows(self) -> int:
@@ -97,7 +99,7 @@ class KVCache:
         if (start, stop, filled) not in self._views:
             self._allocate(start, stop)
             self._views[start, stop, filled] = self._buffers(start, stop, filled)
-        return KV(self._views[start, stop, filled], self.row_lengths(self.device), self._opened(start, stop, ran))
+        return KV(self._views[start, stop, filled], self.row_lengths(), self._opened(start, stop, ran))
 
     def _opened(self, start: int, stop: int, ran: int) -> list[dict[int, LayerState]]:
         """What layers of this range keep, for one pass or several over the same tree."""
@@ -126,9 +128,11 @@ class KVCache:
             layers = self._open[start, stop][-1]
             layers[layer] = layers[layer]._replace(inputs=state.inputs, written=state.written)
 
-    def row_lengths(self, device: torch.device) -> Tensor:
-        """int64 [rows]."""
-        return torch.tensor(self.lengths + [0] * self.idle, device=device)
+    def row_lengths(self, device: torch.device | None = None) -> Tensor:
+        """int64 [rows], on the tokens' device unless another is named. Never written to."""
+        if self._lengths is None:
+            self._lengths = torch.tensor(self.lengths + [0] * self.idle, device=self.device)
+        return self._lengths if device is None else self._lengths.to(device)
 
     def _buffers(self, start: int, stop: int, filled: int) -> Buffers:
         parts = {member: (s, i) for s, group in enumerate(self.members) for i, member in enumerate(group)}
@@ -197,22 +201,33 @@ class KVCache:
             del old
         self.capacity, self.store_rows, self._views = capacity, self.rows, {}
 
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others."""
+    def commit(self, paths: list[list[int]], kept: Kept | None = None) -> None:
+        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept: the
+        same on the device, which spares uploads."""
         if self.stores and any(path != list(range(len(path))) for path in paths):
             depth = self.engine.size(max(map(len, paths)))
             assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
-            # Rows that keep fewer copy further entries onto themselves.
-            padded = [path + list(range(len(path), depth)) for path in paths] + [list(range(depth))] * self.idle
+            if kept is None:
+                kept = Kept.of(paths, paths, self.device)
+            each = torch.arange(depth, device=self.device)  # idle rows, and places behind a path, move nowhere
+            path = kept.path[:, :depth]
+            if path.shape[1] < depth:
+                path = torch.cat([path, each[path.shape[1] :].expand(len(paths), -1)], 1)
+            path = torch.cat([path, each.expand(self.idle, -1)]) if self.idle else path
             for device in {store.device for store in self.stores}:
                 at = [i for i, store in enumerate(self.stores) if store.device == device]
                 stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
-                moved = self.row_lengths(device), torch.tensor(padded, device=device)
+                moved = self.row_lengths(device), path.to(device).contiguous()
                 worth = device.type != "cpu"  # there it is few copies
                 self.engine.run(compact, stores, heads, self.capacity, *moved, compiled=worth)
         if self.states and any(paths):
             self._advance(paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        if kept is None or self._lengths is None:
+            self._lengths = None
+        else:
+            more = nn.functional.pad(kept.lengths, (0, self.idle)) if self.idle else kept.lengths
+            self._lengths = self._lengths + more
 
     def _advance(self, paths: list[list[int]]) -> None:
         """Replay the accepted paths in layers that keep a state."""
@@ -245,6 +260,7 @@ class KVCache:
         self.states = {layer: state.rows(index) for layer, state in self.states.items()}
         self._open = {}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
+        self._lengths = None
 
     def restart(self, row: int) -> None:
         """Keep nothing of a row. Entries that were not committed are lost, of all rows."""
@@ -254,7 +270,7 @@ class KVCache:
             parts = (*convolutions.values(), *states), (*first.convolutions.values(), *first.states)
             for part, begun in zip(*parts, strict=True):
                 part[row] = begun[0]
-        self._open, self.lengths[row] = {}, 0
+        self._open, self.lengths[row], self._lengths = {}, 0, None
 
     def _move(self, rows: dict[int, int]) -> None:
         """Copy entries to rows from others."""

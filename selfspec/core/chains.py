@@ -27,7 +27,7 @@ from selfspec.core.probe import deviation, passed_before, probe, tolerance
 from selfspec.core.support import cache_name, decoder_of, layer_stack, refuse_any, view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
-from selfspec.core.verify import WalkNoise, walk
+from selfspec.core.verify import Kept, WalkNoise, walk
 from selfspec.utils.errors import one_line
 from selfspec.utils.exactness import ROUNDED, TESTED, exactness
 
@@ -48,7 +48,11 @@ class ChainCache:
         self.waiting: list[list[int]] = [[] for _ in range(rows)]
         self.ran: list[tuple[list[int], Any]] = []
 
-    def commit(self, paths: list[list[int]]) -> None:
+    def row_lengths(self, device: torch.device | None = None) -> Tensor:
+        """int64 [rows]."""
+        return torch.tensor(self.lengths, device=self.target.device if device is None else device)
+
+    def commit(self, paths: list[list[int]], kept: Kept | None = None) -> None:
         """Keep the first nodes of the last pass's chains."""
         for row, path in enumerate(paths):
             tokens, state = self.ran[row]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from selfspec.core.cache import KVCache
+from selfspec.core.memory import constant
 from selfspec.core.sampling import Noise
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
+from selfspec.core.verify import Kept
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,12 @@ class Context:
     @property
     def temperature_tensor(self) -> Tensor:
         """float64 [], for functions that the engine runs."""
-        return torch.tensor(self.temperature, dtype=torch.float64, device=self.roots.device)
+        return constant(self.temperature, torch.float64, self.roots.device)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B]: of the tokens behind the roots, on the device."""
+        return self.cache.row_lengths()[: len(self.lengths)] + (1 + self.lengths[0] - self.cache.lengths[0])
 
     @property
     def mode(self) -> str:
@@ -48,13 +55,15 @@ class Context:
 class Accepted:
     """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter reads; rows: which
     of its B rows go on, in their new order, which need not ascend; paths: the kept nodes of each of those rows (empty
-    while a longer prompt of the batch is still read); logits: [B, N, V] of the pass, None while the prompt is read."""
+    while a longer prompt of the batch is still read); logits: [B, N, V] of the pass, None while the prompt is read;
+    kept: `paths` on the device with the tokens that they emit, None where rows moved or the prompt is read."""
 
     hidden: Tensor
     features: dict[int, Tensor]
     rows: list[int]
     paths: list[list[int]]
     logits: Tensor | None = None
+    kept: Kept | None = None
 
     @property
     def width(self) -> int:
@@ -66,6 +75,8 @@ class Accepted:
         kept nothing that of `before`, which the session had until now."""
         if len(self.hidden) == 1 and self.paths[0]:
             return self.hidden[:, self.paths[0][-1]]
+        if self.kept is not None:
+            return self.hidden.gather(1, self.kept.leaf[:, None, None].expand(-1, 1, self.hidden.shape[-1]))[:, 0]
         if all(self.paths):
             return self.hidden[self.rows, [path[-1] for path in self.paths]]
         states = self.hidden.new_zeros(len(self.rows), self.hidden.shape[-1]) if before is None else before.clone()

@@ -18,7 +18,6 @@ from selfspec.core.rows import MAX_NODES, Rows, clock
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.core.verify import read_walk
 from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
@@ -61,14 +60,9 @@ def _autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: O
     while rows.alive:
         out = target.forward(root, rows.cache, noise=rows.walk_noise(root))
         t2 = clock(target.device)
-        if out.walked is not None:
-            _, emitted = read_walk(out.walked)
-        else:
-            assert out.logits is not None
-            picked, _ = rows.picker(out.logits[:, 0], list(range(len(rows.alive))), [[]] * len(rows.alive))
-            emitted = [[token] for token in picked.tolist()]
+        paths, emitted, kept = rows.accepted(root, out)
         before = rows.alive, rows.cache.lengths
-        rows.cache.commit([[0]] * len(rows.alive))
+        rows.cache.commit(paths, kept)
         tokens, going = rows.advance(emitted)
         for row, cut in zip(rows.alive, tokens, strict=True):
             stats.count(0, len(cut))
@@ -78,14 +72,14 @@ def _autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: O
             rows.select(going)
             root = chain(rows.roots()[:, None])
         else:
-            root = root.with_tokens(rows.roots()[:, None])
+            root = root.with_tokens(rows.roots(kept)[:, None])
         t0, t1 = t1, clock(target.device)
         stats.calls += 1
         stats.nodes += 1
         stats.seconds_target += t2 - t0
         stats.seconds_other += t1 - t2
         if options.watch is not None:
-            rows.watched(before, tree, [[0]] * len(tokens), tokens, (0.0, t2 - t0, t1 - t2))
+            rows.watched(before, tree, paths, tokens, (0.0, t2 - t0, t1 - t2))
             t1 = clock(target.device)
     stats.compiled, stats.exact = target.compiled - compiled, target.exact
     return Result(result, [[False] * len(row) for row in result], stats, rows.records)
@@ -155,6 +149,7 @@ def _steps(
     rows = Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
     session, reads, cache = _begin(drafter, target, len(prompts)), drafter.reads, rows.cache
+    rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)
         t1 = clock(target.device)
@@ -167,18 +162,19 @@ def _steps(
                     roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache, notes=stats.notes
                 )
             )
-            assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
-            tree = target.shaped(tree)
+            if not stats.calls:
+                assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
+            tree = target.shaped(tree.on(roots))
             t2 = clock(target.device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             t3 = clock(target.device)
             if not stats.accepted:
-                stats.rejected += int((tree.parents[:, 1 : tree.plain] >= 0).sum())
-            paths, emitted = rows.accepted(tree, out)
+                rejected = rejected + (tree.parents[:, 1 : tree.plain] >= 0).sum()
+            paths, emitted, kept = rows.accepted(tree, out)
             before = rows.alive, cache.lengths
-            cache.commit(paths)
+            cache.commit(paths, kept)
             tokens, going = rows.advance(emitted)
             added: Added = []
             for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
@@ -187,8 +183,10 @@ def _steps(
                 added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
             rows.select(going)
             if going:
-                session.observe(Accepted(out.hidden, out.features, going, [paths[i] for i in going], out.logits))
-                roots = rows.roots()
+                still = kept if len(going) == len(paths) else None
+                states = out.hidden, out.features
+                session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
+                roots = rows.roots(still)
             t0, t1 = t1, clock(target.device)
             stats.calls += 1
             stats.nodes += tree.tokens.shape[1]
@@ -201,6 +199,7 @@ def _steps(
             t1 = clock(target.device)
     finally:
         stats.compiled, stats.exact = stats.compiled + target.compiled - compiled, target.exact
+        stats.rejected += int(rejected)
         cache.close()
         _warn_of_none(drafter, stats)
 

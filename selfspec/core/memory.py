@@ -5,11 +5,24 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+
+
+def constant(values: float | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these numbers, uploaded once; never written to."""
+    values = values if isinstance(values, (int, float)) else tuple(values)
+    return _constant(values, dtype, device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=256)
+def _constant(values: Any, dtype: torch.dtype, device: torch.device, inference: bool) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def enough(sizes: dict[torch.device, int], rows: int, entries: int) -> None:

@@ -16,7 +16,7 @@ from selfspec.core.processors import PrefixRules
 from selfspec.core.sampling import Noise, pick, warp
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.verify import WalkNoise, read_walk, verify
+from selfspec.core.verify import Kept, WalkNoise, read_walk, verify
 
 PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 
@@ -51,8 +51,16 @@ class Rows:
         if options.sampling.temperature > 0:
             self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
 
-    def roots(self) -> Tensor:
+    def roots(self, kept: Kept | None = None) -> Tensor:
+        """int64 [B]: the last token of each row. kept: of the last pass, where all its rows go on."""
+        if kept is not None:
+            return kept.bonus
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B]: of the tokens behind the roots."""
+        return self.cache.row_lengths()[: len(self.alive)] + 1
 
     def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
@@ -64,7 +72,8 @@ class Rows:
         if self.noise is None:
             return pick(scores, None), scores
         # All rows stand at one depth of their trees, so the first row's offset holds for every row.
-        noise = self.noise.ahead([n + len(ahead[0]) + 1 for n in self.cache.lengths], 1)[:, 0]
+        offset = len(ahead[0])
+        noise = self.noise.ahead([n + offset + 1 for n in self.cache.lengths], 1, self.positions + offset)[:, 0]
         return pick(scores, noise if len(rows) == len(self.alive) else noise[rows]), scores
 
     def walk_noise(self, tree: DraftTree) -> WalkNoise | None:
@@ -73,15 +82,17 @@ class Rows:
             return None
         if self.noise is None:
             return WalkNoise()
-        values = self.noise.ahead([n + 1 for n in self.cache.lengths], self.target.engine.size(tree.levels + 1))
+        depths = self.target.engine.size(tree.levels + 1)
+        values = self.noise.ahead([n + 1 for n in self.cache.lengths], depths, self.positions)
         return WalkNoise(values.contiguous(), self.temperature)
 
-    def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]]]:
-        """Each row's path and what it emits, after a pass."""
+    def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]], Kept]:
+        """Each row's path and what it emits, after a pass, and the same on the device."""
         if out.walked is not None:
-            return read_walk(out.walked)
+            return *read_walk(out.walked), Kept.walked(out.walked)
         assert out.logits is not None
-        return verify(tree, out.logits, self.picker, self.options.relaxed)
+        paths, emitted = verify(tree, out.logits, self.picker, self.options.relaxed)
+        return paths, emitted, Kept.of(paths, emitted, self.target.device)
 
     def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
         """Rows that ended in this pass keep their logits: processors never see text that is not emitted."""

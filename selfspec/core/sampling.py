@@ -120,22 +120,26 @@ class Noise:
         self.ids = torch.arange(vocab, device=device)
         self.width = max(8, min(32, 2**22 // (vocab * len(seeds))))  # positions per block; about 32 MB
         self.starts = [0] * len(seeds)
+        self.begins = torch.zeros(len(seeds), dtype=torch.long, device=device)  # the same on the device
         self.block = torch.empty(len(seeds), 0, vocab, dtype=torch.float64, device=device)
 
-    def ahead(self, positions: list[int], count: int) -> Tensor:
-        """float64 [B, count, V]: noise at positions[row] .. positions[row] + count - 1."""
+    def ahead(self, positions: list[int], count: int, at: Tensor | None = None) -> Tensor:
+        """float64 [B, count, V]: noise at positions[row] .. positions[row] + count - 1. at: the positions on the
+        device, int64 [B], which spares uploads."""
         offsets = [p - s for p, s in zip(positions, self.starts, strict=True)]
         if min(offsets) < 0 or max(offsets) + count > self.block.shape[1]:
             self.starts, offsets = list(positions), [0] * len(positions)
-            first = torch.tensor(positions, device=self.ids.device)[:, None, None]
+            self.begins = torch.tensor(positions, device=self.ids.device) if at is None else at
+            first = self.begins[:, None, None]
             steps = torch.arange(max(self.width, count), device=self.ids.device)[:, None]
             of_rows = self.seeds, self.sequences, first + steps
             padded = map(self.engine.padded, of_rows)
             self.block = self.engine.run(_block, *padded, self.ids)[: len(positions)]
         if len(set(offsets)) == 1:
             return self.block[:, offsets[0] : offsets[0] + count]
-        at = torch.tensor(offsets, device=self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
-        return self.block[torch.arange(len(offsets), device=self.ids.device)[:, None], at]
+        begin = torch.tensor(offsets, device=self.ids.device) if at is None else at - self.begins
+        places = begin[:, None] + torch.arange(count, device=self.ids.device)
+        return self.block[torch.arange(len(offsets), device=self.ids.device)[:, None], places]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, int64 [B'], in this order."""
@@ -144,7 +148,7 @@ class Noise:
         if moved:
             self.block[list(moved)] = self.block[list(moved.values())]
         self.seeds, self.sequences, self.block = self.seeds[rows], self.sequences[rows], self.block[: len(left)]
-        self.starts = [self.starts[row] for row in left]
+        self.starts, self.begins = [self.starts[row] for row in left], self.begins[rows]
 
 
 def warp(logits: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:

@@ -23,7 +23,8 @@ class DraftTree:
     `start` on the nodes, their output [B, N, H]; verification then begins at that layer. through, plain: where nodes
     behind the first `plain` are mask rows, which no walk reaches, the view of the target that the pass runs on; all
     others compute there what the target computes. sources: where several drafters share the tree, who proposed each
-    node: bit i for the i-th of `Drafter.sources`.
+    node: bit i for the i-th of `Drafter.sources`. deepest: levels below the root at most, where the drafter knows
+    them: on a GPU it would have to be read.
 
     Raises ValueError for shapes that differ, a first node that is no root, or a parent that does not precede its child.
     """
@@ -37,6 +38,7 @@ class DraftTree:
     through: Any = None
     plain: int | None = None
     sources: list[list[int]] | None = None
+    deepest: int | None = None
 
     def __post_init__(self) -> None:
         tokens, parents = self.tokens, self.parents
@@ -56,6 +58,10 @@ class DraftTree:
         """The same structure over other tokens int64 [B, N]; mask, depth and children are computed once for all."""
         _ = self.mask, self.depth, self.children, self.levels
         return self._with(tokens=tokens)
+
+    def on(self, roots: Tensor) -> DraftTree:
+        """The same tree on these roots, int64 [B], whatever stood there: what is decoded follows from them."""
+        return self._with(tokens=torch.cat([roots[:, None], self.tokens[:, 1:]], 1))
 
     def with_sources(self, sources: list[list[int]]) -> DraftTree:
         """The same tree, with who proposed each node."""
@@ -78,7 +84,9 @@ class DraftTree:
 
     @cached_property
     def levels(self) -> int:
-        """The depth of the deepest node that a walk may reach."""
+        """The depth of the deepest node that a walk may reach, or more."""
+        if self.deepest is not None:
+            return self.deepest
         deepest = 0
         for parents in self.parents[:, : self.plain].tolist():
             depths: list[int] = []
@@ -147,4 +155,4 @@ def ancestors(parents: Tensor) -> Tensor:
 def chain(tokens: Tensor) -> DraftTree:
     """A tree without branches over tokens int64 [B, N]; with N = 1 just the root."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-    return trusted(tokens, parents.expand_as(tokens))
+    return trusted(tokens, parents.expand_as(tokens), deepest=tokens.shape[1] - 1)

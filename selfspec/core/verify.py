@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.core.sampling import nothing_to_pick
 from selfspec.core.tree import DraftTree
@@ -52,6 +52,48 @@ def verify(
     return paths, emitted
 
 
+class Kept(NamedTuple):
+    """What a walk keeps of each of B rows, on the target's device. path: int64 [B, N], the kept nodes, root first;
+    places behind them hold their own index. tokens: int64 [B, N], what each kept node emits, and -1 behind them;
+    lengths: int64 [B], kept nodes."""
+
+    path: Tensor
+    tokens: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def walked(cls, walked: Tensor) -> Kept:
+        """Of `walk`'s result."""
+        return cls(walked[:, 0], walked[:, 1], (walked[:, 1] != -1).sum(-1))
+
+    @classmethod
+    def of(cls, paths: list[list[int]], emitted: list[list[int]], device: torch.device) -> Kept:
+        """Of paths and tokens on the host, one upload; emitted tokens may be fewer than kept nodes."""
+        most = max(1, *map(len, paths), *map(len, emitted))
+        rows = [
+            [path + list(range(len(path), most)), new + [-1] * (most - len(new))]
+            for path, new in zip(paths, emitted, strict=True)
+        ]
+        both = torch.tensor(rows, device=device)
+        return cls(both[:, 0], both[:, 1], (both[:, 1] != -1).sum(-1))
+
+    @property
+    def leaf(self) -> Tensor:
+        """int64 [B]: the last kept node of each row."""
+        return self.path.gather(1, (self.lengths - 1)[:, None])[:, 0]
+
+    @property
+    def bonus(self) -> Tensor:
+        """int64 [B]: the last token that each row emits, its next root."""
+        return self.tokens.gather(1, (self.lengths - 1)[:, None])[:, 0]
+
+    def first(self, most: int) -> Tensor:
+        """int64 [B, most]: the first kept nodes, and node 0 behind them."""
+        width = self.path.shape[1]
+        path = self.path[:, :most] if width >= most else nn.functional.pad(self.path, (0, most - width))
+        return torch.where(torch.arange(most, device=path.device) < self.lengths[:, None], path, 0)
+
+
 class WalkNoise(NamedTuple):
     """The noise that a pass picks its tokens with. values: float64 [B, D, V] at the positions behind each row's root,
     for D above every depth, None when greedy; temperature: float64 [], that logits are divided by."""
@@ -80,27 +122,32 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
     logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N], see `tree.ancestors`. Returns int64
-    [B, 2, N]: the target's pick at every node (-1 where no token has a finite score), and 1 where the node is on the
-    path. A child is accepted if it holds the pick of its
-    parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
+    [B, 2, N], `path` and `tokens` of `Kept`; a token is -2 where none has a finite score. A child is accepted if it
+    holds the pick of its parent and no sibling before it does; a node is on the path if it and all its ancestors are
+    accepted.
     """
+    levels = below.sum(-1) - 1
     if noise.values is not None and noise.temperature is not None:
-        depth = (below.sum(-1) - 1).clamp(max=noise.values.shape[1] - 1)  # mask rows stand deeper than any walk gets
+        depth = levels.clamp(max=noise.values.shape[1] - 1)  # mask rows stand deeper than any walk gets
         step = max(1, CHUNK // logits.shape[-1])
         parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
         best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     else:
         best, picks = largest(logits)
-    picks = torch.where(best.isfinite(), picks, -1)
+    picks = torch.where(best.isfinite(), picks, -2)
     if tokens.shape[1] == 1:  # the root alone is the path
-        return torch.stack([picks, torch.ones_like(picks)], 1)
+        return torch.stack([torch.zeros_like(picks), picks], 1)
     each = torch.arange(tokens.shape[1], device=tokens.device)
     wanted = picks.gather(1, parents.clamp(min=0))
     alike = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     first = ~(alike & (each < each[:, None])).any(-1)
     accepted = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
     on_path = ~(below & ~accepted[:, None]).any(-1)
-    return torch.stack([picks, on_path.long()], 1)
+    rows, nodes = tokens.shape
+    place = torch.where(on_path, levels, nodes)  # in the path; of nodes beside it behind its end
+    path = torch.arange(nodes + 1, device=tokens.device).expand(rows, -1).scatter(1, place, each.expand(rows, -1))
+    emitted = torch.full((rows, nodes + 1), -1, device=tokens.device).scatter(1, place, picks)
+    return torch.stack([path[:, :nodes], emitted[:, :nodes]], 1)
 
 
 def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
@@ -109,10 +156,10 @@ def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
     Raises FloatingPointError where no token has a finite score.
     """
     paths, emitted = [], []
-    for picks, on_path in walked.tolist():
-        path = [node for node, on in enumerate(on_path) if on]
-        paths.append(path)
-        emitted.append([picks[node] for node in path])
-        if -1 in emitted[-1]:
+    for path, tokens in walked.tolist():
+        count = tokens.index(-1) if -1 in tokens else len(tokens)
+        paths.append(path[:count])
+        emitted.append(tokens[:count])
+        if -2 in emitted[-1]:
             raise nothing_to_pick()
     return paths, emitted

@@ -326,7 +326,8 @@ class BlockSession:
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, False, drafter.depth, config.size)
         inputs = drafter.stack.ready, pending
-        return trusted(*drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob))
+        nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob)
+        return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)

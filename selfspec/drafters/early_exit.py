@@ -23,6 +23,7 @@ from selfspec.core.pass_cache import KV
 from selfspec.core.passes import Part, tree_pass
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.core.verify import Kept
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
@@ -175,14 +176,15 @@ def _block(drafter: EarlyExit, block: Open | None, hidden: Tensor, tree: DraftTr
 
 class EarlyExitSession:
     """What one call keeps. cache: keys and values of the exit block (None without one); late: [B, 1, H], the hidden
-    state of an accepted leaf, and behind: for each row 1 where the block has not run on it yet; ran: nodes of the last
-    tree it ran on, 0 while the prompt is read."""
+    state of an accepted leaf, and behind: for each row 1 where the block has not run on it yet, with `lag`, the same on
+    the device; ran: nodes of the last tree it ran on, 0 while the prompt is read."""
 
     def __init__(self, drafter: EarlyExit, target: Target, rows: int) -> None:
         self.drafter = drafter
         self.cache: KVCache | None = drafter.tail.target.cache(rows, 256) if drafter.config.rank else None
         self.late = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
         self.behind = [0] * rows
+        self.lag = torch.zeros(rows, dtype=torch.long, device=target.device)
         self.ran = 0
 
     def propose(self, context: Context) -> DraftTree:
@@ -198,24 +200,27 @@ class EarlyExitSession:
             layers = tail.layer, tail.layer + 1
             part = tail.target.part(*layers, (tail.layer,), drafter.draft_head is None)
             block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
-        inputs = below, block, self.late, torch.tensor(self.behind, device=context.roots.device)
+        inputs = below, block, self.late, self.lag
         nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob, reserve=True)
         tokens, parents, scores, hidden, expanded = nodes
         if self.cache is not None:
-            self.cache.commit([list(range(n + 1)) for n in self.behind])
+            order = torch.arange(2, device=self.lag.device).expand(len(self.lag), -1)
+            self.cache.commit([list(range(n + 1)) for n in self.behind], Kept(order, order, self.lag + 1))
         self.ran, self.behind = expanded.shape[1], [0] * len(self.behind)
-        return trusted(tokens, parents, scores, prunable=False, start=exit, hidden=hidden)
+        own = {"start": exit, "hidden": hidden, "deepest": drafter.depth}
+        return trusted(tokens, parents, scores, prunable=False, **own)
 
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:
-            self.late, self.behind = self.late[: len(accepted.rows)], [0] * len(accepted.rows)
+            self.late, self.lag = self.late[: len(accepted.rows)], self.lag[: len(accepted.rows)]
+            self.behind = [0] * len(accepted.rows)
             return
-        states = accepted.features[self.drafter.config.exit - 1]
+        states, kept = accepted.features[self.drafter.config.exit - 1], accepted.kept
         paths: list[list[int]] = [[] for _ in states]  # of nodes that the exit block has run
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
             paths[row] = [node - 1 for node in path[1:] if node < self.ran]
         if self.ran:  # before rows move, which takes committed entries alone
-            self.cache.commit(paths)
+            self.cache.commit(paths, None if kept is None else self._run(kept))
         if len(accepted.rows) < len(states):
             self.cache.select(torch.tensor(accepted.rows, device=states.device))
             states = states[accepted.rows]
@@ -225,6 +230,16 @@ class EarlyExitSession:
             tail.target.forward(tree, self.cache, False, layers, states, prompt=prompt)
             self.cache.commit(accepted.paths)
             self.late, self.behind = states[:, :1], [0] * len(states)
+            self.lag = self.lag.new_zeros(len(states))
             return
         last = [path[-1] for path in accepted.paths]
-        self.late, self.behind = states[range(len(last)), last][:, None], [int(n >= self.ran) for n in last]
+        leaf = torch.tensor(last, device=states.device) if kept is None else kept.leaf
+        self.late = states.gather(1, leaf[:, None, None].expand(-1, 1, states.shape[-1]))
+        self.behind, self.lag = [int(n >= self.ran) for n in last], (leaf >= self.ran).long()
+
+    def _run(self, kept: Kept) -> Kept:
+        """Of the kept nodes those that the exit block has run, as it counts them: without the root."""
+        nodes, path = kept.path.shape[1], kept.path[:, 1:]
+        order = torch.arange(nodes, device=path.device)
+        count = ((path < self.ran) & (order[1:] < kept.lengths[:, None])).sum(-1)
+        return Kept(torch.where(order[:-1] < count[:, None], path - 1, order[:-1]), kept.tokens[:, 1:], count)

@@ -215,5 +215,5 @@ def _lists(tree: DraftTree) -> list[ListTree]:
     if tree.scores is None and tree.tokens.shape[1] > 1:
         raise ValueError("a member of a hybrid drafted a tree without scores, by which trees are mixed; give it scores")
     scores = torch.ones_like(tree.tokens, dtype=torch.float64) if tree.scores is None else tree.scores.double()
-    scores = scores.expand_as(tree.tokens)
-    return list(zip(tree.tokens.tolist(), tree.parents.tolist(), scores.tolist(), strict=True))
+    whole = torch.stack([tree.tokens.double(), tree.parents.double(), scores.expand_as(tree.tokens)], 1)  # read at once
+    return [([*map(int, tokens)], [*map(int, parents)], probs) for tokens, parents, probs in whole.tolist()]

@@ -296,7 +296,8 @@ class SequentialSession:
             state = self.cache.rows(context, False, drafter.depth)
         if state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        return trusted(*drafted_by(tree_of, drafter, context, (state,), config.width, config.min_prob))
+        nodes = drafted_by(tree_of, drafter, context, (state,), config.width, config.min_prob)
+        return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:
         if self.cache is None:

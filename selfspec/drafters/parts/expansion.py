@@ -33,7 +33,7 @@ def ahead(context: Context, depth: int) -> Tensor | None:
     if context.noise is None:
         return None
     # One position more than is drafted: the bonus token's, so that the walk finds it in the same block of noise.
-    return context.noise.ahead([n + 1 for n in context.lengths], depth + 1)[:, :depth]
+    return context.noise.ahead([n + 1 for n in context.lengths], depth + 1, context.positions)[:, :depth]
 
 
 class Growth:

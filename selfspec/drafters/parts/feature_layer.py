@@ -19,6 +19,7 @@ from selfspec.core.quantized import in_8_bits
 from selfspec.core.rows import PREFILL
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import Kept
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail
 
@@ -277,11 +278,16 @@ class FeatureCache(Generic[L, V], ABC):
             if late.width < width:
                 features = [F.pad(part, (0, 0, 0, width - late.width)) for part in features]
         count, device = [len(path) for path in paths], self.layer.device
-        read = engine.size(max(count), most)
-        places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
-        tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
+        read, kept = engine.size(max(count), most), None if self.late is None else self.late.kept
+        if kept is None:
+            places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
+            tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
+        else:  # what follows the kept nodes is what they emitted
+            places, last = kept.first(read).to(device), (kept.lengths - 1).to(device)
+            short = read - kept.tokens.shape[1]
+            tokens = (kept.tokens if short <= 0 else F.pad(kept.tokens, (0, short)))[:, :read].clamp(min=0).to(device)
         layers = self._view(self.cache, read + more, logits)
-        self._commit(count)
+        self._commit(count, kept)
         self.pending, self.late = [], None
         padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
         return PendingRows(layers, tuple(padded[:-3]), *padded[-3:])
@@ -298,10 +304,10 @@ class FeatureCache(Generic[L, V], ABC):
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         """Read the next `count` positions of each row."""
 
-    def _commit(self, count: list[int]) -> None:
-        """So many positions of each row were read."""
+    def _commit(self, count: list[int], kept: Kept | None = None) -> None:
+        """So many positions of each row were read; kept: as many, on the device."""
         assert self.cache is not None
-        self.cache.commit([list(range(n)) for n in count])
+        self.cache.commit([list(range(n)) for n in count], kept)
 
     def _select(self, rows: Tensor) -> None:
         """Keep these rows, int64."""

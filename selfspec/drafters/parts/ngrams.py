@@ -38,8 +38,14 @@ ListTree = tuple[list[int], list[int], list[float]]
 def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True, least: int = 1) -> DraftTree:
     """One tree of rows of different sizes, of `least` nodes or more; the shorter ones end in spare nodes."""
     width = max(least, *(len(tokens) for tokens, _, _ in rows))
-    padded = [
-        (t + [t[0]] * (width - len(t)), p + [-1] * (width - len(t)), c + [0.0] * (width - len(t))) for t, p, c in rows
-    ]
-    tokens, parents, probs = (torch.tensor(part, device=roots.device) for part in zip(*padded, strict=True))
-    return trusted(tokens, parents, probs, prunable=prunable)
+    padded, deepest = list[tuple[list[int], list[int], list[float]]](), 0
+    for tokens, parents, probs in rows:
+        depths, more = list[int](), width - len(tokens)
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        deepest = max(deepest, *depths)
+        padded.append((tokens + [tokens[0]] * more, parents + [-1] * more, probs + [0.0] * more))
+    whole = torch.tensor(padded, dtype=torch.float64, device=roots.device)  # one upload, exact for token ids
+    nodes = whole[:, :2].long()
+    scores = whole[:, 2].to(torch.get_default_dtype())
+    return trusted(nodes[:, 0], nodes[:, 1], scores, prunable=prunable, deepest=deepest)

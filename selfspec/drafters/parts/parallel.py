@@ -93,7 +93,8 @@ class ParallelSession:
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth)
         given = self.layer, pending
-        return trusted(*drafted_by(tree_of, drafter, context, given, config.width, config.min_prob))
+        nodes = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob)
+        return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)

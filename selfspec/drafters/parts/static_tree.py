@@ -65,7 +65,8 @@ def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) ->
     choices = max(ranks) + 1
     index = [0] + [1 + (d - 1) * choices + r for d, r in zip(depths[1:], ranks[1:], strict=True)]
     shape = torch.tensor(parents, device=device).expand(rows, -1)
-    tree = DraftTree(torch.zeros_like(shape), shape, torch.tensor(probs, device=device).expand(rows, -1))
+    scores = torch.tensor(probs, device=device).expand(rows, -1)
+    tree = DraftTree(torch.zeros_like(shape), shape, scores, deepest=max(depths))
     return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Context
+from selfspec.core.memory import constant
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead
 from selfspec.drafters.parts.static_tree import Acceptance, static_tree
@@ -32,15 +33,16 @@ def drafted_by(
     first. given: what the grower needs beside, tensors with rows first; depth_cost: what one more depth costs, in
     target passes; the rest is of `Growth`.
 
-    Eager passes expand nodes as long as their probability says so, `width` at each depth at most. A graph can not end
-    early: how many nodes it expands at each depth is set in advance, by the static tree for the drafter's calibration.
+    Eager passes on a CPU expand nodes as long as their probability says so, `width` at each depth at most. A graph can
+    not end early, and a GPU would have to be read: there it is set in advance how many nodes each depth expands, by the
+    static tree for the drafter's calibration.
     """
     engine, calibration = context.target.engine, drafter.calibration[context.mode]
     noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
-    if not engine.eager:
+    if not engine.eager or context.roots.device.type != "cpu":
         acceptance = tuple(map(tuple, calibration.acceptance))
         widths, min_prob = expanded(acceptance, context.nodes, width, depth_cost), 0.0
-    factors = torch.tensor(calibration.inverse_temperature, device=context.roots.device)
+    factors = constant(calibration.inverse_temperature, torch.get_default_dtype(), context.roots.device)
     ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
     padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
     shape = context.nodes, widths, min_prob, reserve

@@ -214,7 +214,8 @@ class UnrolledSession:
             return chain(context.roots[:, None])
         pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
         growing = config.width, config.min_prob
-        return trusted(*drafted_by(tree_of, drafter, context, (pending,), *growing, depth_cost=self.depth_cost))
+        nodes = drafted_by(tree_of, drafter, context, (pending,), *growing, depth_cost=self.depth_cost)
+        return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:
         self.cache.observe(accepted)

@@ -1,0 +1,92 @@
+"""What a decode step reads from the device and uploads to it: on a GPU the host waits for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from conftest import randomize, tiny_model
+from test_drafters import PROMPTS, TABLE
+from torch.overrides import TorchFunctionMode
+
+from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling
+from selfspec.core.target import Target
+from selfspec.core.tree import ancestors
+from selfspec.core.verify import Kept, WalkNoise, read_walk, walk
+from selfspec.engine.engine import Engine
+
+READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "equal", "nonzero", "cpu", "numpy"}
+UPLOADS = {"tensor", "as_tensor"}
+# Reads and uploads of a step in which no row ends. What mixes trees or looks texts up works on the host.
+STEPS = {
+    **dict.fromkeys(("medusa", "sequential", "early_exit", "feature", "eagle3", "mtp", "block"), (1, 0)),
+    "prompt_lookup": (1, 1),
+    "lookahead": (2, 1),
+    "hybrid": (3, 2),
+    "mask": (4, 1),
+}
+
+
+class Counting(TorchFunctionMode):
+    """Counts functions that read tensors, and those that make them of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.uploads = Counter[str](), Counter[str]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in READS:
+            self.reads[name] += 1
+        if name in UPLOADS:
+            self.uploads[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def static(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target whose engine has the sizes and functions of a compiled one, which run as they are."""
+    monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
+    return Target(tiny_model(), engine=Engine("eager", quiet=True))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [None, *STEPS])
+def test_reads_and_uploads_of_a_step(static: Target, kind: str | None, temperature: float, batch: int) -> None:
+    """The difference of a long and a short call, by passes."""
+    counts = []
+    for tokens in (8, 40):
+        torch.manual_seed(0)
+        drafter = TABLE[kind or "medusa"].build(static)
+        if not str(kind).startswith("hybrid"):
+            randomize(drafter)
+        decode = autoregressive if kind is None else speculative
+        options = Options(tokens, Sampling(temperature), 0, frozenset())
+        with Counting() as counting:
+            stats = decode(static, PROMPTS[:batch], options, drafter.eval(), 8).stats
+        counts.append((counting.reads.total(), counting.uploads.total(), stats.calls))
+    (reads, uploads, calls), (more_reads, more_uploads, more_calls) = counts
+    steps, (each_read, each_upload) = more_calls - calls, (1, 0) if kind is None else STEPS[kind]
+    ends = 0 if batch == 1 else 12 * batch  # rows end one by one, each with some uploads
+    assert more_reads - reads <= each_read * steps + ends
+    assert more_uploads - uploads <= each_upload * steps + 2 + ends
+
+
+def test_what_is_kept_is_the_same_on_host_and_device() -> None:
+    logits = torch.randn(3, 6, 9, generator=torch.Generator().manual_seed(0))
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, -1, 2]])
+    tokens = logits.argmax(-1).gather(1, parents.clamp(min=0))  # every child is right
+    walked = walk(logits, tokens, parents, ancestors(parents), WalkNoise())
+    paths, emitted = read_walk(walked)
+    assert max(map(len, paths)) == 6
+    kept, uploaded = Kept.walked(walked), Kept.of(paths, emitted, torch.device("cpu"))
+    for one, other in zip(kept, uploaded, strict=True):
+        assert one.tolist() == other.tolist()
+    assert kept.leaf.tolist() == [path[-1] for path in paths]
+    assert kept.bonus.tolist() == [row[-1] for row in emitted]
+    assert kept.first(8).tolist() == [path + [0] * (8 - len(path)) for path in paths]
