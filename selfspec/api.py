@@ -266,6 +266,7 @@ def load(
     ("prompt_lookup", "lookahead"; give `target` then), or several of these joined by "+", which share one tree; target:
     where to find the target instead of the place the drafter names, or the model itself (its weights must be the same);
     dtype: of the target and the drafter, by default as saved; int8 quantizes the target's linear maps on the CPU;
+    device: of a target that is loaded here (None, auto: CUDA where it works, else the CPU);
     engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for later processes
     (auto: compiled where a compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have
     taken 20 s); revision: of a drafter on the hub; trust_code: whether a checkpoint may

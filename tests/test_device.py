@@ -11,6 +11,7 @@ from conftest import randomize, tiny_model
 from test_drafters import PROMPTS, TABLE
 from torch.overrides import TorchFunctionMode
 
+from selfspec.core import generate
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -50,6 +51,7 @@ class Counting(TorchFunctionMode):
 @pytest.fixture
 def static(monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target whose engine has the sizes and functions of a compiled one, which run as they are."""
+    monkeypatch.setattr(generate, "_standing", lambda tree, roots: tree.on(roots))  # as on a GPU
     monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
     return Target(tiny_model(), engine=Engine("eager", quiet=True))
 
@@ -84,9 +86,10 @@ def test_what_is_kept_is_the_same_on_host_and_device() -> None:
     walked = walk(logits, tokens, parents, ancestors(parents), WalkNoise())
     paths, emitted = read_walk(walked)
     assert max(map(len, paths)) == 6
-    kept, uploaded = Kept.walked(walked), Kept.of(paths, emitted, torch.device("cpu"))
-    for one, other in zip(kept, uploaded, strict=True):
-        assert one.tolist() == other.tolist()
+    kept, uploaded = Kept(walked), Kept.of(paths, emitted, torch.device("cpu"))
+    assert kept.walked.tolist() == uploaded.walked.tolist()
+    assert kept.path.tolist() == [path + list(range(len(path), 6)) for path in paths]
+    assert kept.tokens.tolist() == [row + [0] * (6 - len(row)) for row in emitted]
+    assert kept.lengths.tolist() == [*map(len, paths)]
     assert kept.leaf.tolist() == [path[-1] for path in paths]
     assert kept.bonus.tolist() == [row[-1] for row in emitted]
-    assert kept.first(8).tolist() == [path + [0] * (8 - len(path)) for path in paths]

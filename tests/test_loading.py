@@ -11,10 +11,18 @@ import pytest
 import torch
 from conftest import made, randomize, save_tiny
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, QuantoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    QuantoConfig,
+)
 
 import selfspec
 from selfspec.api import Spec
+from selfspec.checkpoints import loading
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
 from selfspec.checkpoints.loading import load_target
@@ -22,6 +30,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.tree import chain
 from selfspec.drafters.medusa import Medusa
+from selfspec.utils.machine import default_device, device_type
 
 PROMPTS = ["def main():", "import os\nclass"]
 
@@ -235,3 +244,40 @@ def test_words_for_a_dtype_and_names_with_spaces(tiny_folder: str) -> None:
     spec = selfspec.load(" prompt_lookup ", tiny_folder, dtype="bf16")
     assert spec.target.dtype == torch.bfloat16
     assert member_names("runs/a + prompt_lookup") == ["runs/a", "prompt_lookup"]
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2", "flash_attention_3"])
+def test_attention_without_tree_masks_is_replaced(
+    attention: str, tmp_path: Path, tiny_folder: str, tokenizer: PreTrainedTokenizerFast, capsys: Any
+) -> None:
+    """Whoever asks for it: the caller, the target's config, or a model that is loaded already."""
+    target, _ = load_target(tiny_folder, attn_implementation=attention)
+    line = f"attention by {attention!r} takes no tree masks; sdpa computes it"
+    assert line in capsys.readouterr().err
+    assert target.model.config._attn_implementation == "sdpa"
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "theirs"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": attention}))
+    assert load_target(str(folder))[0].model.config._attn_implementation == "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    model.config._attn_implementation = attention
+    capsys.readouterr()
+    assert load_target(model)[0].model.config._attn_implementation == "sdpa"
+    assert line in capsys.readouterr().err
+
+
+def test_a_target_goes_where_it_is_fast(tiny_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """To CUDA where that works; a device that is there and does not work is left out with a line."""
+    assert str(load_target(tiny_folder, device="auto")[0].device) == "cpu"
+    monkeypatch.setattr(loading, "default_device", lambda: "meta")
+    moved: list[str] = []
+    monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: moved.append(str(device)))
+    load_target(tiny_folder)
+    load_target(tiny_folder, device="cpu")
+    load_target(AutoModelForCausalLM.from_pretrained(tiny_folder))  # stays where it is
+    assert moved == ["meta", "cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device() == "cpu"
+    assert "cuda:0 is there and does not work" in capsys.readouterr().err
+    assert device_type(None) == device_type("auto") == "cpu"
+    assert device_type("cuda:1") == "cuda"

@@ -36,6 +36,7 @@ from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
 from selfspec.training.rows import DrafterTraining
+from selfspec.training.state import Checkpoint
 from selfspec.training.train_drafter import _validation_rows
 from selfspec.utils.files import atomic
 
@@ -398,6 +399,20 @@ def test_a_run_that_ends_by_the_clock(
     assert more["steps"] == 18
     with pytest.raises(ValueError, match=r"loop.minutes=0.0 must be above 0"):
         LoopConfig(minutes=0.0)
+
+
+def test_a_checkpoint_is_written_by_the_clock(
+    tiny_folder: str, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at this clock takes 40 seconds, so that one minute is over in every second step."""
+    ticks, steps, write = iter(range(0, 10**6, 40)), list[int](), Checkpoint.write
+    monkeypatch.setattr("selfspec.training.loop.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr(Checkpoint, "write", lambda self, state: steps.append(state.step) or write(self, state))
+    settings = ("loop.steps=6", "train.prompts=2", "loop.checkpoint_every=500", "loop.checkpoint_minutes=1")
+    run_training(small("kept", tiny_folder, source_root, *settings), tmp_path / "a")
+    assert steps == [2, 4, 6]
+    with pytest.raises(ValueError, match=r"loop.checkpoint_minutes=0 must be above 0"):
+        LoopConfig(checkpoint_minutes=0)
 
 
 def test_training_begins_with_the_weights_of_another(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
@@ -35,6 +35,7 @@ from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
 from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
+from selfspec.utils.machine import default_device
 
 # Of from_pretrained: what says where files are and whether code in them may run, so of configs and tokenizers too
 _FETCHING = (
@@ -46,6 +47,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "sp
 _ODD = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, RecursionError, ArithmeticError)
 # What it raises for weights that are damaged or of another model
 _DAMAGED = (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError)
+_TREES = ("sdpa", "eager")  # attention that takes tree masks
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
 
 
@@ -77,75 +79,116 @@ def load_target(
     A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
-    dtype = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(str(dtype), dtype)
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8):
-        raise ValueError(f"dtype={dtype!r} must be auto, int8, bfloat16, float16, float32 or float64")
-    if int8 := wanted == torch.int8:
-        wanted = torch.bfloat16  # of all but the linear maps' weights
-        if divide is not None or loading or torch.device(device or "cpu").type != "cpu":
-            raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
+    wanted, int8 = _dtype(dtype)
+    named = isinstance(source, (str, Path))
+    if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
+        raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
     check_engine(engine)
+    device = None if device == "auto" else device
     if device is not None:
         check_device(device)
-    model: Any
-    passed = {name: value for name, value in loading.items() if name in _FETCHING}
-    passed.setdefault("trust_remote_code", False)  # None would ask on the terminal
+    elif named and divide is None and not int8 and "device_map" not in loading:
+        device = default_device()
+    fetching = {name: value for name, value in loading.items() if name in _FETCHING}
+    fetching.setdefault("trust_remote_code", False)  # None would ask on the terminal
     if isinstance(source, (str, Path)):
-        path = resolve(str(source))
-        if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or passed.pop("subfolder", None)):
-            passed.pop("subfolder", None)
-            source = path = str(Path(path) / str(inner))
-        if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
-            raise FileNotFoundError(
-                f"target {str(source)!r}{did_you_mean(str(source), TARGETS)}: {path} has no config.json; give a "
-                "folder, a hub id owner/name, or tiny-target"
-            )
-        try:
-            check_config(path, {"revision": revision, **passed}, "attn_implementation" in loading)
-            config = AutoConfig.from_pretrained(path, revision=revision, **passed)
-        except _ODD as error:  # a value of the wrong type, or none that a model can have
-            raise ValueError(f"target {str(source)!r}: its config.json is not read: {one_line(error):.300}") from error
-        for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-            if (Path(path) / index).is_file():
-                check_shards(Path(path) / index)
-        if config.is_encoder_decoder:
-            raise ValueError(f"target {str(source)!r} is an encoder-decoder; selfspec serves decoder-only models")
-        try:
-            settings = {"dtype": "auto", "revision": revision, "config": config, **passed, **loading}
-            with readable_log():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
-            model, report = loaded
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(f"no room for target {str(source)!r}: {one_line(error):.300}") from error
-        except (*_ODD, *_DAMAGED) as error:
-            if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone
-                raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
-            why = f"its config.json and weights make no model: {one_line(error):.300}"
-            raise ValueError(f"target {str(source)!r}: {why}") from error
-        except SafetensorError as error:
-            raise ValueError(f"target {str(source)!r}: its weights are no whole safetensors file ({error})") from error
-        if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
-            raise ValueError(
-                f"target {str(source)!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which "
-                "would be random numbers; save the whole model"
-            )
+        name, path = str(source), resolve(str(source))
+        if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or fetching.pop("subfolder", None)):
+            fetching.pop("subfolder", None)
+            name = path = str(Path(path) / str(inner))
+        model = _read(name, path, revision, fetching, loading)
     else:
-        if loading:
-            raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
-        adapter = getattr(source, "active_peft_config", None)
-        if adapter is not None and adapter.is_prompt_learning:
-            raise ValueError(
-                f"target has a {adapter.peft_type.value} adapter, which lives outside the model's layers; only "
-                "adapters inside them (such as LoRA) can be part of a target"
-            )
-        model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own, its adapters inside it
-        if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
-        path = str(model.config.name_or_path)
+        model = _given(source, loading)
+        name = path = str(model.config.name_or_path)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
+    saved = _placed(model, wanted, device, divide)
+    if int8:
+        quantize(model)
+        if not has_kernel():
+            print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
+    if engine != "eager" and named and not int8:
+        _align(model)
+    target = served(model, stock=named and divide is None)
+    target.saved_hash, target.saved_dtype = saved[0], saved[1] or target.saved_dtype
+    target.name = name or target.name  # as it was typed: what is saved with a drafter finds it again
+    target.use_engine(engine)
+    return target, _tokenizer(path, revision, fetching) if path else None
+
+
+def _dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
+    """Of the weights (None: as saved), and whether linear maps are quantized to 8 bits. Raises ValueError."""
+    name = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
+    wanted = getattr(torch, name, None) if isinstance(name, str) else name
+    if name != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8):
+        raise ValueError(f"dtype={name!r} must be auto, int8, bfloat16, float16, float32 or float64")
+    return (torch.bfloat16, True) if wanted == torch.int8 else (wanted, False)
+
+
+def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:
+    """The model in a folder or of a hub id. name: as it was typed; fetching, loading: arguments of from_pretrained."""
+    if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
+        raise FileNotFoundError(
+            f"target {name!r}{did_you_mean(name, TARGETS)}: {path} has no config.json; give a folder, a hub id "
+            "owner/name, or tiny-target"
+        )
+    try:
+        check_config(path, {"revision": revision, **fetching}, "attn_implementation" in loading)
+        config = AutoConfig.from_pretrained(path, revision=revision, **fetching)
+    except _ODD as error:  # a value of the wrong type, or none that a model can have
+        raise ValueError(f"target {name!r}: its config.json is not read: {one_line(error):.300}") from error
+    for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (Path(path) / index).is_file():
+            check_shards(Path(path) / index)
+    if config.is_encoder_decoder:
+        raise ValueError(f"target {name!r} is an encoder-decoder; selfspec serves decoder-only models")
+    loading = _attention(config, loading)
+    try:
+        settings = {"dtype": "auto", "revision": revision, "config": config, **fetching, **loading}
+        with readable_log():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"no room for target {name!r}: {one_line(error):.300}") from error
+    except (*_ODD, *_DAMAGED) as error:
+        if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone
+            raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
+        why = f"its config.json and weights make no model: {one_line(error):.300}"
+        raise ValueError(f"target {name!r}: {why}") from error
+    except SafetensorError as error:
+        raise ValueError(f"target {name!r}: its weights are no whole safetensors file ({error})") from error
+    model, report = loaded
+    if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
+        raise ValueError(
+            f"target {name!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which would be "
+            "random numbers; save the whole model"
+        )
+    return model
+
+
+def _given(source: Any, loading: Figures) -> PreTrainedModel:
+    """A model that is loaded already, adapters inside it."""
+    if loading:
+        raise ValueError(f"{', '.join(loading)} can not be applied to a target that is loaded already")
+    adapter = getattr(source, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ValueError(
+            f"target has a {adapter.peft_type.value} adapter, which lives outside the model's layers; only "
+            "adapters inside them (such as LoRA) can be part of a target"
+        )
+    model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
+    if (asked := model.config._attn_implementation) not in _TREES:
+        _say_instead(asked)
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def _placed(
+    model: Any, wanted: torch.dtype | None, device: str | None, divide: Callable[[PreTrainedModel], None] | None
+) -> tuple[str | None, torch.dtype | None]:
+    """Cast and move a model. Returns hash and dtype of its weights as saved, where they were cast or divided."""
     saved_hash = saved_dtype = None
     if wanted is not None and wanted != model.get_output_embeddings().weight.dtype:
         saved_dtype = model.get_output_embeddings().weight.dtype
@@ -156,18 +199,20 @@ def load_target(
         divide(model)
     elif device is not None:
         model.to(device)
-    if int8:
-        quantize(model)
-        if not has_kernel():
-            print("int8: no kernel here (AVX2 or AVX-512 VNNI and a C++ compiler); torch multiplies", file=sys.stderr)
-    if engine != "eager" and isinstance(source, (str, Path)) and not int8:
-        _align(model)
-    target = served(model, stock=isinstance(source, (str, Path)) and divide is None)
-    target.saved_hash, target.saved_dtype = saved_hash, saved_dtype or target.saved_dtype
-    target.use_engine(engine)
-    if isinstance(source, (str, Path)):
-        target.name = str(source)  # as it was typed: what is saved with a drafter finds it again
-    return target, _tokenizer(path, revision, passed) if path else None
+    return saved_hash, saved_dtype
+
+
+def _attention(config: PreTrainedConfig, loading: Figures) -> Figures:
+    """Arguments of from_pretrained, with attention that takes tree masks where the caller or the config names other."""
+    asked = loading.get("attn_implementation") or config._attn_implementation
+    if asked in (None, *_TREES) or not isinstance(asked, str):
+        return loading
+    _say_instead(asked)
+    return {**loading, "attn_implementation": "sdpa"}
+
+
+def _say_instead(attention: str) -> None:
+    print(f"attention by {attention!r} takes no tree masks; sdpa computes it", file=sys.stderr)
 
 
 def _tokenizer(path: str, revision: str | None, passed: Figures) -> Tokenizer | None:

@@ -23,6 +23,7 @@ from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
 from selfspec.evaluation.summary import write_summary
 from selfspec.utils.files import Figures, section, write_section, write_text
+from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
 
@@ -42,7 +43,7 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
 def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
     if config.engine == "auto":  # what is kept of a comparison names the engine that it had
-        config.engine = chosen("auto", str(config.device or "cpu").split(":")[0])
+        config.engine = chosen("auto", device_type(config.device))
     run = typed(CompareRun, config)
     path = folder / "runs.jsonl"
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"

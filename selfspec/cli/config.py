@@ -38,8 +38,8 @@ from selfspec.utils.tracking import Logged
 @dataclass
 class TargetConfig:
     """name: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own (float32 where
-    loop.precision=auto finds a CPU slower in bfloat16), int8 quantizes; device: cpu, cuda or the like (null: a GPU
-    where there is one); revision: of a hub id."""
+    loop.precision=auto finds a CPU slower in bfloat16), int8 quantizes; device: cpu, cuda or the like (null, auto:
+    CUDA where it works, else the CPU); revision: of a hub id."""
 
     name: str = MISSING
     dtype: str = "auto"
@@ -84,8 +84,9 @@ class TreeConfig:
 @dataclass
 class OneTarget(Logged):
     """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
-    like; engine: eager, or compiled (auto: where a compiler is found); data: where questions and text come from, below;
-    trust_code: whether checkpoints may name drafters of other packages."""
+    like (null, auto: CUDA where it works, else the CPU); engine: eager, or compiled (auto: where a compiler is found);
+    data: where questions and text come from, below; trust_code: whether checkpoints may name drafters of other
+    packages."""
 
     target: str = MISSING
     dtype: str = "auto"
@@ -139,7 +140,8 @@ class PageRun:
 @dataclass
 class LimitsRun(Logged):
     """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
-    like; results: a Markdown file whose section `limits NAME` is written anew."""
+    like (null, auto: CUDA where it works, else the CPU); results: a Markdown file whose section `limits NAME` is
+    written anew."""
 
     target: str = MISSING
     dtype: str = "auto"

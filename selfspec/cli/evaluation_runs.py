@@ -54,7 +54,7 @@ from selfspec.utils.files import (
     write_section,
     write_text,
 )
-from selfspec.utils.machine import device_name
+from selfspec.utils.machine import device_name, device_type
 from selfspec.utils.tracking import RunLog
 
 
@@ -82,7 +82,7 @@ def asked(
 
 def _loaded(run: Measurement, config: DictConfig) -> Spec:
     """The drafter on its target. What is kept of a run names the engine that it had."""
-    engine = chosen(run.engine, str(run.device or "cpu").split(":")[0])  # auto would change over while it is measured
+    engine = chosen(run.engine, device_type(run.device))  # auto would change over while it is measured
     spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code)
     config.engine = spec.target.engine.name
     return spec

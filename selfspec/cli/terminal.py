@@ -164,7 +164,7 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument("--target", help="for drafters that name none, and to override theirs")
     dtypes = "auto, int8, bfloat16, float16, float32 or float64"
     parser.add_argument("--dtype", default="auto", help=f"of the target: {dtypes}")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (auto: CUDA where it works, else the CPU)")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, through the target's chat template")
     parser.add_argument("--max-new-tokens", type=_positive, default=128, help="at most so many")
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy")

@@ -32,7 +32,7 @@ from selfspec.training import shard
 from selfspec.training.check import check, check_synthetic
 from selfspec.training.checks import check_training, warm_start
 from selfspec.training.loop import checkpoint_path
-from selfspec.training.loop_config import LoopConfig, default_device
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.rows import distilled, texts_folder, writer_of
@@ -41,6 +41,7 @@ from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
+from selfspec.utils.machine import default_device
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
@@ -49,6 +50,7 @@ _NAMED = 8  # keys that differ and are listed
 _FREE = (
     *("name", "check", "trust_code", "wandb", "logger"),  # name: of a folder that was moved
     *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
+    "loop.checkpoint_minutes",
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
     "train.rounds",  # of runs that version 0.2 began
 )
@@ -159,7 +161,7 @@ def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictCon
 
 
 def _device(asked: str | None) -> str:
-    return default_device() if asked in (None, "cuda") else asked
+    return default_device() if asked in (None, "auto", "cuda") else asked
 
 
 def as_plain(config: DictConfig) -> Figures:

@@ -201,9 +201,9 @@ class KVCache:
             del old
         self.capacity, self.store_rows, self._views = capacity, self.rows, {}
 
-    def commit(self, paths: list[list[int]], kept: Kept | None = None) -> None:
+    def commit(self, paths: list[list[int]], kept: Kept | None = None, lengths: Tensor | None = None) -> None:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept: the
-        same on the device, which spares uploads."""
+        same on the device, which spares uploads; lengths: int64 [B], so many first nodes, on the device."""
         if self.stores and any(path != list(range(len(path))) for path in paths):
             depth = self.engine.size(max(map(len, paths)))
             assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
@@ -223,11 +223,11 @@ class KVCache:
         if self.states and any(paths):
             self._advance(paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
-        if kept is None or self._lengths is None:
+        more = lengths if kept is None else kept.lengths
+        if more is None or self._lengths is None:
             self._lengths = None
         else:
-            more = nn.functional.pad(kept.lengths, (0, self.idle)) if self.idle else kept.lengths
-            self._lengths = self._lengths + more
+            self._lengths = self._lengths + (nn.functional.pad(more, (0, self.idle)) if self.idle else more)
 
     def _advance(self, paths: list[list[int]]) -> None:
         """Replay the accepted paths in layers that keep a state."""

@@ -17,7 +17,7 @@ from selfspec.core.options import Options, check, integer
 from selfspec.core.rows import MAX_NODES, Rows, clock
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.core.tree import chain
+from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
@@ -162,9 +162,7 @@ def _steps(
                     roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache, notes=stats.notes
                 )
             )
-            if not stats.calls:
-                assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
-            tree = target.shaped(tree.on(roots))
+            tree = target.shaped(_standing(tree, roots))
             t2 = clock(target.device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
@@ -202,6 +200,15 @@ def _steps(
         stats.rejected += int(rejected)
         cache.close()
         _warn_of_none(drafter, stats)
+
+
+def _standing(tree: DraftTree, roots: Tensor) -> DraftTree:
+    """The tree on each row's last token. On a CPU another root is an error; a GPU would have to be waited for, so there
+    the roots are put in place."""
+    if roots.device.type != "cpu":
+        return tree.on(roots)
+    assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
+    return tree
 
 
 def _warn_of_none(drafter: object, stats: Stats) -> None:

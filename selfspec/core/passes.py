@@ -19,7 +19,7 @@ from selfspec.core.verify import WalkNoise, walk
 class Pass:
     """What one pass gave. logits: [B, N, V] or None; hidden: [B, N, H], the decoder's last hidden state after its final
     norm, or the output of the last layer run; features: layer index -> that layer's output [B, N, H]; walked: int64
-    [B, 2, N], see `selfspec.core.verify.walk`, where the pass was asked to walk its tree."""
+    [B, 2, N + 2], see `selfspec.core.verify.Kept`, where the pass was asked to walk its tree."""
 
     logits: Tensor | None
     hidden: Tensor

@@ -89,7 +89,7 @@ class Rows:
     def accepted(self, tree: DraftTree, out: Pass) -> tuple[list[list[int]], list[list[int]], Kept]:
         """Each row's path and what it emits, after a pass, and the same on the device."""
         if out.walked is not None:
-            return *read_walk(out.walked), Kept.walked(out.walked)
+            return *read_walk(out.walked), Kept(out.walked)
         assert out.logits is not None
         paths, emitted = verify(tree, out.logits, self.picker, self.options.relaxed)
         return paths, emitted, Kept.of(paths, emitted, self.target.device)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec.core.sampling import nothing_to_pick
 from selfspec.core.tree import DraftTree
@@ -52,46 +52,47 @@ def verify(
     return paths, emitted
 
 
-class Kept(NamedTuple):
-    """What a walk keeps of each of B rows, on the target's device. path: int64 [B, N], the kept nodes, root first;
-    places behind them hold their own index. tokens: int64 [B, N], what each kept node emits, and -1 behind them;
-    lengths: int64 [B], kept nodes."""
+class Kept:
+    """What a walk keeps of each of B rows, on the target's device: one int64 tensor [B, 2, N + 2], which the pass
+    makes, so that reading a part of it launches nothing."""
 
-    path: Tensor
-    tokens: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def walked(cls, walked: Tensor) -> Kept:
-        """Of `walk`'s result."""
-        return cls(walked[:, 0], walked[:, 1], (walked[:, 1] != -1).sum(-1))
+    def __init__(self, walked: Tensor) -> None:
+        self.walked = walked
 
     @classmethod
     def of(cls, paths: list[list[int]], emitted: list[list[int]], device: torch.device) -> Kept:
-        """Of paths and tokens on the host, one upload; emitted tokens may be fewer than kept nodes."""
-        most = max(1, *map(len, paths), *map(len, emitted))
-        rows = [
-            [path + list(range(len(path), most)), new + [-1] * (most - len(new))]
-            for path, new in zip(paths, emitted, strict=True)
-        ]
-        both = torch.tensor(rows, device=device)
-        return cls(both[:, 0], both[:, 1], (both[:, 1] != -1).sum(-1))
+        """Of paths and tokens on the host, by one upload."""
+        most, rows = max(1, *map(len, paths)), []
+        for path, new in zip(paths, emitted, strict=True):
+            last = (path[-1], new[-1]) if path else (0, 0)
+            nodes = path + list(range(len(path), most))
+            rows.append([[*nodes, len(path), last[0]], [*new, *[0] * (most - len(new)), last[1], 0]])
+        return cls(torch.tensor(rows, device=device))
+
+    @property
+    def path(self) -> Tensor:
+        """int64 [B, N]: the kept nodes, root first; places behind them hold their own index."""
+        return self.walked[:, 0, :-2]
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, N]: what each kept node emits, 0 behind them."""
+        return self.walked[:, 1, :-2]
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]: kept nodes."""
+        return self.walked[:, 0, -2]
 
     @property
     def leaf(self) -> Tensor:
-        """int64 [B]: the last kept node of each row."""
-        return self.path.gather(1, (self.lengths - 1)[:, None])[:, 0]
+        """int64 [B]: the last kept node."""
+        return self.walked[:, 0, -1]
 
     @property
     def bonus(self) -> Tensor:
-        """int64 [B]: the last token that each row emits, its next root."""
-        return self.tokens.gather(1, (self.lengths - 1)[:, None])[:, 0]
-
-    def first(self, most: int) -> Tensor:
-        """int64 [B, most]: the first kept nodes, and node 0 behind them."""
-        width = self.path.shape[1]
-        path = self.path[:, :most] if width >= most else nn.functional.pad(self.path, (0, most - width))
-        return torch.where(torch.arange(most, device=path.device) < self.lengths[:, None], path, 0)
+        """int64 [B]: the last token that a row emits, its next root."""
+        return self.walked[:, 1, -2]
 
 
 class WalkNoise(NamedTuple):
@@ -122,9 +123,8 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
     logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N], see `tree.ancestors`. Returns int64
-    [B, 2, N], `path` and `tokens` of `Kept`; a token is -2 where none has a finite score. A child is accepted if it
-    holds the pick of its parent and no sibling before it does; a node is on the path if it and all its ancestors are
-    accepted.
+    [B, 2, N + 2], see `Kept`; a token is -2 where none has a finite score. A child is accepted if it holds the pick of
+    its parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
     """
     levels = below.sum(-1) - 1
     if noise.values is not None and noise.temperature is not None:
@@ -135,19 +135,23 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     else:
         best, picks = largest(logits)
     picks = torch.where(best.isfinite(), picks, -2)
-    if tokens.shape[1] == 1:  # the root alone is the path
-        return torch.stack([torch.zeros_like(picks), picks], 1)
+    rows, nodes = tokens.shape
+    if nodes == 1:  # the root alone is the path
+        none = torch.zeros_like(picks)
+        return torch.stack([torch.cat([none, none + 1, none], 1), torch.cat([picks, picks, none], 1)], 1)
     each = torch.arange(tokens.shape[1], device=tokens.device)
     wanted = picks.gather(1, parents.clamp(min=0))
     alike = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     first = ~(alike & (each < each[:, None])).any(-1)
     accepted = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
     on_path = ~(below & ~accepted[:, None]).any(-1)
-    rows, nodes = tokens.shape
     place = torch.where(on_path, levels, nodes)  # in the path; of nodes beside it behind its end
     path = torch.arange(nodes + 1, device=tokens.device).expand(rows, -1).scatter(1, place, each.expand(rows, -1))
-    emitted = torch.full((rows, nodes + 1), -1, device=tokens.device).scatter(1, place, picks)
-    return torch.stack([path[:, :nodes], emitted[:, :nodes]], 1)
+    emitted = torch.zeros(rows, nodes + 1, dtype=torch.long, device=tokens.device).scatter(1, place, picks)
+    count = on_path.sum(-1, keepdim=True)
+    ends = [row.gather(1, count - 1) for row in (path, emitted)]  # the leaf and the bonus token
+    path = torch.cat([path[:, :nodes], count, ends[0]], 1)
+    return torch.stack([path, torch.cat([emitted[:, :nodes], ends[1], torch.zeros_like(count)], 1)], 1)
 
 
 def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
@@ -157,7 +161,7 @@ def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
     """
     paths, emitted = [], []
     for path, tokens in walked.tolist():
-        count = tokens.index(-1) if -1 in tokens else len(tokens)
+        count = path[-2]
         paths.append(path[:count])
         emitted.append(tokens[:count])
         if -2 in emitted[-1]:

@@ -204,8 +204,7 @@ class EarlyExitSession:
         nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob, reserve=True)
         tokens, parents, scores, hidden, expanded = nodes
         if self.cache is not None:
-            order = torch.arange(2, device=self.lag.device).expand(len(self.lag), -1)
-            self.cache.commit([list(range(n + 1)) for n in self.behind], Kept(order, order, self.lag + 1))
+            self.cache.commit([list(range(n + 1)) for n in self.behind], lengths=self.lag + 1)
         self.ran, self.behind = expanded.shape[1], [0] * len(self.behind)
         own = {"start": exit, "hidden": hidden, "deepest": drafter.depth}
         return trusted(tokens, parents, scores, prunable=False, **own)
@@ -239,7 +238,8 @@ class EarlyExitSession:
 
     def _run(self, kept: Kept) -> Kept:
         """Of the kept nodes those that the exit block has run, as it counts them: without the root."""
-        nodes, path = kept.path.shape[1], kept.path[:, 1:]
-        order = torch.arange(nodes, device=path.device)
-        count = ((path < self.ran) & (order[1:] < kept.lengths[:, None])).sum(-1)
-        return Kept(torch.where(order[:-1] < count[:, None], path - 1, order[:-1]), kept.tokens[:, 1:], count)
+        path = kept.path[:, 1:]
+        order = torch.arange(path.shape[1], device=path.device)
+        count = ((path < self.ran) & (order < kept.lengths[:, None] - 1)).sum(-1, keepdim=True)
+        path = torch.cat([torch.where(order < count, path - 1, order), count, torch.zeros_like(count)], 1)
+        return Kept(torch.stack([path, torch.zeros_like(path)], 1))

@@ -73,7 +73,8 @@ def fit(
             stop = loop.any(bool(loop.signals.caught))
             if state.pending and not stop:
                 stop = loop.validated(best)
-            if stop or loop.due(config.checkpoint_every) or loop.flat:
+            late = loop.any(time.monotonic() - loop.kept > 60 * config.checkpoint_minutes)
+            if stop or late or loop.due(config.checkpoint_every) or loop.flat:
                 stop = loop.saved() or stop
             if stop:
                 loop.stop()
@@ -99,7 +100,7 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
 @dataclass
 class _Loop:
     """What a training holds while it runs. peaks: learning rates of each optimizer's groups; figures: of the last
-    validation."""
+    validation; kept: when it was saved last, by the monotonic clock."""
 
     accelerator: Accelerator
     module: nn.Module
@@ -114,6 +115,7 @@ class _Loop:
     state: State
     figures: Figures = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
+    kept: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         self.pace = Pace(
@@ -199,6 +201,7 @@ class _Loop:
         """Write a checkpoint; returns whether a signal came during the validation."""
         if self.accelerator.is_main_process:
             self.checkpoint.write(self.state)
+        self.kept = time.monotonic()
         self.accelerator.wait_for_everyone()
         return self.any(bool(self.signals.caught))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 Batches = Callable[[int], dict[str, Tensor]]
@@ -20,7 +18,8 @@ class LoopConfig:
     last part of the steps, over which the learning rate falls linearly to zero; warmup: steps in which it rises to its
     peak; clip: largest gradient norm; precision: bf16 (autocast), no, or auto for the faster one here; compile:
     torch.compile of the training step; seed: of weights and the order of rows; log_every: steps; validate_every: steps;
-    checkpoint_every: steps; patience: so many validations in a row without a better one end the run, 0 for never."""
+    checkpoint_every: steps; checkpoint_minutes: since the last checkpoint, after which there is one in any case;
+    patience: so many validations in a row without a better one end the run, 0 for never."""
 
     steps: int = 1000
     minutes: float | None = None
@@ -35,14 +34,16 @@ class LoopConfig:
     log_every: int = 10
     validate_every: int = 250
     checkpoint_every: int = 250
+    checkpoint_minutes: float = 10.0
     patience: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"loop.minutes={self.minutes} must be above 0")
+        for name in ("minutes", "checkpoint_minutes"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"loop.{name}={value} must be above 0")
         if self.patience < 0:
             raise ValueError(f"loop.patience={self.patience} must be at least 0")
         if not self.clip > 0:
@@ -64,8 +65,3 @@ class LoopConfig:
         if self.minutes is not None:
             left = min(left, (1 - seconds / (60 * self.minutes)) / max(self.decay, 1 / self.steps))
         return max(0.0, min(up, 1.0, left))
-
-
-def default_device() -> str:
-    """This process's own GPU, or the CPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"

@@ -283,9 +283,9 @@ class FeatureCache(Generic[L, V], ABC):
             places = torch.tensor([path + [0] * (read - len(path)) for path in paths], device=device)
             tokens, last = self._tokens(context, count, read), torch.tensor([n - 1 for n in count], device=device)
         else:  # what follows the kept nodes is what they emitted
-            places, last = kept.first(read).to(device), (kept.lengths - 1).to(device)
-            short = read - kept.tokens.shape[1]
-            tokens = (kept.tokens if short <= 0 else F.pad(kept.tokens, (0, short)))[:, :read].clamp(min=0).to(device)
+            last, short = (kept.lengths - 1).to(device), max(0, read - kept.path.shape[1])
+            both = (kept.path, kept.tokens) if not short else (F.pad(x, (0, short)) for x in (kept.path, kept.tokens))
+            places, tokens = (part[:, :read].to(device) for part in both)
         layers = self._view(self.cache, read + more, logits)
         self._commit(count, kept)
         self.pending, self.late = [], None
