@@ -84,7 +84,7 @@ def command(name: str, folder: Path, device: str) -> list[str]:
     return list({argument.split("=", 1)[0]: argument for argument in changed}.values())
 
 
-def told(name: str, folder: Path, output: str) -> str:
+def section_text(name: str, folder: Path, output: str) -> str:
     """What a part measured, as Markdown."""
     if (table := folder / "table.md").is_file():
         return table.read_text()
@@ -111,7 +111,7 @@ def run(name: str, typed: list[str], seconds: float) -> str:
     except subprocess.CalledProcessError as error:
         return f": failed\n\n```\n{error.stderr[-2000:]}\n```"
     where = next(argument for argument in typed if argument.startswith("hydra.run.dir=")).split("=", 1)[1]
-    return f" (`python {' '.join(typed)}`)\n\n{told(name, Path(where), done.stdout)}"
+    return f" (`python {' '.join(typed)}`)\n\n{section_text(name, Path(where), done.stdout)}"
 
 
 @hydra.main(config_path="../configs", config_name="gpu", version_base="1.3")

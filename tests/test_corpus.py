@@ -169,7 +169,7 @@ def test_records_are_tokenized_once(tokenizer: Any, tmp_path: Path, monkeypatch:
         assert corpus.tokens.tolist() == whole.tokens.tolist()
         assert corpus.mask.tolist() == whole.mask.tolist()
         assert corpus.starts.tolist() == whole.starts.tolist()
-        assert corpus.talks.tolist() == whole.talks.tolist() == [d.conversation for d in documents]
+        assert corpus.is_chat.tolist() == whole.is_chat.tolist() == [d.conversation for d in documents]
         assert (corpus.n_bytes, corpus.counted) == (whole.n_bytes, whole.counted)
     with monkeypatch.context() as patch:
         patch.setattr(JsonLines, "documents", None)  # not read again
@@ -194,7 +194,7 @@ def test_broken_records_are_counted_and_limited(tokenizer: Any, tmp_path: Path, 
     for _ in range(2):  # read, then from the cache
         source = JsonLines(path=path, tokenizer=tokenizer, tolerate=4)
         train, validation = stored(source, tokenizer, tmp_path / "cache")
-        assert len(train.talks) + len(validation.talks) == 30
+        assert len(train.is_chat) + len(validation.is_chat) == 30
         said = capsys.readouterr().err
         assert "4 broken records" in said
         assert "line 31: not JSON" in said
@@ -247,7 +247,7 @@ def test_parquet_and_data_sets_by_name_are_read_alike(tokenizer: Any, tmp_path: 
     for source in (one, two):
         assert {d.text for d in source.train()} == texts
         corpus, _ = stored(source, tokenizer, tmp_path / "cache")
-        assert len(corpus.talks) == len(texts)
+        assert len(corpus.is_chat) == len(texts)
     assert two.fingerprint() == Hub(name=str(folder), tokenizer=tokenizer).fingerprint()
     (folder / "broken.parquet").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"broken\.parquet can not be read as Parquet"):
@@ -271,7 +271,7 @@ def test_a_damaged_cache_is_made_anew(tokenizer: Any, tmp_path: Path) -> None:
     source = JsonLines(path=path, tokenizer=tokenizer)
     whole = stored(source, tokenizer, tmp_path / "cache")[0].tokens.tolist()
     (folder,) = (tmp_path / "cache").iterdir()
-    for name, content in (("train.tokens", b""), ("train.talks", None), ("about.json", b"{}"), ("about.json", b"[")):
+    for name, content in (("train.tokens", b""), ("train.is_chat", None), ("about.json", b"{}"), ("about.json", b"[")):
         if content is None:
             (folder / name).unlink()
         else:

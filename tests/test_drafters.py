@@ -47,14 +47,16 @@ PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60
 
 @dataclass(frozen=True)
 class Row:
-    """build: the drafter on a target; parameters: how many it trains on a Llama of the tests (None: not counted)."""
+    """build: the drafter on a target; parameters: how many it trains on a Llama of the tests (None: not counted); few:
+    whether it has a draft vocabulary."""
 
     build: Callable[[Target], Drafter]
     parameters: int | None = None
+    few: bool = False
 
 
 def of(kind: type[Drafter], parameters: int | None = None, **settings: Any) -> Row:
-    return Row(lambda target: made(kind, target, **settings), parameters)
+    return Row(lambda target: made(kind, target, **settings), parameters, "draft_vocab" in settings)
 
 
 def hybrid(**trained: Row) -> Row:
@@ -194,6 +196,17 @@ TABLE = {
 }
 
 
+UNTRAINED = [name for name in TABLE if name.startswith(("prompt_lookup", "lookahead", "hybrid"))]
+TRAINED = [name for name in TABLE if name not in UNTRAINED]
+COUNTED = [name for name, row in TABLE.items() if row.parameters is not None]
+FEW = [name for name, row in TABLE.items() if row.few]
+
+
+def of_rows(names: list[str]) -> Any:
+    """The test is for these rows of the table alone."""
+    return pytest.mark.parametrize("row", names, indirect=True)
+
+
 @pytest.fixture(params=TABLE)
 def row(request: pytest.FixtureRequest) -> Row:
     return TABLE[request.param]
@@ -212,17 +225,22 @@ def batch() -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "mask": torch.rand(3, 24, generator=g) < 0.8}
 
 
+@of_rows(COUNTED)
 def test_parameter_count_is_the_formula(row: Row, llama: Target) -> None:
-    if row.parameters is not None:
-        assert sum(p.numel() for p in row.build(llama).trained().values()) == row.parameters
+    assert sum(p.numel() for p in row.build(llama).trained().values()) == row.parameters
 
 
+@of_rows(UNTRAINED)
+def test_what_has_nothing_to_train_is_not_trained(row: Row, llama: Target) -> None:
+    drafter = built(row, llama)
+    assert not isinstance(drafter, Trained)
+    assert not drafter.trained()
+
+
+@of_rows(TRAINED)
 def test_training_moves_own_parameters_alone(row: Row, target: Target) -> None:
     before = weights_hash(target.model)
-    drafter = built(row, target)
-    if not isinstance(drafter, Trained):
-        assert not drafter.trained()
-        return
+    drafter: Any = built(row, target)
     own = {name: p.detach().clone() for name, p in drafter.trained().items()}  # eval mode has frozen none of them
     frozen = {name: p.detach().clone() for name, p in drafter.named_parameters() if name not in own}
     drafter.train()
@@ -305,6 +323,7 @@ def test_a_step_in_parts_and_processes_is_the_same_step(name: str) -> None:
             assert float((found[key] - gradient).norm()) <= 1e-5 * (float(gradient.norm()) + 1e-3), (parts, key)
 
 
+@of_rows(FEW)
 def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,8 +332,8 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     torch.manual_seed(0)
     drafter = row.build(llama)
-    if not isinstance(drafter, Reduced) or drafter.vocabulary is None:
-        pytest.skip("no draft vocabulary")
+    assert isinstance(drafter, Reduced)
+    assert drafter.vocabulary is not None
     randomize(drafter)
     drafter.drafts_only(torch.randperm(VOCAB)[: len(drafter.vocabulary)])
     first, _ = DraftLoss(drafter, llama)(batch())
@@ -323,14 +342,16 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
     assert float(DraftLoss(drafter, llama)(batch())[0]) == pytest.approx(float(first), rel=1e-6)
 
 
+@of_rows(FEW)
 def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     source, begun = row.build(llama), row.build(llama)
-    if not isinstance(source, Reduced) or not isinstance(begun, Reduced) or source.vocabulary is None:
-        pytest.skip("no draft vocabulary")
+    assert isinstance(source, Reduced)
+    assert isinstance(begun, Reduced)
+    assert source.vocabulary is not None
     source.drafts_only(torch.randperm(VOCAB)[: len(source.vocabulary)])
     randomize(source)
     warm_start(begun, source, "runs/first")
@@ -339,15 +360,14 @@ def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@of_rows(TRAINED)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a packed row is that of its documents in rows of their own."""
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
         monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
     target = Target(tiny_model(family, dtype=torch.float64))
-    drafter = built(row, target)
-    if not isinstance(drafter, Trained):
-        pytest.skip("nothing to train")
+    drafter: Any = built(row, target)
     if isinstance(drafter, (Mask, BlockDrafter, Eagle3)):
         drafter.config.anchors = 100  # behind every position
     g = torch.Generator().manual_seed(1)
@@ -410,11 +430,10 @@ def test_trees_keep_the_budget_and_the_root(row: Row, target: Target) -> None:
     assert widest == 7 or (smaller and 3 <= widest < 7)  # a pool may know too little, a row may not be worth its place
 
 
+@of_rows([name for name in TABLE if not name.startswith("hybrid")])
 def test_save_and_load_give_the_same_draft(row: Row, tmp_path: Path) -> None:
     target = Target(tiny_model())
     drafter = built(row, target)
-    if isinstance(drafter, Hybrid):
-        pytest.skip("it has no checkpoint of its own")
     calibrate(target, drafter, "greedy", write_samples(target, PROMPTS[2:], 20, 0.0, range(9), drafter.reads))
     save_drafter(drafter, tmp_path / "d", target, "tiny", None, "")
     again = load_drafter(tmp_path / "d", target)

@@ -18,7 +18,7 @@ from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
-from selfspec.training.conversations import Conversation, Rules, Template, held
+from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
 from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config
 
@@ -84,7 +84,7 @@ def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Targ
     target, tokenizer = pair
     train, validation = synthetic(settings(tmp_path), target, tokenizer, quiet=True)
     template = Template.of(ChatTemplate(tokenizer))
-    assert len(train.talks) + len(validation.talks) <= 8
+    assert len(train.is_chat) + len(validation.is_chat) <= 8
     assert train.counted
     assert validation.counted
     document = train.document(0)
@@ -93,7 +93,7 @@ def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Targ
     assert document.tokens[start - len(template.answer) : start].tolist() == template.answer
     assert bool(document.mask[-1])  # nothing stands behind the last answer
     begins = [
-        (document.mask[1:] & ~document.mask[:-1]).sum() for document in map(train.document, range(len(train.talks)))
+        (document.mask[1:] & ~document.mask[:-1]).sum() for document in map(train.document, range(len(train.is_chat)))
     ]
     assert max(begins) == 2  # answers, one for each turn
 
@@ -119,7 +119,7 @@ def test_a_row_begins_anew_where_a_conversation_ended(family: str) -> None:
 
     def texts(rows: int) -> dict[int, list[int]]:
         begun = [Conversation.begun(i, template, [9 + i], 0.0) for i in range(7)]
-        return {each.number: each.tokens for each in held(target, begun, rules, rows, 40, 0)}
+        return {each.number: each.tokens for each in write_conversations(target, begun, rules, rows, 40, 0)}
 
     alone = texts(1)
     assert texts(3) == alone
@@ -158,11 +158,11 @@ def test_an_interrupted_call_goes_on(
     assert len(more[0].tokens) > len(whole[0].tokens)
     most = synthetic(settings(tmp_path / "b", conversations=12), target, tokenizer)
     assert calls[0] == 4  # files are whole, whatever is read of them
-    assert sum(len(c.talks) for c in most) > sum(len(c.talks) for c in more)
+    assert sum(len(c.is_chat) for c in most) > sum(len(c.is_chat) for c in more)
     more = most
     card = json.loads(next((tmp_path / "b").glob("*/card.json")).read_text())
     assert card["begun"] == 12
-    assert card["usable"] == sum(len(c.talks) for c in more)
+    assert card["usable"] == sum(len(c.is_chat) for c in more)
 
 
 def test_equal_questions_are_kept_once() -> None:
@@ -239,7 +239,7 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
     words = tokenizer("def", add_special_tokens=False)["input_ids"]
     start, found = len(Template.of(ChatTemplate(tokenizer)).opening), []
     for corpus in (train, validation):
-        for i in range(len(corpus.talks)):
+        for i in range(len(corpus.is_chat)):
             document = corpus.document(i)
             found.append(document.tokens[start : start + len(words)].tolist() == words)
             assert not document.mask[: start + len(words)].any()  # what is given does not count

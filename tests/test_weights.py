@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Choices of this test alone."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_choices", {})
-    monkeypatch.setattr(module, "_met", set())
+    monkeypatch.setattr(module, "_shapes_used", set())
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
     return tmp_path
 

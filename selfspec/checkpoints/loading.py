@@ -270,7 +270,7 @@ def untrained(name: str, trust: bool = False) -> type[Drafter] | None:
     return kind
 
 
-def _one(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None, trust: bool) -> Drafter:
+def _member(name: str, folder: Path | None, target: Target, tokenizer: Tokenizer | None, trust: bool) -> Drafter:
     if (kind := untrained(name, trust)) is not None:
         return mtp.read(target) if kind is Mtp else build(kind, target, config_class(kind)()).eval()
     folder = folder or drafter_folder(name)
@@ -298,7 +298,7 @@ def find_drafter(
         raise ValueError(f"drafter={name!r} names no drafter on one side of a +; give names such as a+b")
     if len(set(names)) < len(names):
         raise ValueError(f"drafter={name!r} names a drafter twice")
-    members = {one: _one(one, (folders or {}).get(one), target, tokenizer, trust) for one in names}
+    members = {one: _member(one, (folders or {}).get(one), target, tokenizer, trust) for one in names}
     return joined(target, members)
 
 

@@ -98,7 +98,7 @@ def sample_prompts(
     order = turn.argsort(stable=True)
     sizes = (ends - starts)[order] + len(corpus.prompt_end)
     fitting = order if limit is None else order[sizes + new_tokens <= limit]
-    texts = (~corpus.talks).nonzero()[:, 0]
+    texts = (~corpus.is_chat).nonzero()[:, 0]
     many = count if not len(texts) else 0
     if len(fitting) and len(texts):
         amount = int(corpus.lengths()[texts].sum())

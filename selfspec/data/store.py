@@ -45,12 +45,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Corpus(Stream):
-    """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; talks: bool [D], which are
+    """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; is_chat: bool [D], which are
     conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts;
     prompt_end: see `ChatTemplate.prompt_end`."""
 
     starts: Tensor
-    talks: Tensor
+    is_chat: Tensor
     counted: int
     key: str
     prompt_end: tuple[int, ...] = ()
@@ -125,26 +125,26 @@ def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Sequence[int] = ()) -> Corpus:
     """Documents as tokens in memory; see `encoded`. prompt_end: see `ChatTemplate.prompt_end`."""
-    tokens, mask, starts, talks, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
+    tokens, mask, starts, is_chat, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
     for one in encoded(documents, tokenizer):
         tokens.append(torch.tensor(one.tokens, dtype=torch.int64))
         mask.append(torch.tensor(one.mask, dtype=torch.bool))
         starts.append(starts[-1] + len(one.tokens))
-        talks.append(one.talk)
+        is_chat.append(one.talk)
         n_bytes += one.n_bytes
     corpus = joined(
         torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
         torch.cat([torch.zeros(0, dtype=torch.bool), *mask]),
         torch.tensor(starts),
-        torch.tensor(talks, dtype=torch.bool),
+        torch.tensor(is_chat, dtype=torch.bool),
         n_bytes,
     )
     return replace(corpus, prompt_end=tuple(prompt_end))
 
 
-def joined(tokens: Tensor, mask: Tensor, starts: Tensor, talks: Tensor, n_bytes: int = 0) -> Corpus:
+def joined(tokens: Tensor, mask: Tensor, starts: Tensor, is_chat: Tensor, n_bytes: int = 0) -> Corpus:
     """A corpus of tensors, its figures counted."""
-    return Corpus(tokens, mask, n_bytes, starts, talks, int(mask.sum()), _hash(tokens, mask, starts))
+    return Corpus(tokens, mask, n_bytes, starts, is_chat, int(mask.sum()), _hash(tokens, mask, starts))
 
 
 def stream_key(stream: Stream) -> str:
@@ -167,7 +167,7 @@ class _Writer:
 
     def __init__(self, folder: Path, part: str) -> None:
         self.files: dict[str, BinaryIO] = {n: (folder / f"{part}.{n}").open("wb") for n in ("tokens", "mask", "ends")}
-        self.talks = bytearray()
+        self.is_chat = bytearray()
         self.end = self.n_bytes = self.counted = 0
         self.key = hashlib.sha256()
 
@@ -177,7 +177,7 @@ class _Writer:
         self.files["tokens"].write(tokens)
         self.files["mask"].write(mask)
         self.files["ends"].write(np.int64(self.end).tobytes())
-        self.talks.append(one.talk)
+        self.is_chat.append(one.talk)
         self.n_bytes += one.n_bytes
         self.counted += sum(one.mask)
         self.key.update(tokens + mask + np.int64(self.end).tobytes())
@@ -185,7 +185,7 @@ class _Writer:
     def close(self) -> dict[str, int | str]:
         for file in self.files.values():
             file.close()
-        counts = {"tokens": self.end, "documents": len(self.talks), "bytes": self.n_bytes, "counted": self.counted}
+        counts = {"tokens": self.end, "documents": len(self.is_chat), "bytes": self.n_bytes, "counted": self.counted}
         return {**counts, "key": self.key.hexdigest()}
 
 
@@ -266,7 +266,7 @@ def _write(source: Records, tokenizer: Tokenizer, folder: Path) -> None:
                 bar.set_postfix(figures, refresh=False)
     about = {part: writer.close() for part, writer in writers.items()}
     for part, writer in writers.items():
-        (folder / f"{part}.talks").write_bytes(bytes(writer.talks))
+        (folder / f"{part}.talks").write_bytes(bytes(writer.is_chat))
     files = {f"{part}.{name}": _file_hash(folder / f"{part}.{name}") for part in _PARTS for name in _SIZES}
     left_out = {**vars(broken), "broken": broken.count, "files": files}
     (folder / "about.json").write_text(json.dumps({**about, **left_out}))
@@ -286,6 +286,6 @@ def _mapped(folder: Path, part: str, about: dict[str, Any], prompt_end: Sequence
     tokens = read("tokens", torch.int32, counts["tokens"])
     mask = read("mask", torch.bool, counts["tokens"])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, counts["documents"])])
-    talks = read("talks", torch.bool, counts["documents"])
-    found = counts["bytes"], starts, talks, counts["counted"], str(counts["key"])
+    is_chat = read("talks", torch.bool, counts["documents"])
+    found = counts["bytes"], starts, is_chat, counts["counted"], str(counts["key"])
     return Corpus(tokens, mask, *found, tuple(prompt_end))

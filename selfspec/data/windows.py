@@ -172,7 +172,7 @@ def openings(corpus: Corpus) -> tuple[Tensor, Tensor]:
     ends = _begins(corpus.mask)
     documents = torch.searchsorted(corpus.starts, ends, right=True) - 1
     starts = corpus.starts[documents]
-    asks = corpus.talks[documents] & (ends > starts)
+    asks = corpus.is_chat[documents] & (ends > starts)
     return starts[asks], ends[asks]
 
 

@@ -20,7 +20,7 @@ MODES = ("greedy", "sampled")  # the decoding modes that drafters are calibrated
 CHOICES = 16  # choices per depth that are measured, and that a static tree may hold below one node
 
 
-def itself(value: Tensor) -> Tensor:
+def no_reduce(value: Tensor) -> Tensor:
     """The mean, or the sum, over one process."""
     return value
 
@@ -60,7 +60,7 @@ class Batch:
     features: dict[int, Tensor]
     cache: TextCache | None
     documents: Tensor | None = None
-    average: Callable[[Tensor], Tensor] = itself
+    average: Callable[[Tensor], Tensor] = no_reduce
 
     def counted(self, ahead: int) -> Tensor:
         """bool [B, S - ahead]: for every position, whether the token `ahead` places later counts and is of the same

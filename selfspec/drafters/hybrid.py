@@ -22,8 +22,8 @@ from selfspec.drafters.base import Drafter, DrafterConfig, Trained
 from selfspec.drafters.parts.ngrams import ListTree, as_tree
 
 _WEIGHT = 8.0  # prior weight of a class of nodes, in checked tokens
-_RESTED = 16  # passes after which trained members are asked again
-_DOUBT = 0.25  # the part of its probability a child keeps at first where another source proposes something else
+_REST_PASSES = 16  # passes after which trained members are asked again
+_UNSHARED = 0.25  # the part of its probability a child keeps at first where another source proposes something else
 
 
 @dataclass
@@ -103,8 +103,8 @@ class _Row:
     def merge(self, trees: Sequence[ListTree], nodes: int) -> ListTree:
         """Several sources' trees in one of at most `nodes` nodes, the best by path probability.
 
-        A child that several sources propose gets 1 - prod(1 - p); one that others did not propose is scaled by _DOUBT.
-        Both are then scaled by how often such children were right so far.
+        A child that several sources propose gets 1 - prod(1 - p); one that others did not propose is scaled by
+        _UNSHARED. Both are then scaled by how often such children were right so far.
         """
         ids, parents, chances = [trees[0][0][0]], [-1], [1.0]
         whose, beside, self.below = [0], [0], [{}]
@@ -135,7 +135,7 @@ class _Row:
             for child in children.values():
                 self.classes[child] = (whose[child], beside[node])
                 if whose[child] != beside[node]:
-                    chances[child] *= _DOUBT
+                    chances[child] *= _UNSHARED
             believed = {}
             for child in children.values():
                 right, expected = self.right.get(self.classes[child], (1.0, 1.0))
@@ -191,7 +191,7 @@ class HybridSession:
         """Whether the trained members are left alone in this pass, in which the others expect so many accepted tokens
         per row. rate: tokens per second and row of plain decoding."""
         count, tokens, seconds = self.usual
-        if self.asked < 2 or tokens - count * expected > expected * rate * seconds or self.rested >= _RESTED:
+        if self.asked < 2 or tokens - count * expected > expected * rate * seconds or self.rested >= _REST_PASSES:
             self.rested = 0
             return False
         self.rested += 1

@@ -81,8 +81,8 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
             f"drafter {kind!r} is code of the package {package!r}; if you trust it, load it with trust_code=True "
             f"(trust_code=true, --trust-code), or install it with an entry point of the group {GROUP}"
         )
-    homes = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
-    if away is not None and any(Path(home).resolve().is_relative_to(away.resolve()) for home in homes):
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
+    if away is not None and any(Path(home).resolve().is_relative_to(away.resolve()) for home in places):
         raise ValueError(f"drafter {kind!r}: code is never taken from the checkpoint's own folder {away}; install it")
     return _imported(path)
 

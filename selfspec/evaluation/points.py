@@ -27,10 +27,10 @@ def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
     marks = ("summary.json", "records.jsonl", "figures.jsonl", "error.txt", ".lock")
-    homes = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
-    homes |= {folder} if (folder / "summary.json").exists() else set()
+    run_folders = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
+    run_folders |= {folder} if (folder / "summary.json").exists() else set()
     points, broken = [], []
-    for home in sorted(homes, key=lambda p: [(len(part), part) for part in p.parts]):
+    for home in sorted(run_folders, key=lambda p: [(len(part), part) for part in p.parts]):
         try:
             point = read_json(home / "summary.json")
             wrong = not _whole(point)

@@ -16,7 +16,7 @@ from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.data.questions import Asking
-from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, itself
+from selfspec.drafters.base import CHOICES, Calibration, Drafter, Sample, Trained, no_reduce
 from selfspec.drafters.parts.expansion import perturbed
 from selfspec.drafters.parts.ngrams import Tally
 from selfspec.drafters.parts.static_tree import static_tree
@@ -54,7 +54,11 @@ class Figures(TypedDict, total=False):
 
 
 def calibrate(
-    target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample], total: Callable[[Tensor], Tensor] = itself
+    target: Target,
+    drafter: Drafter,
+    mode: str,
+    samples: Sequence[Sample],
+    total: Callable[[Tensor], Tensor] = no_reduce,
 ) -> Figures:
     """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode.
     total: the sum of a tensor over all processes, each of which measures samples of its own (trained drafters only)."""
@@ -71,7 +75,7 @@ def measure_along(
     samples: Sequence[Sample],
     depths: int,
     scores: Callable[[Sample, Tensor], Tensor],
-    total: Callable[[Tensor], Tensor] = itself,
+    total: Callable[[Tensor], Tensor] = no_reduce,
 ) -> tuple[Calibration, Figures]:
     """Measure a drafter along the target's own text.
 
@@ -154,7 +158,7 @@ def decoded(
     mode: str,
     samples: Sequence[Sample],
     new_tokens: int,
-    total: Callable[[Tensor], Tensor] = itself,
+    total: Callable[[Tensor], Tensor] = no_reduce,
 ) -> float:
     """Acceptance length of decoding the samples' prompts with trees of 16 nodes, beside what `calibrate` promises for
     them. total: see `calibrate`."""

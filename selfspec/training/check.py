@@ -110,7 +110,7 @@ def check_synthetic(
 
 
 def _described(name: str, corpus: Corpus) -> list[str]:
-    lengths, talks = corpus.lengths(), int(corpus.talks.sum())
+    lengths, talks = corpus.lengths(), int(corpus.is_chat.sum())
     quantiles = torch.quantile(
         lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double()
     )
@@ -127,7 +127,7 @@ def examples(corpus: Corpus, tokenizer: Tokenizer, most: int) -> list[str]:
     brackets without a terminal. Long ones are shown around where the first counted part begins."""
     begin, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     width, lines = max(20, shutil.get_terminal_size().columns), list[str]()
-    which = corpus.talks.nonzero()[:, 0] if corpus.talks.any() else torch.arange(len(corpus.talks))
+    which = corpus.is_chat.nonzero()[:, 0] if corpus.is_chat.any() else torch.arange(len(corpus.is_chat))
     count = min(most, len(which))
     for i in range(count):
         one = corpus.document(int(which[(2 * i + 1) * len(which) // (2 * count)]))

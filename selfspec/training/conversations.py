@@ -130,7 +130,7 @@ class Conversation:
 
 
 @torch.inference_mode()
-def held(
+def write_conversations(
     target: Target, conversations: Iterable[Conversation], rules: Rules, rows: int, longest: int, seed: int
 ) -> Iterator[Conversation]:
     """The conversations, as they end; those without a usable question are empty. rows: at once; longest: tokens of one,

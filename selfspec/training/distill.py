@@ -82,7 +82,7 @@ class _Source:
     def of(cls, corpus: Corpus, length: int) -> _Source:
         starts, ends = openings(corpus)
         fitting = ends - starts + len(corpus.prompt_end) + 1 < length
-        texts = (~corpus.talks).nonzero()[:, 0]
+        texts = (~corpus.is_chat).nonzero()[:, 0]
         return cls(corpus, texts, int(corpus.lengths()[texts].sum()), starts[fitting], ends[fitting])
 
     def prompts(self, tokens: int, rows: int, length: int, g: torch.Generator) -> tuple[list[Stream], Tensor]:

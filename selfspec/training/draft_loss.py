@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
-from selfspec.drafters.base import Batch, Drafter, Trained, itself
+from selfspec.drafters.base import Batch, Drafter, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
@@ -25,7 +25,7 @@ class DraftLoss(nn.Module):
         self,
         drafter: Trained,
         target: Target,
-        average: Callable[[Tensor], Tensor] = itself,
+        average: Callable[[Tensor], Tensor] = no_reduce,
         hidden: HiddenStates | None = None,
     ) -> None:
         """average: the mean of a tensor over all processes, each of which has a part of the batch in training; hidden:
@@ -36,7 +36,7 @@ class DraftLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], counts: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """counts: [K], see `counts`, of the whole step. The losses of its parts then add up to the step's loss."""
-        average = self.average if self.training else itself
+        average = self.average if self.training else no_reduce
         return self.drafter.loss(self._seen(batch, average if counts is None else shares(counts)))
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class DraftLoss(nn.Module):
             nothing = torch.empty(0)
             seen = Batch(batch["tokens"], batch["mask"], nothing, nothing, {}, None, batch.get("documents"))
         else:
-            seen = self._seen(batch, itself)
+            seen = self._seen(batch, no_reduce)
         return drafter.counts(seen).float()
 
     def _seen(self, batch: dict[str, Tensor], average: Callable[[Tensor], Tensor]) -> Batch:

@@ -28,7 +28,7 @@ from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
 from selfspec.data.store import Corpus, joined
-from selfspec.training.conversations import Conversation, Rules, Template, held
+from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.files import Figures, cache_folder, write_text
 from selfspec.utils.progress import progress
@@ -192,7 +192,7 @@ def _written(
     begun = (
         Conversation.begun(i, template, words[i % len(words)], float(i * _GOLDEN % 1 < config.sampled)) for i in numbers
     )
-    return held(target, begun, rules, config.batch, _longest(config, template, words), config.seed)
+    return write_conversations(target, begun, rules, config.batch, _longest(config, template, words), config.seed)
 
 
 def _longest(config: Synthetic, template: Template, words: list[list[int]]) -> int:
@@ -265,7 +265,7 @@ def _card(
     validation: Corpus,
 ) -> None:
     """Say what was made, in words and on disk."""
-    count = len(train.talks) + len(validation.talks)
+    count = len(train.is_chat) + len(validation.is_chat)
     figures: Figures = {
         "target": target.name,
         "weights_hash": target_hash(target),
@@ -274,7 +274,7 @@ def _card(
         "tokens": len(train.tokens) + len(validation.tokens),
         "of_answers": train.counted + validation.counted,
         "settings": asdict(config),
-        "first": [tokenizer.decode(train.document(i).tokens) for i in range(min(3, len(train.talks)))],
+        "first": [tokenizer.decode(train.document(i).tokens) for i in range(min(3, len(train.is_chat)))],
     }
     write_text(folder / "card.json", json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     print(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.drafters.base import Batch, itself
+from selfspec.drafters.base import Batch, no_reduce
 
 _CHUNK = 2**17  # logits at a time, so that they stay in the processor's cache
 
@@ -187,7 +187,7 @@ class Means(NamedTuple):
     counts: Tensor
 
 
-def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = itself) -> Means:
+def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = no_reduce) -> Means:
     """Means of values [K, ...] over mask [K, ...] for each k. average: see `Batch`: counts are those of the whole step,
     so that the mean of this over all processes, summed over the parts of a step, is the mean over the whole step."""
     weights = mask.to(values.dtype)

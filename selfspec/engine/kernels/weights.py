@@ -42,10 +42,10 @@ _COLD = 2**26  # bytes of weights that a measurement reads, so that they come fr
 COPIES = 128  # weights that it reads at most
 _frozen: dict[int, weakref.ref[Tensor]] = {}  # weights that may be laid out, by address
 _laid_out: dict[int, LaidOut] = {}  # by the address of the first of the weights side by side
-_as_they_are: set[int] = set()  # addresses of frozen weights that are read where they are
+_read_in_place: set[int] = set()  # addresses of frozen weights that are read where they are
 _fixed: dict[int, Kernel] = {}  # kernels of frozen weights for which none is measured, by address
 _choices: dict[str, Figures] = {}  # of this machine, by shape
-_met: set[tuple[int, int]] = set()  # shapes of this process's products
+_shapes_used: set[tuple[int, int]] = set()  # shapes of this process's products
 _lock = threading.RLock()
 
 
@@ -104,7 +104,7 @@ def _forget(address: int) -> None:
     with _lock:
         _frozen.pop(address, None)
         _fixed.pop(address, None)
-        _as_they_are.discard(address)
+        _read_in_place.discard(address)
         for first in [first for first, known in _laid_out.items() if address in known.addresses]:
             del _laid_out[first]
 
@@ -113,7 +113,7 @@ def laid_out(weights: Sequence[Tensor]) -> LaidOut | None:
     """Weights [N, K] side by side as the chosen kernel reads them; None where one of them is not frozen, or no kernel
     serves them. What was changed in place since is laid out anew."""
     first = weights[0].data_ptr()  # called hundreds of times a pass: no frames but this one
-    if first not in _frozen or first in _as_they_are:
+    if first not in _frozen or first in _read_in_place:
         return None
     known = _laid_out.get(first)
     if known is None or len(weights) != len(known.addresses):
@@ -136,7 +136,7 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
         kernel = kernel or choose(sum(len(weight) for weight in weights), weights[0].shape[1])
         if kernel is None or kernel is IN_PLACE:
             if addresses[0] not in _laid_out:
-                _as_they_are.add(addresses[0])  # later calls need no look-up
+                _read_in_place.add(addresses[0])  # later calls need no look-up
             return None
         versions = tuple(weight._version for weight in weights)
         together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
@@ -240,7 +240,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
     for later processes. Beside other work nothing is measured: it would hold up one kernel and not another, a hundred
     times as long as a product takes."""
     name = f"{outputs}x{width}"
-    _met.add((outputs, width))
+    _shapes_used.add((outputs, width))
     if name not in _choices:
         path = cache_folder() / "kernels" / f"{_machine()}.json"
         with suppress(OSError, ValueError, AttributeError):
@@ -260,7 +260,7 @@ def choose(outputs: int, width: int) -> Kernel | None:
 
 def measured() -> dict[str, Figures]:
     """What was measured of the products that this process has met, by their shape; see `measure`."""
-    names = (f"{outputs}x{width}" for outputs, width in sorted(_met))
+    names = (f"{outputs}x{width}" for outputs, width in sorted(_shapes_used))
     return {name: _choices[name] for name in names if name in _choices}
 
 
