@@ -91,7 +91,7 @@ readme: $(VENV)/.ready
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
 		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[8]" \
-		"compare.temperatures=[0,0.7,1]" "compare.methods=[hf_generate]" compare.summary=README.md \
+		"compare.temperatures=[0,1]" "compare.methods=[hf_generate]" compare.summary=README.md \
 		compare.results=notebooks/results/smollm2.md \
 		"compare.drafters=[smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,prompt_lookup,smollm2-eagle3,smollm2-medusa]"
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json "page.runs=[runs/readme,selfspec/page/embedded.json]"
