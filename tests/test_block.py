@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import randomize, tiny_model
+from judges import check_block
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import block
-from selfspec.checkpoints.formats.checks import check_block
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -219,7 +219,8 @@ def test_an_export_is_held_to_a_reading_of_its_own(form: str, tmp_path: Path) ->
         drafter = drafter_of(target, predicts="own", **FORMS[form])
     save_drafter(drafter, tmp_path / "drafter", target, str(tmp_path / "target"), None, "")
     told = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
-    assert "checked: " in told[1]
+    assert "checked: read back" in told[1]
+    check_block(tmp_path / "out", drafter, target, torch.arange(2, 32)[None])
     assert f'"method": "{"dspark" if drafter.config.correction else "dflash"}"' in told[-1]
     for to in ("sglang", "speculators", "medusa"):
         with pytest.raises(ValueError, match="take --to vllm"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, Watch, made, randomize, tiny_model
+from judges import check_eagle3, check_medusa
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.formats import eagle3
-from selfspec.checkpoints.formats.checks import check_eagle3, check_medusa
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -236,7 +236,8 @@ def test_an_export_computes_what_the_drafter_does_and_reads_back(name: str, to: 
         assert not (folder / "out").exists()
         return
     told = export(source, to, folder / "out")
-    assert "checked" in told[1]
+    assert "checked: read back" in told[1]
+    check_eagle3(folder / "out", drafter, target, tokens(), to)
     assert str(folder / "out") in told[-1]
     again = find_drafter(str(folder / "out"), target)
     assert isinstance(again, Eagle3)
@@ -331,6 +332,7 @@ def test_medusa_exports_and_reads_back(config: MedusaConfig, to: str, folder: Pa
     if to == "medusa":
         assert "architectures" not in json.loads((folder / "out/tgi/config.json").read_text())
     for part in parts:
+        check_medusa(part, drafter, target, tokens())
         again = find_drafter(str(part), target)
         hidden = torch.randn(5, target.hidden_size)
         torch.testing.assert_close(again(hidden), drafter(hidden), rtol=1e-4, atol=1e-4)
@@ -554,7 +556,7 @@ def test_the_command(folder: Path) -> None:
     source, _, _ = saved(CASES["few"], folder)
     command = [sys.executable, "-m", "selfspec", "export", source, "--out", str(folder / "out"), "--to"]
     done = subprocess.run([*command, "sglang"], capture_output=True, text=True, check=True)
-    assert "read as vllm, read as sglang" in done.stdout
+    assert "checked: read back" in done.stdout
     assert "--speculative-draft-model-path" in done.stdout
     again = subprocess.run([*command, "vllm"], capture_output=True, text=True, check=False)
     assert again.returncode == 2

@@ -290,7 +290,7 @@ def test_trained_modules_are_written_under_their_family_s_names(name: str, modul
     (tmp_path / "target" / "model.safetensors.index.json").write_text(json.dumps(index))
     lines = export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [0, 1]}'
-    assert f"checked: logits of {modules + 1} steps" in lines[1]
+    assert "checked: read back" in lines[1]
     assert lines[-1].startswith("vllm serve ")
     files = weight_map(tmp_path / "out" / "model.safetensors.index.json")
     assert {key for key in names if "shared_head.head" not in key} == set(files)

@@ -69,7 +69,6 @@ class KVCache:
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
-        self._due: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # paths and their lengths, by what is open
         first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
         self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
         self._closed = False
@@ -103,7 +102,6 @@ class KVCache:
 
     def _opened(self, start: int, stop: int, ran: int) -> list[dict[int, LayerState]]:
         """What layers of this range keep, for one pass or several over the same tree."""
-        self._settle()
         for stages in self._open.values():
             self.states |= stages[-1]
         states = {layer: state for layer, state in self.states.items() if start <= layer < stop}
@@ -113,14 +111,6 @@ class KVCache:
         states = {layer: state.first(ran) if ran else _kept(state) for layer, state in states.items()}
         self._open[start, stop] = [states]
         return self._open[start, stop]
-
-    def _settle(self) -> None:
-        """Take over the states behind what was committed before the function ran that was to run its nodes."""
-        for at, replay in self._due.items():
-            stages = self._open.pop(at)
-            done = stages[1] if len(stages) > 1 else replayed(stages[0], *replay)  # [1]: by `KV.committed`
-            self.states |= {layer: _kept(state) for layer, state in done.items()}
-        self._due = {}
 
     def leave(self, start: int, stop: int, left: dict[int, LayerState]) -> None:
         """Take in what the nodes of a pass over these layers left, for `commit`."""
@@ -231,14 +221,10 @@ class KVCache:
 
     def _advance(self, paths: list[list[int]]) -> None:
         """Replay the accepted paths in layers that keep a state."""
-        self._settle()
         depth = self.engine.size(max(map(len, paths)))
         padded = torch.tensor([path + [0] * (depth - len(path)) for path in paths] + [[0] * depth] * self.idle)
         counts = torch.tensor([*map(len, paths), *[0] * self.idle])
         for at, stages in list(self._open.items()):
-            if len(stages) == 1 and not any(state.ran for state in stages[0].values()):
-                self._due[at] = padded, counts  # drafters commit what the next function is to run
-                continue
             if len(stages) > 1:  # replayed by `KV.committed` already; what later passes left belongs to the next commit
                 stages.pop(0)
                 self.states |= {layer: _kept(state) for layer, state in stages[0].items()}
@@ -256,7 +242,6 @@ class KVCache:
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
         index = torch.tensor(left + left[:1] * (size - len(left)))
-        self._settle()
         self.states = {layer: state.rows(index) for layer, state in self.states.items()}
         self._open = {}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
@@ -264,7 +249,6 @@ class KVCache:
 
     def restart(self, row: int) -> None:
         """Keep nothing of a row. Entries that were not committed are lost, of all rows."""
-        self._settle()
         for layer, (convolutions, states, *_) in self.states.items():
             first = self.beginning[layer]
             parts = (*convolutions.values(), *states), (*first.convolutions.values(), *first.states)

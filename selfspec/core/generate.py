@@ -45,44 +45,9 @@ def autoregressive(
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
     nodes are ignored; the signature is that of `speculative`."""
     check(target, prompts, options)
-    return with_room(_autoregressive, target, prompts, options)
-
-
-def _autoregressive(target: Target, prompts: Sequence[Sequence[int]], options: Options) -> Result:
-    stats = Stats()
-    result: list[list[int]] = [[] for _ in prompts]
-    t0, compiled = clock(target.device), target.compiled
-    rows = Rows(target, prompts, options)
-    rows.prefill(None, ())
-    root = chain(rows.roots()[:, None])
-    t1 = clock(target.device)
-    stats.seconds_prefill = t1 - t0
-    while rows.alive:
-        out = target.forward(root, rows.cache, noise=rows.walk_noise(root))
-        t2 = clock(target.device)
-        paths, emitted, kept = rows.accepted(root, out)
-        before = rows.alive, rows.cache.lengths
-        rows.cache.commit(paths, kept)
-        tokens, going = rows.advance(emitted)
-        for row, cut in zip(rows.alive, tokens, strict=True):
-            stats.count(0, len(cut))
-            result[row] += cut
-        tree = root
-        if len(going) < len(rows.alive):
-            rows.select(going)
-            root = chain(rows.roots()[:, None])
-        else:
-            root = root.with_tokens(rows.roots(kept)[:, None])
-        t0, t1 = t1, clock(target.device)
-        stats.calls += 1
-        stats.nodes += 1
-        stats.seconds_target += t2 - t0
-        stats.seconds_other += t1 - t2
-        if options.watch is not None:
-            rows.watched(before, tree, paths, tokens, (0.0, t2 - t0, t1 - t2))
-            t1 = clock(target.device)
-    stats.compiled, stats.exact = target.compiled - compiled, target.exact
-    return Result(result, [[False] * len(row) for row in result], stats, rows.records)
+    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
+    steps = _steps(target, prompts, options, None, 1, result.stats, result.records)
+    return with_room(_collected, result, steps)
 
 
 @torch.inference_mode()
@@ -140,35 +105,40 @@ def _steps(
     target: Target,
     prompts: Sequence[Sequence[int]],
     options: Options,
-    drafter: Drafts,
+    drafter: Drafts | None,
     nodes: int,
     stats: Stats,
     records: list[list[tuple[Tensor, Tensor]]] | None,
 ) -> Iterator[Added]:
+    """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     t0, compiled = clock(target.device), target.compiled
     rows = Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
-    session, reads, cache = _begin(drafter, target, len(prompts)), drafter.reads, rows.cache
+    session = None if drafter is None else _begin(drafter, target, len(prompts))
+    reads, cache = () if drafter is None else drafter.reads, rows.cache
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)
         t1 = clock(target.device)
         stats.seconds_prefill += t1 - t0
         roots = rows.roots()
+        tree = chain(roots[:, None])
         while rows.alive:
-            temperature = options.sampling.temperature
-            tree = session.propose(
-                Context(
-                    roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache, notes=stats.notes
-                )
-            )
-            tree = target.shaped(_standing(tree, roots))
-            t2 = clock(target.device)
+            t2 = t1
+            if session is not None:
+                of_rows = roots, cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
+                tree = session.propose(Context(*of_rows, target, cache, notes=stats.notes))
+                tree = target.shaped(_standing(tree, roots))
+                t2 = clock(target.device)
+            elif len(tree.tokens) == len(roots):
+                tree = tree.with_tokens(roots[:, None])
+            else:
+                tree = chain(roots[:, None])
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             t3 = clock(target.device)
-            if not stats.accepted:
+            if session is not None and not stats.accepted:
                 rejected = rejected + (tree.parents[:, 1 : tree.plain] >= 0).sum()
             paths, emitted, kept = rows.accepted(tree, out)
             before = rows.alive, cache.lengths
@@ -182,9 +152,10 @@ def _steps(
             rows.select(going)
             if going:
                 still = kept if len(going) == len(paths) else None
-                states = out.hidden, out.features
-                session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
                 roots = rows.roots(still)
+                if session is not None:
+                    states = out.hidden, out.features
+                    session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
             t0, t1 = t1, clock(target.device)
             stats.calls += 1
             stats.nodes += tree.tokens.shape[1]

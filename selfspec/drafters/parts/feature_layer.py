@@ -224,20 +224,29 @@ L = TypeVar("L", bound=FeatureReader)
 
 class FeatureCache(Generic[L, V], ABC):
     """The KV cache of draft layers in one call, and their pending rows: features of verified positions that they have
-    not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them."""
+    not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them; reading: how many
+    positions of each row the last function read, also on the device, to be committed once it has run."""
 
     def __init__(self, layer: L) -> None:
         self.layer = layer
         self.cache: KVCache | None = None
         self.pending: list[Tensor] = []
         self.late: Accepted | None = None
+        self.reading: tuple[list[int], Kept | None] | None = None
 
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass accepted."""
+        self._finish()
         if self.cache is not None and len(accepted.rows) < len(accepted.hidden):
             self._select(torch.tensor(accepted.rows, device=accepted.hidden.device))
         self._settle()
         self.late = accepted
+
+    def _finish(self) -> None:
+        """What the last function read is committed."""
+        if self.reading is not None:
+            self._commit(*self.reading)
+            self.reading = None
 
     def _settle(self) -> None:
         """What the last pass accepted is pending."""
@@ -261,6 +270,7 @@ class FeatureCache(Generic[L, V], ABC):
         but for the last rows, of which a walk through `depth` levels accepts no more. logits: whether later steps want
         them; more: entries that drafting writes. In compiled passes shapes depend on the budget and the depth alone."""
         engine, late = context.target.engine, self.late
+        self._finish()
         if self.cache is None:
             self.cache = self._open(len(context.lengths), context.cache)
         most = min(engine.size(depth + 1), engine.size(context.nodes))
@@ -287,8 +297,7 @@ class FeatureCache(Generic[L, V], ABC):
             both = (kept.path, kept.tokens) if not short else (F.pad(x, (0, short)) for x in (kept.path, kept.tokens))
             places, tokens = (part[:, :read].to(device) for part in both)
         layers = self._view(self.cache, read + more, logits)
-        self._commit(count, kept)
-        self.pending, self.late = [], None
+        self.reading, self.pending, self.late = (count, kept), [], None
         padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
         return PendingRows(layers, tuple(padded[:-3]), *padded[-3:])
 

@@ -1,34 +1,23 @@
-"""What an export writes is read back and held against the drafter, on real text."""
+"""Judges of written files: an independent reading of each format is held against the drafter, on real text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import reference_formats as reference
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.formats import block, eagle3, medusa, mtp, reference
+from selfspec.checkpoints.formats import block, eagle3, medusa
 from selfspec.checkpoints.formats.files import hold, read_config, read_tensors
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.mtp import Mtp
 
-_TEXT = 96  # tokens of the text that a written file is checked on
 # Relative error of logits up to which a written file computes what the drafter does. Measured on random weights: 1e-6
 # in float32, 6e-3 where LoRA was folded into 16-bit weights, 2e-2 in bfloat16
 _EXACT, _FOLDED, _ROUGH = 1e-4, 0.03, 0.1
-
-
-def text(target: Target, tokenizer: Tokenizer | None) -> Tensor:
-    """Real text for checks, int64 [1, n]: this file. Random tokens where there is no tokenizer, or an empty one."""
-    most = min(_TEXT, target.max_positions or _TEXT)
-    ids: list[int] = [] if tokenizer is None else tokenizer(Path(__file__).read_text())["input_ids"]
-    if len(ids) < most:
-        return torch.randint(target.vocab_size, (1, most), generator=torch.Generator().manual_seed(0))
-    return torch.tensor([ids[:most]])
 
 
 @torch.no_grad()
@@ -83,16 +72,6 @@ def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Ten
             worst, _held(mine, few, _EXACT if target.dtype.itemsize > 2 else _ROUGH, f"{folder}, depth {depth}")
         )
     return f"checked: {len(tensors)} tensors; logits of {len(theirs)} depths within {worst:.1e} of the drafter's"
-
-
-@torch.no_grad()
-def check_mtp(folder: Path, drafter: Mtp, target: Target, tokens: Tensor) -> str:
-    """Raises ValueError where the modules that are read from the written checkpoint draft other logits."""
-    tokens, again, steps = tokens.to(target.device), mtp.read(target, folder), len(drafter.draft_layers) + 1
-    features = target.text(tokens, False, reads=drafter.reads).features
-    ours, theirs = (torch.stack(one.unrolled(tokens, features, steps)).float() for one in (drafter, again))
-    error = _held(ours, theirs, _FOLDED if target.dtype.itemsize > 2 else _ROUGH, str(folder))
-    return f"checked: logits of {steps} steps read back within {error:.1e} of the drafter's"
 
 
 @torch.no_grad()
