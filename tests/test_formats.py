@@ -290,15 +290,18 @@ PLANTED = {
     "all ids one layer up": (lambda p: altered(p, eagle_config={IDS: [1, 2]}, **{IDS: [2, 3]}), "logits differ"),
     "ids out of range": (lambda p: altered(p, eagle_config={IDS: [0, 3]}, **{IDS: [1, 4]}), "numbers from 1 to 3"),
     "ids not ascending": (lambda p: altered(p, eagle_config={IDS: [1, 0]}, **{IDS: [2, 1]}), "ascending"),
-    "norm before residual": (lambda p: altered(p, norm_before_residual=True), "as vllm reads it"),
-    "norm of the output": (lambda p: altered(p, norm_output=True), "draft step 2"),
+    "norm before residual": (lambda p: altered(p, norm_before_residual=True), "logits differ"),
+    "norm of the output": (lambda p: altered(p, norm_output=True), "logits differ"),
     "norm before fc left out": (lambda p: altered(p, norm_before_fc=False), r"unknown tensors \['input_norm.weight'\]"),
     "norms of features": (lambda p: altered(p, fc_norm=True), r"missing tensors \['fc_norm.0.weight'"),
     "order of fc": (swap_fc, "logits differ"),
     "biases": (lambda p: altered(p, attention_bias=True), "missing tensors"),
     "heads": (lambda p: altered(p, num_attention_heads=2, num_key_value_heads=1, head_dim=16), "logits differ"),
     "eps": (lambda p: altered(p, rms_norm_eps=0.1), "logits differ"),
-    "theta": (lambda p: altered(p, rope_theta=99.0, rope_parameters={"rope_theta": 99.0}), "logits differ"),
+    "theta": (
+        lambda p: altered(p, rope_theta=99.0, rope_parameters={"rope_type": "default", "rope_theta": 99.0}),
+        "logits differ",
+    ),
     "inner size": (lambda p: altered(p, intermediate_size=47), "its config says"),
 }
 
