@@ -285,6 +285,7 @@ def swap_fc(path: Path) -> None:
     save_file(found, path / "model.safetensors")
 
 
+ROPE = {"rope_type": "default", "rope_theta": 99.0}
 PLANTED = {
     "nested ids counted as states": (lambda p: altered(p, eagle_config={IDS: [1, 2]}), "one less throughout"),
     "all ids one layer up": (lambda p: altered(p, eagle_config={IDS: [1, 2]}, **{IDS: [2, 3]}), "logits differ"),
