@@ -271,7 +271,7 @@ def test_a_damaged_cache_is_made_anew(tokenizer: Any, tmp_path: Path) -> None:
     source = JsonLines(path=path, tokenizer=tokenizer)
     whole = stored(source, tokenizer, tmp_path / "cache")[0].tokens.tolist()
     (folder,) = (tmp_path / "cache").iterdir()
-    for name, content in (("train.tokens", b""), ("train.is_chat", None), ("about.json", b"{}"), ("about.json", b"[")):
+    for name, content in (("train.tokens", b""), ("train.talks", None), ("about.json", b"{}"), ("about.json", b"[")):
         if content is None:
             (folder / name).unlink()
         else:
