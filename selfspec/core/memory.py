@@ -1,4 +1,4 @@
-"""Free memory, and whether a cache fits into it."""
+"""Memory: what is free, whether a cache fits into it, and tensors that are uploaded once."""
 
 from __future__ import annotations
 

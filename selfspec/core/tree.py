@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -87,13 +87,7 @@ class DraftTree:
         """The depth of the deepest node that a walk may reach, or more."""
         if self.deepest is not None:
             return self.deepest
-        deepest = 0
-        for parents in self.parents[:, : self.plain].tolist():
-            depths: list[int] = []
-            for parent in parents:
-                depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            deepest = max(deepest, *depths)
-        return deepest
+        return max(max(depths_of(parents)) for parents in self.parents[:, : self.plain].tolist())
 
     @cached_property
     def is_chain(self) -> bool:
@@ -137,6 +131,14 @@ def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, **mor
 
 
 _DEFAULTS = {field.name: field.default for field in fields(DraftTree)}
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depth of each node of one tree, 0 where the parent is -1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return depths
 
 
 def ancestors(parents: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from selfspec.core.quantized import in_8_bits
 from selfspec.core.rows import PREFILL
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.core.verify import Kept
 from selfspec.drafters.base import pack
 from selfspec.drafters.parts.views import Block, Tail
 
@@ -225,14 +224,14 @@ L = TypeVar("L", bound=FeatureReader)
 class FeatureCache(Generic[L, V], ABC):
     """The KV cache of draft layers in one call, and their pending rows: features of verified positions that they have
     not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them; reading: how many
-    positions of each row the last function read, also on the device, to be committed once it has run."""
+    positions of each row the last function read, on the device too, to be committed once it has run."""
 
     def __init__(self, layer: L) -> None:
         self.layer = layer
         self.cache: KVCache | None = None
         self.pending: list[Tensor] = []
         self.late: Accepted | None = None
-        self.reading: tuple[list[int], Kept | None] | None = None
+        self.reading: tuple[list[int], Tensor | None] | None = None
 
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass accepted."""
@@ -297,7 +296,7 @@ class FeatureCache(Generic[L, V], ABC):
             both = (kept.path, kept.tokens) if not short else (F.pad(x, (0, short)) for x in (kept.path, kept.tokens))
             places, tokens = (part[:, :read].to(device) for part in both)
         layers = self._view(self.cache, read + more, logits)
-        self.reading, self.pending, self.late = (count, kept), [], None
+        self.reading, self.pending, self.late = (count, None if kept is None else kept.lengths), [], None
         padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
         return PendingRows(layers, tuple(padded[:-3]), *padded[-3:])
 
@@ -313,10 +312,10 @@ class FeatureCache(Generic[L, V], ABC):
     def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
         """Read the next `count` positions of each row."""
 
-    def _commit(self, count: list[int], kept: Kept | None = None) -> None:
-        """So many positions of each row were read; kept: as many, on the device."""
+    def _commit(self, count: list[int], lengths: Tensor | None = None) -> None:
+        """So many positions of each row were read; lengths: the same on the device, int64 [B]."""
         assert self.cache is not None
-        self.cache.commit([list(range(n)) for n in count], kept)
+        self.cache.commit([list(range(n)) for n in count], lengths=lengths)
 
     def _select(self, rows: Tensor) -> None:
         """Keep these rows, int64."""

@@ -17,7 +17,6 @@ from selfspec.core.cache import KVCache
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.core.verify import Kept
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.feature_layer import (
     DraftView,
@@ -121,13 +120,13 @@ class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
         caches = zip(self.layers, [cache, *self.further], strict=True)
         return tuple(draft_view(layer.block, one, entries, logits) for layer, one in caches)
 
-    def _commit(self, count: list[int], kept: Kept | None = None) -> None:
+    def _commit(self, count: list[int], lengths: Tensor | None = None) -> None:
         assert self.cache is not None
         for k, cache in enumerate(self.further, 1):
             rows = zip(self.cache.lengths, count, strict=True)
             paths = [list(range(max(0, start + n - k) - max(0, start - k))) for start, n in rows]
-            cache.commit(paths, kept if min(self.cache.lengths) >= k else None)
-        super()._commit(count, kept)
+            cache.commit(paths, lengths=lengths if min(self.cache.lengths) >= k else None)
+        super()._commit(count, lengths)
 
     def _select(self, rows: Tensor) -> None:
         super()._select(rows)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from selfspec.core.tree import DraftTree, trusted
+from selfspec.core.tree import DraftTree, depths_of, trusted
 
 
 class Tally:
@@ -40,10 +40,7 @@ def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True, leas
     width = max(least, *(len(tokens) for tokens, _, _ in rows))
     padded, deepest = list[tuple[list[int], list[int], list[float]]](), 0
     for tokens, parents, probs in rows:
-        depths, more = list[int](), width - len(tokens)
-        for parent in parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        deepest = max(deepest, *depths)
+        more, deepest = width - len(tokens), max(deepest, *depths_of(parents))
         padded.append((tokens + [tokens[0]] * more, parents + [-1] * more, probs + [0.0] * more))
     whole = torch.tensor(padded, dtype=torch.float64, device=roots.device)  # one upload, exact for token ids
     nodes = whole[:, :2].long()

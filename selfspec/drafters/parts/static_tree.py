@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.tree import DraftTree, chain
+from selfspec.core.tree import DraftTree, chain, depths_of
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import ahead, perturbed
 
@@ -59,9 +59,7 @@ class Plan:
 def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> Plan:
     """The static tree of at most `nodes` nodes for these acceptance rates."""
     parents, ranks, probs = static_tree(acceptance, nodes)
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
+    depths = depths_of(parents)
     choices = max(ranks) + 1
     index = [0] + [1 + (d - 1) * choices + r for d, r in zip(depths[1:], ranks[1:], strict=True)]
     shape = torch.tensor(parents, device=device).expand(rows, -1)

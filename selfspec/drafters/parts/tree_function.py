@@ -11,6 +11,7 @@ from torch import Tensor
 
 from selfspec.core.contract import Context
 from selfspec.core.memory import constant
+from selfspec.core.tree import depths_of
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead
 from selfspec.drafters.parts.static_tree import Acceptance, static_tree
@@ -78,8 +79,6 @@ def expanded(acceptance: Acceptance, nodes: int, width: int, depth_cost: float =
 
     deepest = max(range(1, len(acceptance) + 1), key=rate, default=0)
     parents, _, _ = static_tree(acceptance[:deepest], nodes)
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
+    depths = depths_of(parents)
     counts = [sum(depths[node] == depth for node in set(parents[1:])) for depth in range(1, max(depths))]
     return tuple(min(width, count + 1) for count in counts)
