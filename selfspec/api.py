@@ -35,7 +35,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.encode import Ids, Messages, Prompts, encode
 from selfspec.hf_generate import SpeculativeOutput, decode
 from selfspec.output import Generated, finish_reason
-from selfspec.request import Request, taking
+from selfspec.request import WORDS, Request, taking
 from selfspec.trace import Tracer
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import Figures
@@ -280,10 +280,12 @@ def load(
             raise ValueError(f"dtype={dtype!r} and torch_dtype={loading['torch_dtype']!r} were both given; give one")
         dtype = loading.pop("torch_dtype")
     known = list(inspect.signature(load).parameters)[:-1]
+    if "gguf_file" in loading:
+        raise TypeError(f"load has no argument 'gguf_file'; give the path: target={loading['gguf_file']!r}")
     for name in loading:
         if name not in _LOADING and (near := did_you_mean(name, known)):
             raise TypeError(f"load has no argument {name!r}{near}")
-        if name in {f.name for f in fields(Request)}:
+        if name in {*(f.name for f in fields(Request)), *WORDS}:
             raise TypeError(f"{name} is an argument of generate: spec.generate(..., {name}={loading[name]!r})")
     if not isinstance(drafter, (str, Path)) or not str(drafter):
         raise ValueError(

@@ -33,8 +33,8 @@ def encode(prompts: Prompts, tokenizer: Tokenizer | None, target: str) -> list[l
         given = [given]
     if isinstance(given, (bytes, bytearray, memoryview, Mapping, Set)) or not isinstance(given, Iterable):
         raise ValueError(
-            f"prompts is a {type(given).__name__}; give a text, a list of token ids or a conversation, or a list of "
-            "these"
+            f"prompts is of type {type(given).__name__}; give a text, a list of token ids or a conversation, or a "
+            "list of these"
         )
     rows: list[Any] = [given] if isinstance(given, str) else list(given)
     one = not isinstance(given, str) and rows and (_is_number(rows[0]) or _is_message(rows[0]))

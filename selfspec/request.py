@@ -20,13 +20,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
-_WORDS = {"max_tokens": "max_new_tokens", "stop_strings": "stop", "num_nodes": "nodes"}  # theirs: ours
+# Of other libraries: ours
+WORDS = {"max_tokens": "max_new_tokens", "stop_strings": "stop", "stop_sequences": "stop", "num_nodes": "nodes"}
 _PROCESSED = "give it to transformers: spec.target.model.generate(input_ids, custom_generate=spec, {}=...)"
 _OTHER_WAYS = {
     "max_length": "give max_new_tokens, which does not count the prompt",
-    **{name: _PROCESSED.format(name) for name in ("repetition_penalty", "logits_processor", "stopping_criteria")},
+    **dict.fromkeys(("repetition_penalty", "logits_processor", "stopping_criteria"), _PROCESSED),
     "num_beams": "beam search is not served; leave it out",
-    "num_return_sequences": "give the prompt several times, with a seed for each",
+    **dict.fromkeys(("num_return_sequences", "n"), "give the prompt several times, with a seed for each"),
+    **dict.fromkeys(("eos_token_id", "pad_token_id"), "give generation_config=GenerationConfig({}=...)"),
+    "streamer": "spec.stream(prompt) yields the text as it grows",
 }
 
 
@@ -61,12 +64,16 @@ class Request:
         known = [field.name for field in fields(cls)]
         if args and isinstance(args[0], GenerationConfig):
             args, kwargs = args[1:], {**kwargs, "generation_config": args[0]}
+        if odd := [name for name, value in zip(known, args, strict=False) if isinstance(value, GenerationConfig)]:
+            raise TypeError(f"{odd[0]} is a GenerationConfig; give generation_config=...")
+        if twice := [name for name in known[: len(args)] if name in kwargs]:
+            raise TypeError(f"{twice[0]}={kwargs[twice[0]]!r} is given twice, once by its place; give it once")
         kwargs = _renamed(kwargs, dict(zip(known, args, strict=False)))
         if (config := kwargs.get("generation_config")) is not None:
             settings, _ = from_config(config, target.model.generation_config)
             kwargs = {**{key: value for key, value in settings.items() if key not in known[: len(args)]}, **kwargs}
         for unknown in sorted(kwargs.keys() - set(known)):
-            near = did_you_mean(unknown, [*known, *_WORDS])
+            near = did_you_mean(unknown, [*known, *WORDS])
             raise TypeError(f"unknown argument {unknown!r}{near or '; there are ' + ', '.join(known)}")
         return cls(*args, **kwargs)
 
@@ -98,17 +105,19 @@ def taking(request: Callable[P, object]) -> Callable[[Callable[..., R]], Callabl
 def _renamed(keywords: dict[str, Any], positional: dict[str, Any]) -> dict[str, Any]:
     """Arguments by their names here, where other libraries have another word for the same. Raises TypeError for those
     that say something else, with the way."""
-    words = {_WORDS.get(name, name): value for name, value in keywords.items()}
+    words = {WORDS.get(name, name): value for name, value in keywords.items()}
     if len(words) < len(keywords):
-        twice = next(name for name in keywords if name in _WORDS and _WORDS[name] in keywords)
-        raise TypeError(f"{twice} and {_WORDS[twice]} are the same; give one")
+        twice = next(name for name in keywords if name in WORDS and WORDS[name] in keywords)
+        raise TypeError(f"{twice} and {WORDS[twice]} are the same; give one")
     for name, way in _OTHER_WAYS.items():
         if name in words:
-            raise TypeError(f"generate takes no {name}; {way}")
+            raise TypeError(f"generate takes no {name}; {way.format(name)}")
     if (sample := words.pop("do_sample", None)) is not None:
+        if not isinstance(sample, bool):
+            raise ValueError(f"do_sample={sample!r} must be True or False")
         warm = positional.get("temperature", words.get("temperature"))
         if warm is None:
             words["temperature"] = warm = float(sample)
-        if bool(sample) != (warm > 0):
+        if sample != (Sampling(warm).temperature > 0):
             raise ValueError(f"do_sample={sample} and temperature={warm} contradict each other; give one")
     return words

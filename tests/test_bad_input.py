@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 from conftest import save_tiny
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.cli.precheck import refused
+from selfspec.cli import config as real
+from selfspec.cli.arguments import taken
+from selfspec.cli.help import SCHEMAS, drafter_configs
+from selfspec.cli.precheck import miscomposed, misplaced
+from selfspec.cli.source import names_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -248,38 +253,116 @@ def test_the_command(
     assert "Traceback" not in said
 
 
+AT_ONCE = "name=x target.name=tiny-target"  # of a training
 REFUSED = [
     ("decode", "decode.tempreature=1", "there is no decode.tempreature; did you mean decode.temperature"),
     ("decode", "temperature=1", "there is no temperature; did you mean decode.temperature"),
     ("decode", "--foo", "there is no --foo; options are given as key=VALUE"),
     ("train", "--target X", "there is no --target; options are given as target.name=VALUE"),
-    ("train", "lop.steps=3", "there is no lop.steps; did you mean loop.steps"),
+    ("train", "--chek", "there is no --chek; did you mean --check"),
+    ("train", "--config_dir=x", "there is no --config_dir; did you mean --config-dir"),
+    ("train", "--config-dir", "--config-dir needs a value behind it"),
+    ("train", "--config-dir nowhere", "--config-dir nowhere: there is no such folder"),
+    ("train", "-experiment=x", "there is no -experiment"),
     ("report", "runs/x", "'runs/x' is no option; options are given as key=VALUE: selfspec report sweep="),
-]
-REFUSED += [
     ("train", "=3", "'=3' is no option; options are given as key=VALUE"),
     ("train", "experiment=demo", "experiment is added: +experiment=demo"),
+    ("train", f"{AT_ONCE} lop.steps=3", "there is no lop; did you mean loop"),
+    ("train", f"{AT_ONCE} +drafter.hedas=3", "there is no drafter.hedas; did you mean drafter.heads"),
+    ("train", f"{AT_ONCE} ++loop.step=5", "there is no loop.step; did you mean loop.steps"),
+    ("train", f"{AT_ONCE} +tain.lr=3", "there is no tain.lr; did you mean train.lr"),
+    ("train", f"{AT_ONCE} +experiments=demo", "there is no experiments; did you mean +experiment"),
+    ("train", f"{AT_ONCE} +experiment=dmeo", "there is no +experiment=dmeo (did you mean 'demo'?); there are demo, "),
+    ("train", f"{AT_ONCE} drafter=eagle", "there is no drafter=eagle (did you mean 'eagle3'?); there are block, "),
+    ("train", f"{AT_ONCE} data=json", "there is no data=json (did you mean 'jsonl'?)"),
+    ("train", f"{AT_ONCE} data.path=a.jsonl", "there is no data.path here; add data=jsonl or data=parquet"),
+    ("train", f"{AT_ONCE} data.pth=a.jsonl", "there is no data.pth; did you mean data.path (add data=jsonl"),
+    (
+        "train",
+        f"{AT_ONCE} data=jsonl data.path=x +data.tolerates=1",
+        "there is no data.tolerates; did you mean data.tol",
+    ),
+    ("train", f"{AT_ONCE} drafter=medusa,mtp", "drafter=medusa,mtp: several values make a sweep, which -m begins"),
+    ("train", f"{AT_ONCE} -m loop.steps=1,0", "loop.steps=0 must be at least 1"),
+    ("train", "-m name=a,b target.name=tiny-target", "name can not be swept"),
+    ("train", f"{AT_ONCE} loop=[1]", "loop holds keys; give loop.KEY="),
+    ("train", f"{AT_ONCE} loop.steps=null", "loop.steps can not be null"),
+    ("train", f"{AT_ONCE} loop.steps=many", "loop.steps=many must be of type "),
+    ("train", f"{AT_ONCE} wandb.tags=3", "wandb.tags must be a list; give wandb.tags=[...]"),
+    ("train", f"{AT_ONCE} ~loop.stepz", "~loop.stepz: there is no loop.stepz"),
+    ("train", f"{AT_ONCE} drafter.rank=[", "drafter.rank=[ is not in Hydra's grammar; if it is text, quote it twice"),
+    ("train", f"{AT_ONCE} loop.warmup=-1", "loop.warmup=-1 must be at least 0"),
+    ("train", f"{AT_ONCE} loop.accumulate=7 loop.batch_size=2", "loop.accumulate=7 must be at most loop.batch_size=2"),
+    ("train", f"{AT_ONCE} loop.seed={10**20}", "loop.seed=100000000000000000000 does not fit into 64 bits"),
+    ("train", f"{AT_ONCE} train.weight_decay=-1", "train.weight_decay=-1.0 must be at least 0"),
+    ("train", f"{AT_ONCE} train.init_from=", "train.init_from is empty"),
+    ("train", f"{AT_ONCE} train.distill.rows=4 train.distill.drafter=nope", "no drafter at 'nope'"),
+    ("train", f"{AT_ONCE} target.dtype=int4", "dtype='int4' must be auto, int8, "),
+    ("decode", "target.name=tiny-target", "target.name= is for training; here give target=NAME"),
+    ("decode", "drafter=tiny-meduza", "no drafter at 'tiny-meduza' (did you mean 'tiny-medusa'?)"),
+    ("decode", "drafter=tiny-medusa/", "no drafter at 'tiny-medusa/' (did you mean 'tiny-medusa'?)"),
+    ("decode", "drafter=[a]", "drafter=['a'] must be a text"),
+    ("decode", "drafter=prompt_lookup target=nothing", "target 'nothing': nothing has no config.json"),
+    ("decode", "drafter=prompt_lookup target=", "target is empty"),
+    ("decode", "drafter=prompt_lookup target=nothing.gguf", "target 'nothing.gguf' is not a file"),
+    ("decode", "device=gpu", "device='gpu' can not be used here: there is no such kind"),
+    ("decode", "decode.seed=" + "9" * 20, "decode.seed=99999999999999999999 does not fit into 64 bits"),
+    ("report", "sweep=nowhere", "sweep=nowhere: there is no such folder"),
+    ("compare", "compare.drafters=[tiny-meduza]", "no drafter at 'tiny-meduza'"),
 ]
 TAKEN = [
     ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
-    ("decode", "-m drafter=a,b tree.nodes=8 data=jsonl data.path=x hydra/launcher=local wandb.tags=[a] --cfg job"),
-    ("train", "--config-dir conf +experiment=x drafter=medusa drafter.heads=2 ~loop.steps --check data@d=text"),
-    ("target", "pretrain.model.more.x=3 loop.minutes=2 pretrain.instruct.steps=1"),
+    ("decode", "-m drafter=a/b,c/d tree.nodes=8 data=jsonl data.path=x hydra/launcher=basic wandb.tags=[a] --cfg job"),
+    ("train", f"{AT_ONCE} +experiment=demo drafter=medusa drafter.heads=2 --check"),
+    ("train", f"{AT_ONCE} data=jsonl data.path=x +data.chat_template_kwargs.thinking=true"),
+    ("train", f"{AT_ONCE} drafter._target_=mine.Own drafter.any=3 +drafter.other=2"),
+    ("target", "name=x +pretrain.model.more.x=3 loop.minutes=2 pretrain.instruct.steps=1"),
+    ("decode", "decode.seed=-1,2 -m"),
 ]
 
 
+def precheck(name: str, typed: str) -> str | None:
+    arguments = typed.split()
+    return misplaced(name, arguments) or miscomposed(name, taken(arguments))
+
+
 @pytest.mark.parametrize(("name", "typed", "message"), REFUSED)
-def test_options_are_refused_before_anything_is_imported(name: str, typed: str, message: str) -> None:
-    code = "import sys; sys.modules['torch'] = sys.modules['hydra'] = None; from selfspec.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, name, *typed.split()], capture_output=True, text=True)
+def test_options_are_refused(name: str, typed: str, message: str) -> None:
+    said = precheck(name, typed)
+    assert said is not None
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+def test_options_are_refused_before_anything_slow_is_imported() -> None:
+    """A whole process, in which nothing that takes seconds can be imported."""
+    code = "import sys; sys.modules.update(torch=None, peft=None); from selfspec.cli.main import main"
+    typed = ["train", "name=x", "target.name=tiny-target", "loop.steps=0"]
+    done = subprocess.run([sys.executable, "-c", f"{code}; main()", *typed], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "selfspec train: loop.steps=0 must be at least 1\n")
+    typed = ["complete", "x", "--dtype", "int3"]
+    done = subprocess.run([sys.executable, "-c", f"{code}; main()", *typed], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"selfspec {name}: {message}")
+    assert done.stderr.startswith("selfspec: dtype='int3' must be auto, int8, ")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("name", "typed"), TAKEN)
 def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
-    assert refused(name, typed.split()) is None
+    assert precheck(name, typed) is None
+
+
+@pytest.mark.parametrize("config", [config for config in SCHEMAS if config != "page"])
+def test_schemas_read_from_source_are_those_of_the_package(config: str) -> None:
+    """Field by field, defaults included, so that what is refused early is what would be refused."""
+    schema = SCHEMAS[config]
+    read, own = (OmegaConf.structured(names[schema]) for names in (names_of("selfspec.cli.config"), vars(real)))
+    assert OmegaConf.to_yaml(read) == OmegaConf.to_yaml(own)
+
+
+def test_every_kind_of_drafter_is_checked_before_imports() -> None:
+    for kind, config in drafter_configs().items():
+        assert names_of(f"selfspec.drafters.{kind}")[config]() is not None  # and its ranges are
 
 
 @pytest.mark.parametrize(
@@ -288,6 +371,12 @@ def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
         ("loop:\n\tsteps: 3\n", r"found character '\\t' that cannot start any token in .*mine.yaml\", line 3"),
         ("lop:\n  steps: 3\n", "experiment/mine.yaml: there is no lop; did you mean loop"),
         ("loop:\n  stepz: 3\n", "experiment/mine.yaml: there is no loop.stepz; did you mean loop.steps"),
+        ("train:\n  distill:\n    rowz: 3\n", "there is no train.distill.rowz; did you mean train.distill.rows"),
+        ("drafter:\n  hedas: 3\n", "mine.yaml: there is no drafter.hedas; did you mean drafter.heads"),
+        ("data:\n  pth: 3\n", "there is no data.pth; did you mean data.path"),
+        ("loop:\n  steps: many\n", "mine.yaml: loop.steps=many must be of type"),
+        ("loop:\n  steps:\n", "mine.yaml: loop.steps can not be null"),
+        ("loop: 3\n", "mine.yaml: 3 stands where a section of keys belongs"),
     ],
 )
 def test_an_experiment_with_an_error_is_named(

@@ -24,11 +24,10 @@ READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "equ
 UPLOADS = {"tensor", "as_tensor"}
 # Reads and uploads of a step in which no row ends. What mixes trees or looks texts up works on the host.
 STEPS = {
-    **dict.fromkeys(("medusa", "sequential", "early_exit", "feature", "eagle3", "mtp", "block"), (1, 0)),
+    **dict.fromkeys(("medusa", "sequential", "early_exit", "feature", "eagle3", "mtp", "block", "mask"), (1, 0)),
     "prompt_lookup": (1, 1),
     "lookahead": (2, 1),
-    "hybrid": (3, 2),
-    "mask": (4, 1),
+    "hybrid": (2, 1),
 }
 
 

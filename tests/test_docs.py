@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.card import card
 from selfspec.cli import main as cli
+from selfspec.cli.arguments import renamed
 from selfspec.cli.commands import COMMANDS
-from selfspec.cli.config import renamed
 from selfspec.utils.exactness import EXACT, ROUNDED, STORY, TESTED
 
 ROOT = Path(__file__).parents[1]

@@ -143,7 +143,7 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
     report = compose_config("report", f"sweep={tmp_path}")
     run_report(report)
     assert len((tmp_path / "table.md").read_text().splitlines()) == (2 + 2) + 1 + (2 + 2)  # points, and by group
-    with pytest.raises(FileNotFoundError, match="no such folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         run_report(compose_config("report", f"sweep={tmp_path}/nothing"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no finished run"):

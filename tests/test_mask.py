@@ -15,8 +15,9 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import Kept
 from selfspec.drafters.mask import Mask, MaskSession
-from selfspec.drafters.parts.mask_layout import Layout, layout, with_mask_slots
+from selfspec.drafters.parts.mask_layout import Layout, behind, layout, with_mask_slots
 
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
 DEPTHS = [0] * 7 + [1] * 4 + [2]  # of the mask rows that `trees` gives
@@ -99,15 +100,17 @@ def test_a_layout_spends_its_rows_on_what_they_bring() -> None:
 
 def test_a_walk_that_ends_without_rows_reads_its_ancestors() -> None:
     """Row j of an ancestor a nodes up forecasts what row j - a of the node's own would."""
-    session = MaskSession(made(Mask, Target(tiny_model()), masks=3, rank=0, correction=0))
-    session.parents = [[-1, 0, 1, 2]]
-    session.groups = [[[4, 6, 8], [5, 7], [], []]]
-    assert session._behind(0, 0, 3) == [4, 6, 8]
-    assert session._behind(0, 1, 3) == [5, 7, -1]
-    assert session._behind(0, 2, 3) == [7, -1, -1]
-    assert session._behind(0, 3, 3) == [-1, -1, -1]
-    session.groups = [[[4, 6, 8], [5], [], []]]
-    assert session._behind(0, 1, 3) == [5, 8, -1]
+    tree, scores = (torch.tensor([[7, 7, 7, 7]]), torch.tensor([[-1, 0, 1, 2]])), torch.tensor([[1.0, 0.3, 0.1, 0.01]])
+    paths = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    for slots, expected in (
+        ((2, 2, 1), [[4, 6, 8], [5, 7, -1], [7, -1, -1], [-1, -1, -1]]),
+        ((2, 1, 1), [[4, 6, 7], [5, 7, -1], [7, -1, -1], [-1, -1, -1]]),
+        ((0, 0, 0), [[-1, -1, -1]] * 4),
+    ):
+        hosts = with_mask_slots(9, (*tree, scores), slots)[3] if any(slots) else torch.zeros(1, 0, dtype=torch.long)
+        for path, rows in zip(paths, expected, strict=True):
+            kept = Kept.of([path], [path], torch.device("cpu"))
+            assert behind(kept, hosts, slots, 4, 3).tolist() == [rows]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -144,13 +147,6 @@ def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature: floa
     plain = autoregressive(target, [prompt], Options(30, Sampling(temperature), 3))
     assert found.token_ids == plain.token_ids
     assert min(found.stats.lengths[:-1]) >= 2
-
-
-def test_stats_tell_whose_rows_were_read() -> None:
-    drafter = made(Mask, Target(tiny_model()), masks=3, rank=4, correction=4).eval()
-    stats = speculative(Target(tiny_model()), [[5, 9, 2]], Options(30), drafter, 8).stats
-    assert sum(stats.notes.values()) == stats.passes - 1
-    assert all(note.startswith("walks that end where there are ") for note in stats.notes)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_what_the_contract_lacks_is_told_when_it_is_built(package: Path, message
 def test_settings_of_an_own_drafter_are_checked(package: Path) -> None:
     config = compose_config("train", "name=x", "drafter._target_=ownpkg.mine.Bigram")
     for given, message in (
-        ({"rank": "many"}, r"drafter\.rank=many must be of type integer"),
+        ({"rank": "many"}, r"drafter\.rank=many must be of type Integer"),
         ({"rang": 3}, "there is no drafter.rang"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -161,7 +161,7 @@ def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF and nothing else")
-    with pytest.raises(ValueError, match=r"target '.*tiny.gguf' can not be read"):
+    with pytest.raises(ValueError, match=r"target '.*tiny.gguf' is damaged or cut off"):
         load_target(str(file))
     assert not list((tmp_path / "cache" / "targets").iterdir())
     usage = namedtuple("usage", "total used free")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 
-from selfspec.checkpoints.embedded import DRAFTERS, resolve
-from selfspec.checkpoints.formats.imported import published
-from selfspec.checkpoints.hub import fetch
+from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, resolve
+from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
 
@@ -24,7 +24,7 @@ def named_folder(drafter: Path, name: str) -> Path | None:
 
 def is_path(name: str) -> bool:
     """Whether a name can only be meant as a path: no hub id looks so."""
-    return name.count("/") != 1 or name.startswith((".", "/", "~", "runs/"))
+    return name.count("/") != 1 or name.endswith("/") or name.startswith((".", "/", "~", "runs/"))
 
 
 def drafter_folder(name: str, revision: str | None = None) -> Path:
@@ -33,21 +33,66 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
 
     Raises FileNotFoundError where there is none.
     """
+    from selfspec.checkpoints.hub import fetch  # slow to import
+
     if (inside := _within(Path(resolve(name)))) is not None:
         return inside
     if Path(name).exists() or is_path(name):
-        embedded = ", ".join(DRAFTERS)
-        raise FileNotFoundError(
-            f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: expected drafter/drafter.json or "
-            "drafter.json there, or an EAGLE-3 or Medusa folder as others publish them, a hub id owner/name, or one of "
-            f"the embedded {embedded}, or {' or '.join(UNTRAINED)}, which need no training (join several by +)"
-        )
+        raise _no_drafter(name)
     seen = fetch(name, revision, "*.json")  # the weights of what is no drafter are not downloaded
     if (inside := _within(seen)) is None:
         raise FileNotFoundError(
             f"the hub's {name!r} holds no drafter: neither drafter.json nor a form of other engines"
         )
     return fetch(name, revision) / inside.relative_to(seen)  # with the target of an exported folder
+
+
+def check_drafter_name(name: str) -> None:
+    """Raises FileNotFoundError for a name that neither a drafter, a kind of one nor a hub id can have, before anything
+    is read."""
+    installed = {entry.name for entry in entry_points(group=OWN_KINDS)}
+    for part in filter(None, member_names(name)):
+        kind = part.isidentifier() and (Path(__file__).parents[1] / "drafters" / f"{part}.py").is_file()
+        path = "." in part and all(word.isidentifier() for word in part.split("."))
+        known = kind or path or part in (*DRAFTERS, *UNTRAINED, *installed)
+        if not known and not exists(part) and is_path(part):
+            raise _no_drafter(part)
+
+
+def check_target_name(name: str, path: str | None = None) -> None:
+    """Raises FileNotFoundError for a target's name that is neither embedded, a folder with a model nor a hub id. path:
+    that it stands for."""
+    place = Path(path or name)
+    if path is None and name in TARGETS and not place.exists():
+        return
+    if not name:
+        raise FileNotFoundError(f"target is empty; give a folder, a hub id owner/name, or one of {', '.join(TARGETS)}")
+    if name.endswith(".gguf") and path is None:
+        if not place.is_file():
+            raise FileNotFoundError(f"target {name!r} is not a file")
+    elif not (place / "config.json").is_file() and (place.is_dir() or is_path(str(place))):
+        files = sorted(place.glob("*.gguf")) if place.is_dir() else []
+        drafter = (place / "drafter.json").is_file() or (place / "drafter" / "drafter.json").is_file()
+        holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else ""
+        raise FileNotFoundError(
+            f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{holds or _TARGET}"
+        )
+
+
+_TARGET = "; give a folder, a hub id owner/name, or tiny-target"
+
+
+def _no_drafter(name: str) -> FileNotFoundError:
+    place, embedded = Path(name), ", ".join(DRAFTERS)
+    if place.is_file():
+        return FileNotFoundError(f"no drafter at {name!r}: it is a file; give the folder of a drafter")
+    if (place / "config.json").is_file():
+        return FileNotFoundError(f"no drafter at {name!r}: it holds a model; give target={name}, and a drafter for it")
+    return FileNotFoundError(
+        f"no drafter at {name!r}{did_you_mean(name, (*DRAFTERS, *UNTRAINED))}: expected drafter/drafter.json or "
+        "drafter.json there, or an EAGLE-3 or Medusa folder as others publish them, a hub id owner/name, or one of "
+        f"the embedded {embedded}, or {' or '.join(UNTRAINED)}, which need no training (join several by +)"
+    )
 
 
 def on_hub(name: str) -> bool:
@@ -57,6 +102,8 @@ def on_hub(name: str) -> bool:
 
 def _within(home: Path) -> Path | None:
     """The drafter's folder in a run's, an exported or a downloaded folder."""
+    from selfspec.checkpoints.formats.imported import published  # slow to import
+
     for folder in (home / "drafter", home):
         if (folder / "drafter.json").is_file() or published(folder):
             return folder

@@ -39,6 +39,9 @@ def dequantized(file: Path, folder: Path | None = None, quiet: bool = False) -> 
             f"{free / 2**20:.0f} MB are free in {folder.parent}, {file.name} needs {room / 2**20:.0f}; free some, or "
             "set SELFSPEC_CACHE to a folder with room"
         )
+    with file.open("rb") as head:
+        if head.read(4) != b"GGUF":
+            raise ValueError(f"target {str(file)!r} is no GGUF file, or was cut off; copy it again")
     print(f"{file.name} is dequantized once, seconds to minutes, into {folder}", file=sys.stderr)
     with redirect_stderr(io.StringIO()) if quiet else nullcontext():  # errors are raised
         _convert(file, folder)
@@ -59,7 +62,9 @@ def _convert(file: Path, folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # of two libraries, for damaged files of many kinds
-        raise ValueError(f"target {str(file)!r} can not be read: {type(error).__name__}: {error!s:.300}") from error
+        raise ValueError(
+            f"target {str(file)!r} is damaged or cut off: {type(error).__name__}: {error!s:.300}"
+        ) from error
     model.config.__dict__.pop("quantization_config", None)  # it is a plain model now, and saved as one
     model.hf_quantizer = None  # type: ignore[assignment]
     with atomic(folder) as scratch:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapshot_download
 from huggingface_hub.errors import HFValidationError
@@ -19,14 +20,14 @@ from selfspec.utils.files import Figures, atomic, read_json
 _MEASURED = "## Measured"
 
 
-def fetch(name: str, revision: str | None = None, parts: str | None = None) -> Path:
+def fetch(name: str, revision: str | None = None, parts: str | None = None, **fetching: Any) -> Path:
     """The folder of a hub repository: downloads what the cache lacks; without a connection the cached copy is used.
-    parts: only files of this pattern.
+    parts: only files of this pattern; fetching: further arguments of snapshot_download.
 
     Raises FileNotFoundError where the hub has none of this name, or can not be asked.
     """
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=parts))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=parts, **fetching))
     except (OSError, HFValidationError) as error:
         lines = str(error).strip().splitlines()
         at = f" at revision {revision!r}" if revision is not None else ""
@@ -44,6 +45,8 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
     """
     points, others = [], []
     for place in results:
+        if not place.exists():
+            raise FileNotFoundError(f"results: {place} does not exist")
         files = sorted(place.rglob("summary.json")) if place.is_dir() else [place]
         if not files:
             raise FileNotFoundError(f"{place} holds no summary.json of eval/decode.py")

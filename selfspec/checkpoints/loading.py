@@ -17,25 +17,27 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from selfspec.checkpoints.drafter_folder import check_tokenizer, load_drafter, read_meta
-from selfspec.checkpoints.embedded import TARGETS, resolve
-from selfspec.checkpoints.find import drafter_folder, is_path, member_names, named_folder, on_hub
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.find import check_target_name, drafter_folder, member_names, named_folder, on_hub
 from selfspec.checkpoints.formats import mtp
 from selfspec.checkpoints.formats.files import few
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
+from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.chains import served
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import refuse_any
-from selfspec.core.target import Target, check_engine
+from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.hybrid import Hybrid
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.registry import Unknown, Untrusted, build, config_class, drafter_class
+from selfspec.engine.engine import check_engine
 from selfspec.utils.errors import did_you_mean, one_line
 from selfspec.utils.files import Figures
-from selfspec.utils.machine import default_device
+from selfspec.utils.machine import check_device, default_device, dtype_name
 
 # Of from_pretrained: what says where files are and whether code in them may run, so of configs and tokenizers too
 _FETCHING = (
@@ -48,16 +50,8 @@ _ODD = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, R
 # What it raises for weights that are damaged or of another model
 _DAMAGED = (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError)
 _TREES = ("sdpa", "eager")  # attention that takes tree masks
+_OTHERS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 EXPORTED = "selfspec.json"  # says who drafts, in a folder that transformers runs
-
-
-def check_device(device: str) -> None:
-    """Raises ValueError for a device that is not here."""
-    try:
-        if torch.empty(0, device=device).is_meta:
-            raise RuntimeError("it holds no weights")
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} can not be used here: {one_line(error):.200}") from error
 
 
 def load_target(
@@ -79,7 +73,7 @@ def load_target(
     A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
-    wanted, int8 = _dtype(dtype)
+    wanted, int8 = torch_dtype(dtype)
     named = isinstance(source, (str, Path))
     if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
         raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
@@ -96,6 +90,8 @@ def load_target(
         if Path(path).is_dir() and (inner := loading.pop("subfolder", None) or fetching.pop("subfolder", None)):
             fetching.pop("subfolder", None)
             name = path = str(Path(path) / str(inner))
+        if revision is not None and Path(path).exists():
+            raise ValueError(f"revision={revision!r} is of a hub id; target {name!r} is here, so leave it out")
         model = _read(name, path, revision, fetching, loading)
     else:
         model = _given(source, loading)
@@ -117,22 +113,18 @@ def load_target(
     return target, _tokenizer(path, revision, fetching) if path else None
 
 
-def _dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
+def torch_dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
     """Of the weights (None: as saved), and whether linear maps are quantized to 8 bits. Raises ValueError."""
-    name = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}.get(str(name), name)
-    wanted = getattr(torch, name, None) if isinstance(name, str) else name
-    if name != "auto" and wanted not in (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8):
-        raise ValueError(f"dtype={name!r} must be auto, int8, bfloat16, float16, float32 or float64")
-    return (torch.bfloat16, True) if wanted == torch.int8 else (wanted, False)
+    name = dtype_name(str(name).removeprefix("torch."))
+    return (torch.bfloat16, True) if name == "int8" else (None if name == "auto" else getattr(torch, name), False)
 
 
 def _read(name: str, path: str, revision: str | None, fetching: Figures, loading: Figures) -> PreTrainedModel:
     """The model in a folder or of a hub id. name: as it was typed; fetching, loading: arguments of from_pretrained."""
-    if not (Path(path) / "config.json").is_file() and (Path(path).is_dir() or is_path(path)):
-        raise FileNotFoundError(
-            f"target {name!r}{did_you_mean(name, TARGETS)}: {path} has no config.json; give a folder, a hub id "
-            "owner/name, or tiny-target"
-        )
+    check_target_name(name, path)
+    if not Path(path).exists():  # where the hub gives none, transformers would ask it for a minute
+        asking = {key: fetching[key] for key in ("token", "cache_dir", "local_files_only") if key in fetching}
+        fetch(path, revision, "*config.json", **asking)
     try:
         check_config(path, {"revision": revision, **fetching}, "attn_implementation" in loading)
         config = AutoConfig.from_pretrained(path, revision=revision, **fetching)
@@ -158,6 +150,11 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
     except SafetensorError as error:
         raise ValueError(f"target {name!r}: its weights are no whole safetensors file ({error})") from error
     model, report = loaded
+    if unused := sorted(report["unexpected_keys"]):
+        print(
+            f"target {name!r}: its files hold weights that {type(model).__name__} has no place for: {few(unused)}",
+            file=sys.stderr,
+        )
     if drawn := [*report["missing_keys"], *(str(key[0]) for key in report["mismatched_keys"])]:
         raise ValueError(
             f"target {name!r}: its files hold no weights for {few(drawn)} of {type(model).__name__}, which would be "
@@ -178,7 +175,7 @@ def _given(source: Any, loading: Figures) -> PreTrainedModel:
         )
     model = getattr(source, "get_base_model", lambda: source)()  # a PEFT model's own
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"target is a {type(model).__name__}; give a name, a folder or a transformers model")
+        raise ValueError(f"target is of type {type(model).__name__}; give a name, a folder or a transformers model")
     if (asked := model.config._attn_implementation) not in _TREES:
         _say_instead(asked)
         model.set_attn_implementation("sdpa")
@@ -207,6 +204,8 @@ def _attention(config: PreTrainedConfig, loading: Figures) -> Figures:
     asked = loading.get("attn_implementation") or config._attn_implementation
     if asked in (None, *_TREES) or not isinstance(asked, str):
         return loading
+    if asked.partition("|")[2] not in _OTHERS and asked not in _OTHERS and "/" not in asked:
+        raise ValueError(f"attn_implementation={asked!r}{did_you_mean(asked, (*_TREES, *_OTHERS))}: give sdpa or eager")
     _say_instead(asked)
     return {**loading, "attn_implementation": "sdpa"}
 

@@ -21,6 +21,8 @@ def check_config(path: str, fetching: Figures, attention: bool) -> None:
     """Raises ValueError for a config that would take all memory before its weights are looked at, or that names code
     of a repository. attention: whether the caller says what computes it."""
     whole = read_json(Path(path) / "config.json") if Path(path).is_dir() else {}
+    if (sampling := Path(path) / "generation_config.json").is_file():
+        read_json(sampling)  # transformers would leave out a broken one
     whole = whole or PreTrainedConfig.get_config_dict(path, **fetching)[0]
     for config in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         for name, value in config.items():
@@ -38,6 +40,8 @@ def readable_log() -> Iterator[None]:
     """What transformers logs in the meantime is text: names of tensors come from files."""
 
     def readable(record: logging.LogRecord) -> bool:
+        if "LOAD REPORT" in record.getMessage():  # of weights, which the caller names
+            return False
         record.msg, record.args = visible(re.sub(r"\x1b\[[\d;]*m", "", record.getMessage())), ()
         return True
 

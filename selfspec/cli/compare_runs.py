@@ -69,6 +69,8 @@ def _comparison(
     """A comparison's rows and its tables."""
     target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
     tokenizer = tokenizer_of(target, found_tokenizer)
+    if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
+        raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None

@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 import sys
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.api import NODES
-from selfspec.checkpoints.drafter_folder import RENAMED
-from selfspec.checkpoints.find import exists, member_names, names_path, split_at
 from selfspec.cli.errors import one_line_error
-from selfspec.cli.precheck import WITH_VALUE
+from selfspec.cli.precheck import store
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
+from selfspec.engine.engine import check_engine
 from selfspec.evaluation.audit import AuditConfig
 from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
@@ -32,6 +30,7 @@ from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
 from selfspec.training.rows import DrafterTraining
 from selfspec.utils.errors import one_line
+from selfspec.utils.machine import check_device_name, dtype_name
 from selfspec.utils.tracking import Logged
 
 
@@ -45,6 +44,10 @@ class TargetConfig:
     dtype: str = "auto"
     device: str | None = None
     revision: str | None = None
+
+    def __post_init__(self) -> None:
+        dtype_name(self.dtype)
+        check_device_name(self.device)
 
 
 @dataclass
@@ -95,6 +98,12 @@ class OneTarget(Logged):
     data: Any = MISSING
     trust_code: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype_name(self.dtype)
+        check_device_name(self.device)
+        check_engine(self.engine)
+
 
 @dataclass
 class Measurement(OneTarget):
@@ -131,6 +140,12 @@ class ReportRun:
     sweep: str = MISSING
     against: str | None = None
 
+    def __post_init__(self) -> None:
+        for key in ("sweep", "against"):
+            if (place := getattr(self, key)) is not None and not (place and Path(place).is_dir()):
+                what = " is a file; give the folder of runs" if Path(place).is_file() else ": there is no such folder"
+                raise ValueError(f"{key}={place}{what}")
+
 
 @dataclass
 class PageRun:
@@ -148,6 +163,11 @@ class LimitsRun(Logged):
     device: str | None = None
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     results: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype_name(self.dtype)
+        check_device_name(self.device)
 
 
 @dataclass
@@ -175,24 +195,16 @@ OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
 def register(drafters: bool = False) -> None:
     """Make the schemas known to Hydra; call before `hydra.main`. drafters: whether `drafter` is the group that training
     chooses from, one config for each kind; elsewhere it is the name of a drafter."""
-    store = ConfigStore.instance()
-    store.repo.pop("drafter", None)
-    if drafters:
-        for kind in kinds():
-            store.store(group="drafter", name=kind, node=config_class(drafter_class(kind)))
-        for name, entry in installed().items():
-            if name in kinds():
-                print(f"the drafter {name} of {entry.value} has the name of one of selfspec's own", file=sys.stderr)
-                continue
-            try:
-                register_class(name, drafter_class(name))
-            except Exception as error:  # of another package, which this run may not need
-                print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
-    nodes = {"pretrain": PretrainRun, "train": TrainRun, "eval": EvalRun, "audit": AuditRun, "compare": CompareRun}
-    nodes |= {"limits": LimitsRun, "report": ReportRun, "show": ShowRun, "page": PageRun}
-    nodes["calibrate"] = CalibrateRun
-    for name, node in nodes.items():
-        store.store(name=f"{name}_schema", node=node)
+    ours = {kind: config_class(drafter_class(kind)) for kind in kinds()} if drafters else None
+    store(globals(), ours)
+    for name, entry in installed().items() if drafters else ():
+        if name in kinds():
+            print(f"the drafter {name} of {entry.value} has the name of one of selfspec's own", file=sys.stderr)
+            continue
+        try:
+            register_class(name, drafter_class(name))
+        except Exception as error:  # of another package, which this run may not need
+            print(f"the drafter {name} of {entry.value} can not be loaded: {one_line(error)}", file=sys.stderr)
 
 
 def register_class(name: str, kind: type[Drafter]) -> None:
@@ -200,19 +212,6 @@ def register_class(name: str, kind: type[Drafter]) -> None:
     node = OmegaConf.create({"_target_": f"{kind.__module__}.{kind.__qualname__}"})
     node.merge_with(OmegaConf.create(asdict(config_class(kind)())))
     ConfigStore.instance().store(group="drafter", name=name, node=node)
-
-
-def renamed(arguments: list[str]) -> list[str]:
-    """Command-line arguments with the present names of keys. A line tells of each that was given by its old one."""
-    result = []
-    for argument in arguments:
-        key, mark, value = argument.partition("=")
-        name = key.lstrip("+~")
-        if name.startswith("drafter.") and (new := RENAMED.get(name.removeprefix("drafter."))) is not None:
-            print(f"{name} is now drafter.{new}; the old name works until version 0.5", file=sys.stderr)
-            argument = f"{key.removesuffix(name)}drafter.{new}{mark}{value}"
-        result.append(argument)
-    return result
 
 
 def with_classes(arguments: list[str]) -> list[str]:
@@ -246,52 +245,3 @@ def drafter_of(config: Any) -> tuple[type[Drafter], DrafterConfig]:
         raise ValueError(f"{why}; {kind.__qualname__} has {', '.join(schema)}") from error
     assert isinstance(drafter_config, DrafterConfig)
     return kind, drafter_config
-
-
-def paths_quoted(arguments: list[str]) -> list[str]:
-    """Command-line arguments in which values are quoted that Hydra's grammar does not take: paths that exist, since
-    folders of sweeps hold `=` and `,`, and plain words, such as those of other scripts."""
-    result, parser = [], OverridesParser.create()
-    for argument in arguments:
-        key, mark, value = argument.partition("=")
-        plain = mark and argument[0] != "-" and value[:1] not in ("'", '"', "[", "{")
-        parts = split_at(value, ",", _whole) if plain else []
-        path = any(map(names_path, parts))
-        words = plain and not set(value) & set("\"'[]{}()$")
-        if (path and any("," in part for part in parts)) or ((path or words) and not _parses(parser, argument)):
-            quoted = ("'" + part.replace("\\", "\\\\").replace("'", "\\'") + "'" for part in parts)
-            argument = f"{key}={','.join(quoted)}"
-        result.append(argument)
-    return result
-
-
-def _whole(value: str) -> bool:
-    """Whether the commas in a value belong to paths that exist."""
-    return all(exists(name) for name in member_names(value) if "," in name)
-
-
-def _parses(parser: OverridesParser, argument: str) -> bool:
-    try:
-        parser.parse_override(argument)
-    except HydraException:
-        return False
-    return True
-
-
-def constant(arguments: list[str]) -> list[str]:
-    """The keys of overrides that are the same in all points of a sweep, which its folders then do not name."""
-    parsed = OverridesParser.create().parse_overrides([a for a in arguments if "=" in a and a[0] != "-"])
-    swept = {str(o.key_or_group) for o in parsed if o.is_sweep_override()}
-    if "name" in swept:
-        raise ValueError("name can not be swept: a sweep has one name, and its folder holds all points")
-    return [str(o.key_or_group) for o in parsed if str(o.key_or_group) not in swept]
-
-
-def flags_first(arguments: list[str]) -> list[str]:
-    """Hydra's own options before the overrides, wherever they were typed: its parser takes no others behind them."""
-    flags, overrides, takes = list[str](), list[str](), False
-    for argument in arguments:
-        is_flag = takes or (argument.startswith("-") and len(argument) > 1)
-        takes = not takes and argument in WITH_VALUE
-        (flags if is_flag else overrides).append(argument)
-    return flags + overrides

@@ -17,7 +17,7 @@ from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
-from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ShowRun
+from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ReportRun, ShowRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import as_plain, build_data, check_same, finished, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target, chosen
@@ -272,12 +272,9 @@ def _found(name: str, tokenizer: Any, target: Target) -> Drafter:
 def run_report(config: DictConfig) -> None:
     """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out.
     against: another run, whose speedups are set beside this one's instead."""
+    ReportRun(config.sweep, config.against)  # checks that both are there
     folder = Path(config.sweep)
-    if not config.sweep or not folder.is_dir():
-        raise FileNotFoundError(f"sweep={config.sweep}: there is no such folder")
     if config.against is not None:
-        if not Path(config.against).is_dir():
-            raise FileNotFoundError(f"against={config.against}: there is no such folder")
         print(agreement_table(agreement(folder, Path(config.against))))
         return
     points, broken = read_points(folder)

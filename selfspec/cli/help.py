@@ -75,6 +75,12 @@ def fields(name: str) -> dict[str, tuple[str, str]]:
     return rows
 
 
+def field_names(name: str) -> list[str]:
+    """The names of a dataclass's fields, those without a default too."""
+    parts = [part for node in _line(name) for part in node.body if isinstance(part, ast.AnnAssign)]
+    return [ast.unparse(part.target) for part in parts if not ast.unparse(part.annotation).startswith("ClassVar")]
+
+
 def _default(value: ast.expr) -> str:
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
         factory = value.keywords[0].value

@@ -21,7 +21,8 @@ from selfspec.checkpoints.drafter_folder import read_meta
 from selfspec.cli import compare_runs
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
-from selfspec.cli.config import constant, flags_first, paths_quoted, register, renamed, with_classes
+from selfspec.cli.arguments import constant
+from selfspec.cli.config import register, with_classes
 from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
 from selfspec.evaluation.points import labelled
@@ -32,14 +33,12 @@ _empty: set[Path] = set()  # folders that were there before, which are not ours 
 Task = Callable[[DictConfig, Path], None]
 
 
-def launch(name: str, config_name: str, trains: bool) -> None:
-    """Run a command with the arguments in sys.argv: once, or as a sweep."""
+def launch(name: str, config_name: str, trains: bool, arguments: list[str]) -> None:
+    """Run a command with arguments as `selfspec.cli.arguments.taken` gives them: once, or as a sweep."""
     transformers.utils.logging.disable_progress_bar()  # of loading weights
     register(drafters=trains)
     with clear_errors():
-        arguments = ["check=true" if argument == "--check" else argument for argument in sys.argv[1:]]
-        arguments = paths_quoted(arguments)
-        arguments = flags_first(with_classes(renamed(arguments)) if trains else arguments)
+        arguments = with_classes(arguments) if trains else arguments
         if {"-m", "--multirun"} & set(arguments):
             constant_keys = ",".join(f'"{key}"' for key in constant(arguments))
             arguments.append(f"hydra.job.config.override_dirname.exclude_keys=[{constant_keys}]")

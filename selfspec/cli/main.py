@@ -72,14 +72,16 @@ def _start(name: str) -> None:
     elif "--version" in arguments:
         print(f"selfspec {__version__}")
     else:
-        from selfspec.cli.precheck import refused
+        from selfspec.cli.arguments import taken
+        from selfspec.cli.precheck import miscomposed, misplaced
 
-        if (why := refused(name, arguments)) is not None:
+        why = misplaced(name, arguments) or miscomposed(name, arguments := taken(arguments))
+        if why is not None and os.environ.get("HYDRA_FULL_ERROR") != "1":
             print(f"{os.path.basename(sys.argv[0])}: {why}", file=sys.stderr)
             sys.exit(2)
         from selfspec.cli.launch import launch
 
-        launch(name, command.config, command.trains)
+        launch(name, command.config, command.trains, arguments)
 
 
 def overview() -> str:

@@ -1,81 +1,232 @@
-"""Checks a command's options before slow imports."""
+"""Checks what is typed before slow imports: the options are composed from schemas that are read from source."""
 
 from __future__ import annotations
 
 import difflib
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from selfspec.checkpoints.find import check_drafter_name, check_target_name
+from selfspec.cli.arguments import ALONE, WITH_VALUE, apart, constant
 from selfspec.cli.commands import COMMANDS
-from selfspec.cli.help import SCHEMAS, fields, schema_of
+from selfspec.cli.errors import BAD_INPUT, meant, one_line_error
+from selfspec.cli.help import SCHEMAS, config_folder, drafter_configs, field_names
+from selfspec.cli.source import NeedsImport, names_of
+from selfspec.drafters import OWN_KINDS
 
-# Hydra's own options, and ours
-WITH_VALUE = (
-    *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"),
-    *("--experimental-rerun", "-i", "--info"),
-)
-_ALONE = (*("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-sc", "--shell-completion"), "--check")
 _GROUPS = ("experiment", "debug")  # choices that no config makes
-_SOURCES = {"data.path": "add data=jsonl or data=parquet", "data.name": "add data=hub", "data.root": "add data=text"}
+_ATTACHED = ("-cd", "-cp", "-cn", "-p", "-c", "-i")  # to their values
+_ELSEWHERE = ("--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--experimental-rerun", "--hydra-help")
+_POINTS = 16  # of a sweep that are composed
 
 
-@cache
-def keys(schema: str, prefix: str = "") -> dict[str, bool]:
-    """Dotted keys of a dataclass; True where any key may follow."""
-    known: dict[str, bool] = {}
-    for name, (kind, _) in fields(schema).items():
-        if (inner := schema_of(kind)) is not None:
-            known |= {f"{prefix}{name}": False, **keys(inner, f"{prefix}{name}.")}
-        else:
-            known[f"{prefix}{name}"] = kind == "Any" or kind.startswith("dict")
-    return known
-
-
-def keys_of(program: str) -> dict[str, bool]:
-    """Those of the command that a program's name ends in, as `selfspec train` or `decode.py`; none of another."""
-    for name, command in COMMANDS.items():
-        if command.config and program in (f"selfspec {name}", command.script.rpartition("/")[2]):
-            return keys(SCHEMAS[command.config])
-    return {}
-
-
-def meant(key: str, known: dict[str, bool]) -> str:
-    """What to do about a key that does not exist, as the end of a sentence."""
-    head, _, last = key.rpartition(".")
-    beside = [name for name in known if name.rpartition(".")[0] == head]
-    if near := difflib.get_close_matches(key, beside, 1):
-        return f"; did you mean {near[0]}"
-    if deeper := [name for name in known if name.rpartition(".")[2] == last]:
-        return f"; did you mean {deeper[0]}"
-    if key in _SOURCES:
-        return f" here; {_SOURCES[key]}"
-    if near := difflib.get_close_matches(key, known, 1):
-        return f"; did you mean {near[0]}"
-    return f"; there are {', '.join(beside)}" if beside else "; --help lists what there is"
-
-
-def refused(name: str, arguments: list[str]) -> str | None:
-    """Why a command can not take these options; None if nothing is wrong."""
-    command = COMMANDS[name]
-    known, expected = keys(SCHEMAS[command.config]), False
+def misplaced(name: str, arguments: list[str]) -> str | None:
+    """Why an argument is no option of a command; None if all are."""
+    command, expecting = COMMANDS[name], ""
+    known = names_of("selfspec.cli.config")[SCHEMAS[command.config]]
     for argument in arguments:
-        key, mark, _ = argument.partition("=")
-        if expected or key in (*WITH_VALUE, *_ALONE):
-            expected = not expected and not mark and key in WITH_VALUE
-        elif key.startswith("--"):
-            if any(option.startswith(key) for option in (*WITH_VALUE, *_ALONE)):
-                continue  # shortened, as Hydra's parser takes it
-            word = key.lstrip("-").replace("-", "_")
-            word = "target.name" if word == "target" and "target.name" in known else word
-            near = word if word in known else meant(word, known).rpartition("mean ")[2]
-            return f"there is no {key}; options are given as {near if near in known else 'key'}=VALUE"
+        key, mark, value = argument.partition("=")
+        if expecting:
+            if expecting in ("--config-dir", "-cd") and not Path(argument).is_dir():
+                return f"{expecting} {argument}: there is no such folder"
+            expecting = ""
+        elif key in WITH_VALUE:
+            expecting = "" if mark else key
+            if key in ("--config-dir", "-cd") and mark and not Path(value).is_dir():
+                return f"{argument}: there is no such folder"
+        elif key in ALONE or (key.startswith(_ATTACHED) and not key.startswith("--")):
+            continue
+        elif key.startswith("--") and any(o.startswith(key) for o in (*WITH_VALUE, *ALONE)):
+            continue  # shortened, as Hydra's parser takes it
         elif key.startswith("-"):
-            continue  # for Hydra to judge
+            word = key.lstrip("-").replace("-", "_")
+            word = "target.name" if word == "target" and command.trains else word
+            if near := difflib.get_close_matches(key.replace("_", "-"), (*WITH_VALUE, *ALONE), 1, 0.8):
+                return f"there is no {key}; did you mean {near[0]}"
+            near = [word] if word in key_names(known) else difflib.get_close_matches(word, key_names(known), 1)
+            return f"there is no {key}; options are given as {near[0] if near else 'key'}=VALUE"
         elif key in _GROUPS and mark:
             return f"{key} is added: +{argument}"
         elif not key or (not mark and not key.startswith("~")):
             return f"{argument!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
-        elif key[0] in "+~'\"" or key.startswith("hydra.") or "@" in key or "/" in key:
-            continue  # for Hydra to judge
-        elif key not in known and not any(known.get(key[:i]) for i, c in enumerate(key) if c == "."):
-            return f"there is no {key}{meant(key, known)}"
+    return f"{expecting} needs a value behind it" if expecting else None
+
+
+def key_names(schema: type, prefix: str = "") -> list[str]:
+    """The dotted keys of a schema."""
+    names = []
+    for part in fields(schema):
+        names.append(f"{prefix}{part.name}")
+        if isinstance(part.type, type) and hasattr(part.type, "__dataclass_fields__"):
+            names += key_names(part.type, f"{prefix}{part.name}.")
+    return names
+
+
+def store(schemas: Mapping[str, Any], drafters: Mapping[str, Any] | None) -> None:
+    """Make schemas known to Hydra. drafters: the choices of `drafter`, where training takes it as a group; elsewhere it
+    is the name of a drafter."""
+    known = ConfigStore.instance()
+    known.repo.pop("drafter", None)
+    for kind, node in (drafters or {}).items():
+        known.store(group="drafter", name=kind, node=node)
+    for config, schema in SCHEMAS.items():
+        known.store(name=f"{config}_schema", node=schemas[schema])
+
+
+def _kinds() -> dict[str, type]:
+    """The configs of this package's drafters, by kind."""
+    return {kind: names_of(f"selfspec.drafters.{kind}")[config] for kind, config in drafter_configs().items()}
+
+
+@contextmanager
+def _schemas(trains: bool) -> Iterator[None]:
+    """Schemas that are read from source, in the place of the package's own."""
+    known = ConfigStore.instance()
+    ours = ("drafter", *(f"{config}_schema.yaml" for config in SCHEMAS))
+    before = {key: known.repo[key] for key in ours if key in known.repo}
+    try:
+        store(names_of("selfspec.cli.config"), _kinds() if trains else None)
+        yield
+    finally:
+        known.repo = {**{key: value for key, value in known.repo.items() if key not in ours}, **before}
+
+
+def miscomposed(name: str, arguments: list[str]) -> str | None:
+    """Why options, as `selfspec.cli.arguments.taken` gives them, make no config of a command; None if they do, or if
+    only imports can tell."""
+    command = COMMANDS[name]
+    flags, typed = apart(arguments)
+    if any(flag.startswith(_ELSEWHERE) for flag in flags):
+        return None
+    folders = [flags[i + 1] for i, flag in enumerate(flags) if flag in ("--config-dir", "-cd")]
+    folders += [flag.partition("=")[2] for flag in flags if flag.startswith(("--config-dir=", "-cd="))]
+    search = [f"hydra.searchpath=[{','.join(f'file://{Path(f).resolve()}' for f in folders)}]"] if folders else []
+    try:
+        parsed = OverridesParser.create().parse_overrides(typed)
+        own = _own_drafter(parsed) if command.trains else False
+        if own:  # whose keys its own package knows
+            parsed = [o for o in parsed if o.key_or_group.partition(".")[0] != "drafter"]
+        if {"-m", "--multirun"} & set(flags):
+            constant(typed)
+        else:
+            _one_point(parsed)
+        with _schemas(command.trains), initialize_config_dir(str(config_folder()), version_base="1.3"):
+            for point in _points(parsed):
+                config = compose(command.config, [*search, *point])
+                added = [o for o in parsed if _adds_a_key(o)]
+                if added:
+                    lines = {str(o.input_line) for o in added}
+                    before = compose(command.config, [*search, *(line for line in point if line not in lines)])
+                    _check_added(before, added, command.config)
+                _check_data(config.get("data"))
+                _check_names(OmegaConf.to_object(config))
+    except NeedsImport:
+        return None
+    except UnicodeDecodeError as error:
+        files = (path for folder in folders for path in sorted(Path(folder).rglob("*.yaml")) if not _is_text(path))
+        return f"{next(files, 'a config')} is no text of UTF-8 ({error})"
+    except BAD_INPUT as error:
+        kinds = [f"drafter.{key}" for kind in _kinds().values() for key in key_names(kind)] if command.trains else []
+        return one_line_error(error, [*key_names(names_of("selfspec.cli.config")[SCHEMAS[command.config]]), *kinds])
     return None
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _one_point(parsed: list[Override]) -> None:
+    """Raises ValueError for several values where there is no sweep."""
+    for override in parsed:
+        if override.is_sweep_override():
+            key, _, value = str(override.input_line).partition("=")
+            raise ValueError(
+                f"{key}={value}: several values make a sweep, which -m begins; a list is [{value}], and one text with "
+                f"commas is quoted twice: {key}='\"{value}\"'"
+            )
+
+
+def _points(parsed: list[Override]) -> Iterator[list[str]]:
+    """Overrides of so many points of a sweep that every value stands in one."""
+    values = dict[int, list[str]]()
+    for i, override in enumerate(parsed):
+        if not override.is_sweep_override():
+            values[i] = [str(override.input_line)]
+        elif override.is_choice_sweep() or override.is_range_sweep():  # others need Hydra's own files
+            key = override.get_key_element()
+            values[i] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+    for i in range(min(_POINTS, max(map(len, values.values()), default=1))):
+        yield [choices[i % len(choices)] for choices in values.values()]
+
+
+def _own_drafter(parsed: list[Override]) -> bool:
+    """Whether a drafter of another package is to be trained."""
+    installed = {entry.name for entry in entry_points(group=OWN_KINDS)}
+    chosen = [str(o.input_line).partition("=")[2] for o in parsed if o.key_or_group == "drafter"]
+    return any(o.key_or_group == "drafter._target_" for o in parsed) or any(
+        name.strip("'\"") in installed for value in chosen for name in value.split(",")
+    )
+
+
+def _adds_a_key(override: Override) -> bool:
+    key = override.key_or_group
+    elsewhere = override.package is not None or "/" in key or key.startswith("hydra.") or key in _GROUPS
+    return not elsewhere and (override.is_add() or override.is_force_add())
+
+
+def _check_added(config: DictConfig, added: list[Override], composed: str) -> None:
+    """Raises ValueError for a key that was added and that nothing reads. config: without them."""
+    schema = names_of("selfspec.cli.config")[SCHEMAS[composed]]
+    for override in added:
+        key = override.key_or_group
+        head, _, last = key.rpartition(".")
+        place = OmegaConf.select(config, head) if head else config
+        known, kind = list[str](), OmegaConf.get_type(place) if place is not None else None
+        if kind is not None and is_dataclass(kind):
+            known = [part.name for part in fields(kind)]
+        elif isinstance(place, DictConfig):
+            continue  # of data, which `_check_data` knows, or of another package
+        if last not in known:
+            every = [*(f"{head}.{k}".lstrip(".") for k in known), *key_names(schema), *(f"+{g}" for g in _GROUPS)]
+            raise ValueError(f"there is no {key}{meant(key, every)}")
+
+
+def _check_data(data: DictConfig | None) -> None:
+    """Raises ValueError for a key that the source of text has not."""
+    if data is None or not (path := str(data.get("_target_", ""))).startswith("selfspec."):
+        return
+    known = [f"data.{name}" for name in field_names(path.rpartition(".")[2])]
+    for key in (f"data.{name}" for name in map(str, data) if name != "_target_"):
+        if key not in known:
+            raise ValueError(f"there is no {key}{meant(key, known)}")
+
+
+def _check_names(run: Any) -> None:
+    """Raises ValueError for names that are empty, FileNotFoundError for a drafter or a target that is neither here nor
+    on the hub."""
+    train = getattr(run, "train", None)
+    named = [("drafter", getattr(run, "drafter", None)), ("train.init_from", getattr(train, "init_from", None))]
+    named += [("compare.drafters", name) for name in getattr(getattr(run, "compare", None), "drafters", ())]
+    named += [("train.distill.drafter", getattr(getattr(train, "distill", None), "drafter", None))]
+    for key, name in named:
+        if name == "":
+            raise ValueError(f"{key} is empty; give the name of a drafter")
+        if isinstance(name, str):
+            check_drafter_name(name)
+    target = getattr(run, "target", None)
+    if (target := getattr(target, "name", target)) is not None:
+        check_target_name(str(target))

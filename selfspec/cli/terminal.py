@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from selfspec import __version__
+from selfspec.utils.errors import one_line_errors
 
 DIM, RESET = "\033[2m", "\033[0m"
 COLORS = ("\033[32m", "\033[36m", "\033[35m", "\033[33m")  # green, cyan, magenta, yellow
@@ -18,7 +20,9 @@ class _Parser(argparse.ArgumentParser):
     """Bad arguments end in one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
+        near = difflib.get_close_matches(unknown, self._option_string_actions, 1) if unknown.startswith("-") else []
+        self.exit(2, f"{self.prog}: {message}; {f'did you mean {near[0]}' if near else '--help lists the options'}\n")
 
 
 def _nodes(text: str) -> int | str:
@@ -40,6 +44,19 @@ def _temperature(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text} must be 0 (greedy) or at least 1e-30, and finite")
+
+
+def _named(drafter: str, target: str | None, dtype: str, device: str | None = None, engine: str = "auto") -> None:
+    """Raises ValueError and FileNotFoundError for names that can not be meant, before anything slow is imported."""
+    from selfspec.checkpoints.find import check_drafter_name, check_target_name
+    from selfspec.cli.source import names_of
+
+    check_drafter_name(drafter)
+    if target is not None:
+        check_target_name(target)
+    names_of("selfspec.utils.machine")["dtype_name"](dtype)
+    names_of("selfspec.utils.machine")["check_device_name"](device)
+    names_of("selfspec.engine.engine")["check_engine"](engine)
 
 
 def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
@@ -68,11 +85,11 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="float32", help="in which it is checked")
     parser.add_argument("--nodes", type=_nodes, help="of the draft tree, with --to transformers")
     args = parser.parse_args(arguments)
-
-    from selfspec.integrations.export import export
-    from selfspec.utils.errors import one_line_errors
-
     with one_line_errors():
+        _named(args.drafter, args.target, args.dtype)
+
+        from selfspec.integrations.export import export
+
         print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
 
 
@@ -86,12 +103,14 @@ def push(arguments: list[str]) -> None:
     parser.add_argument("--revision", help="a branch")
     parser.add_argument("--dry-run", metavar="DIR", help="write what would be uploaded to this new folder instead")
     args = parser.parse_args(arguments)
-
-    from selfspec.checkpoints.find import drafter_folder
-    from selfspec.checkpoints.hub import measured, push
-    from selfspec.utils.errors import one_line_errors
-
     with one_line_errors():
+        _named(args.drafter, None, "auto")
+        if missing := [place for place in args.results if not Path(place).exists()]:
+            raise FileNotFoundError(f"--results {missing[0]}: there is no such file or folder")
+
+        from selfspec.checkpoints.find import drafter_folder
+        from selfspec.checkpoints.hub import measured, push
+
         folder = drafter_folder(args.drafter)
         if not (folder / "drafter.json").is_file():
             raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
@@ -115,20 +134,20 @@ def compile(arguments: list[str]) -> None:
     parser.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     parser.add_argument("--rows", type=_positive, default=1, help="prompts of a batch, at most")
     args = parser.parse_args(arguments)
-
-    import time
-
-    from transformers.utils import logging
-
-    import selfspec
-    from selfspec.core.generate import autoregressive, speculative
-    from selfspec.core.options import Options
-    from selfspec.core.sampling import Sampling
-    from selfspec.utils.errors import one_line_errors
-    from selfspec.utils.progress import progress
-
-    logging.disable_progress_bar()
     with one_line_errors():
+        _named(args.drafter, args.target, args.dtype)
+
+        import time
+
+        from transformers.utils import logging
+
+        import selfspec
+        from selfspec.core.generate import autoregressive, speculative
+        from selfspec.core.options import Options
+        from selfspec.core.sampling import Sampling
+        from selfspec.utils.progress import progress
+
+        logging.disable_progress_bar()
         spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
         target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
         room = (target.max_positions or 2**62) - 2
@@ -182,18 +201,19 @@ def complete(arguments: list[str]) -> None:
     )
     args = parser.parse_args(arguments)
 
-    from transformers.utils import logging
-
-    import selfspec
-    from selfspec.utils.errors import one_line_errors, visible
-
-    logging.disable_progress_bar()  # of loading weights
-
     with one_line_errors():
+        _named(args.drafter, args.target, args.dtype, args.device, args.engine)
         if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
             raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
         if args.trace is not None and Path(args.trace).is_dir():
             raise ValueError(f"--trace={args.trace} is a folder; give the name of a file")
+
+        from transformers.utils import logging
+
+        import selfspec
+        from selfspec.utils.errors import visible
+
+        logging.disable_progress_bar()  # of loading weights
         spec = selfspec.load(
             args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
         )

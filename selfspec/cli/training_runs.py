@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.loading import check_device, find_drafter, load_target, load_tokenizer
+from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
@@ -41,7 +41,7 @@ from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
-from selfspec.utils.machine import default_device
+from selfspec.utils.machine import check_device, default_device
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
@@ -161,7 +161,9 @@ def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictCon
 
 
 def _device(asked: str | None) -> str:
-    return default_device() if asked in (None, "auto", "cuda") else asked
+    if asked == "cuda" and torch.cuda.is_available():  # each process has its own
+        asked = None
+    return default_device() if asked in (None, "auto") else asked
 
 
 def as_plain(config: DictConfig) -> Figures:

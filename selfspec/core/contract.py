@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,8 +21,7 @@ class Context:
     """What a session may look at when it proposes. roots: int64 [B]; lengths: each row's cached tokens, which is its
     root's position; tokens: each row's tokens, root included; nodes: the budget, root included; noise: shared with
     verification, None when greedy; target and cache: for sessions that run the target's first layers on their nodes;
-    rate: tokens per second and row of plain decoding, 0 where it is not known; notes: counts that a session may add to,
-    which the call's stats tell."""
+    rate: tokens per second and row of plain decoding, 0 where it is not known."""
 
     roots: Tensor
     lengths: list[int]
@@ -33,7 +32,6 @@ class Context:
     target: Target
     cache: KVCache
     rate: float = 0.0
-    notes: dict[str, int] = field(default_factory=dict)
 
     @property
     def temperature_tensor(self) -> Tensor:

@@ -127,7 +127,7 @@ def _steps(
             t2 = t1
             if session is not None:
                 of_rows = roots, cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
-                tree = session.propose(Context(*of_rows, target, cache, notes=stats.notes))
+                tree = session.propose(Context(*of_rows, target, cache))
                 tree = target.shaped(_standing(tree, roots))
                 t2 = clock(target.device)
             elif len(tree.tokens) == len(roots):

@@ -70,7 +70,7 @@ def integer(name: str, value: object) -> int:
     raise ValueError(f"{name}={value!r} must be an integer")
 
 
-def as_seed(seed: object) -> int | list[int]:
+def as_seed(seed: object, name: str = "seed") -> int | list[int]:
     """One seed, or one per row (a list, tuple, range, array or tensor), as plain ints; None draws one from torch's
     global generator. Raises ValueError for what is no integer of 64 bits."""
     if seed is None:
@@ -78,9 +78,9 @@ def as_seed(seed: object) -> int | list[int]:
     if hasattr(seed, "tolist"):  # of NumPy or torch
         seed = seed.tolist()
     listed = list(seed) if isinstance(seed, (list, tuple, range)) else None
-    seeds = [integer("seed", s) for s in ([seed] if listed is None else listed)]
+    seeds = [integer(name, s) for s in ([seed] if listed is None else listed)]
     if bad := [s for s in seeds if not -(2**63) <= s < 2**63]:
-        raise ValueError(f"seed={bad[0]} does not fit into 64 bits")
+        raise ValueError(f"{name}={bad[0]} does not fit into 64 bits")
     return seeds[0] if listed is None else seeds
 
 

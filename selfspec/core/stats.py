@@ -16,7 +16,7 @@ class Stats:
     nodes: of the trees, root included, summed over calls; tokens: those returned, after cutting at EOS and at
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way, and
     passes that ran before theirs were; accepted: passes in which depth d + 1 was accepted; rejected: tokens drafted
-    before the first accepted one; lengths: tokens of each pass, row by row; notes: what a drafter counted;
+    before the first accepted one; lengths: tokens of each pass, row by row;
     exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
     `Target.exact`).
     """
@@ -29,7 +29,6 @@ class Stats:
     rejected: int = 0
     accepted: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)
     exact: str = ROUNDED
     seconds_prefill: float = 0.0
     seconds_draft: float = 0.0

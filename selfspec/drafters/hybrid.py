@@ -19,7 +19,7 @@ from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
-from selfspec.drafters.parts.ngrams import ListTree, as_tree
+from selfspec.drafters.parts.ngrams import Listed, ListTree, as_tree
 
 _WEIGHT = 8.0  # prior weight of a class of nodes, in checked tokens
 _REST_PASSES = 16  # passes after which trained members are asked again
@@ -165,7 +165,7 @@ class HybridSession:
     def propose(self, context: Context) -> DraftTree:
         for row, tokens in zip(self.rows, context.tokens, strict=True):
             row.learn(tokens)
-        trees = [_lists(session.propose(context)) for session in self.free]
+        trees = [_listed(session, context) for session in self.free]
         nodes, least = context.nodes, 1
         if isinstance(self.masked, MaskSlots):
             drafted = self.masked.draft(context)
@@ -206,6 +206,10 @@ class HybridSession:
 def _expected(rows: list[ListTree]) -> float:
     """Accepted tokens that trees expect, per row."""
     return sum(sum(probs) for _, _, probs in rows) / len(rows)
+
+
+def _listed(session: Session, context: Context) -> list[ListTree]:
+    return session.lists(context) if isinstance(session, Listed) else _lists(session.propose(context))
 
 
 def _lists(tree: DraftTree) -> list[ListTree]:

@@ -24,11 +24,12 @@ from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.core.verify import Kept
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, positive, share, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
-from selfspec.drafters.parts.mask_layout import Layout, fitting, layout, with_mask_slots
+from selfspec.drafters.parts.mask_layout import Layout, behind, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 
@@ -196,18 +197,16 @@ def tree_of(
 
 
 class MaskSession:
-    """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: for each of the batch, the
-    row of that pass that forecasts each depth, -1 where none does; sources: for each of the batch whose mask slots
-    these are; groups: for each of the batch and node of the last tree its mask slots, by index; parents: of its nodes.
-    """
+    """What one call keeps. logits: [B, N, V] of the last pass, None before the first; rows: int64 [B, K], the row of
+    that pass that forecasts each depth, -1 where none does; hosts, slots, count: of the last tree, see `behind`."""
 
     def __init__(self, drafter: Mask) -> None:
         self.drafter = drafter
         self.logits: Tensor | None = None
-        self.rows: list[list[int]] = []
-        self.sources: list[str] = []
-        self.groups: list[list[list[int]]] = []
-        self.parents: list[list[int]] = []
+        self.rows: Tensor | None = None
+        self.hosts: Tensor | None = None
+        self.slots: tuple[int, ...] = ()
+        self.count = 0
 
     def propose(self, context: Context) -> DraftTree:
         if self.logits is None or context.nodes == 1:
@@ -215,20 +214,20 @@ class MaskSession:
         slots = self._layout(context.mode, context.nodes).slots
         if not any(slots):
             return self.add_slots(self.draft(context), context)
-        return self._with_slots(slots, *self._drafted(self.logits, context, slots))
+        return self._with_slots(slots, self._drafted(context, slots))
 
     def draft(self, context: Context) -> DraftTree:
         if self.logits is None or context.nodes == 1:
             return chain(context.roots[:, None])
-        return trusted(*self._drafted(self.logits, context, ()))
+        return trusted(*self._drafted(context, ()), deepest=self.drafter.depth)
 
-    def _drafted(self, logits: Tensor, context: Context, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
+    def _drafted(self, context: Context, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
         """What `tree_of` gives, grown from the last pass."""
-        for source in self.sources:
-            context.notes[source] = context.notes.get(source, 0) + 1
-        drafter, config = self.drafter, self.drafter.config
+        logits, rows, drafter, config = self.logits, self.rows, self.drafter, self.drafter.config
+        assert logits is not None
+        assert rows is not None
         reduced = replace(context, nodes=self._layout(context.mode, context.nodes).nodes)
-        rows, width = torch.tensor(self.rows, device=logits.device), max(context.nodes, config.masks)
+        width = max(context.nodes, config.masks)
         if logits.shape[1] > width:  # of a pass with more rows than this one will have
             at = rows.clamp(min=0)[:, :, None].expand(-1, -1, logits.shape[-1])
             logits, rows = logits.gather(1, at), torch.arange(config.masks, device=rows.device).where(rows >= 0, rows)
@@ -239,7 +238,7 @@ class MaskSession:
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
-            self.groups = []
+            self.hosts = None
             return tree
         drafter, room = self.drafter, context.nodes - tree.tokens.shape[1]
         if tree.scores is None:  # a root alone, behind which one group stands
@@ -247,16 +246,18 @@ class MaskSession:
             slots = tuple(int(j < room) for j in range(drafter.config.masks))
         else:
             scores, slots = tree.scores, fitting(self._layout(context.mode, context.nodes).slots, room)
-        return self._with_slots(slots, *with_mask_slots(drafter.vocab, (tree.tokens, tree.parents, scores), slots))
+        parts = with_mask_slots(drafter.vocab, (tree.tokens, tree.parents, scores), slots)
+        return self._with_slots(slots, parts, tree.deepest)
 
-    def _with_slots(
-        self, slots: tuple[int, ...], tokens: Tensor, parents: Tensor, scores: Tensor, hosts: Tensor
-    ) -> DraftTree:
-        """The tree with mask slots that a pass runs, of what `with_mask_slots` gives."""
-        count = tokens.shape[1] - hosts.shape[1]
-        self._note(parents[:, :count], hosts)
-        view = self.drafter.gated.behind(count, [j for j, width in enumerate(slots) for _ in range(min(width, count))])
-        return trusted(tokens, parents, scores, prunable=False, through=view, plain=count)
+    def _with_slots(self, slots: tuple[int, ...], parts: tuple[Tensor, ...], deepest: int | None = None) -> DraftTree:
+        """The tree with mask slots that a pass runs, of what `with_mask_slots` gives. deepest: level of its nodes."""
+        tokens, parents, scores, hosts = parts
+        self.hosts, self.slots, self.count = hosts, slots, tokens.shape[1] - hosts.shape[1]
+        each = [j for j, width in enumerate(slots) for _ in range(min(width, self.count))]
+        view = self.drafter.gated.behind(self.count, each)
+        deepest = min(self.drafter.depth, self.count - 1) if deepest is None else deepest
+        more = {"prunable": False, "through": view, "plain": self.count, "deepest": deepest}
+        return trusted(tokens, parents, scores, **more)
 
     def expected_drafted(self, mode: str, rows: int) -> float:
         return self._layout(mode, rows).drafted
@@ -264,39 +265,14 @@ class MaskSession:
     def _layout(self, mode: str, rows: int) -> Layout:
         return layout(tuple(map(tuple, self.drafter.calibration[mode].acceptance)), rows)
 
-    def _note(self, parents: Tensor, hosts: Tensor) -> None:
-        """Which mask slots stand behind which of the tree's nodes. hosts: int64 [B, R], the node of each mask slot."""
-        self.parents, nodes = parents.tolist(), parents.shape[1]
-        self.groups = [[[] for _ in range(nodes)] for _ in self.parents]
-        for groups, row_hosts in zip(self.groups, hosts.tolist(), strict=True):
-            for i, node in enumerate(row_hosts):
-                groups[node].append(nodes + i)
-
     def observe(self, accepted: Accepted) -> None:
-        if accepted.logits is None or not self.groups:
-            self.logits, self.groups = None, []
+        if accepted.logits is None or self.hosts is None:
+            self.logits = self.hosts = None
             return
-        masks, going = self.drafter.config.masks, len(accepted.rows) == len(accepted.logits)
-        self.logits = accepted.logits if going else accepted.logits[accepted.rows]
-        self.rows, self.sources = [], []
-        for row, path in zip(accepted.rows, accepted.paths, strict=True):
-            self.rows.append(self._behind(row, path[-1], masks))
-            nearest = "mask slots of its own" if self.groups[row][path[-1]] else "mask slots of an ancestor"
-            whose = nearest if max(self.rows[-1]) >= 0 else "no mask slots"
-            self.sources.append(f"walks that end where there are {whose}")
-
-    def _behind(self, row: int, node: int, masks: int) -> list[int]:
-        """For each depth the mask slot that forecasts it behind a node: its own, or its nearest ancestor's that reaches
-        as far; -1 where there is none."""
-        slots = [-1] * masks
-        behind = 0
-        while node >= 0:
-            group = self.groups[row][node]
-            for j in range(behind, len(group)):
-                if slots[j - behind] < 0:
-                    slots[j - behind] = group[j]
-            node, behind = self.parents[row][node], behind + 1
-        return slots
+        logits, hosts, going = accepted.logits, self.hosts, len(accepted.rows) == len(accepted.logits)
+        self.logits, hosts = (part if going else part[accepted.rows] for part in (logits, hosts))
+        kept = accepted.kept or Kept.of(accepted.paths, accepted.paths, hosts.device)
+        self.rows = behind(kept, hosts, self.slots, self.count, self.drafter.config.masks)
 
 
 class TwoPassSession:

@@ -154,12 +154,15 @@ class PromptLookupSession:
         self.tally: Tally | None = None
 
     def propose(self, context: Context) -> DraftTree:
+        return as_tree(context.roots, self.lists(context))
+
+    def lists(self, context: Context) -> list[ListTree]:
         tally = self.tally = self.tally or Tally(self.calibration[context.mode].acceptance)
         for row, tokens in zip(self.rows, context.tokens, strict=True):
             row.learn(tokens, tally)
             row.grams.extend(tokens)
         rows = zip(self.rows, context.tokens, strict=True)
-        return as_tree(context.roots, [row.grow(tokens, context.nodes, tally, self.config) for row, tokens in rows])
+        return [row.grow(tokens, context.nodes, tally, self.config) for row, tokens in rows]
 
     def observe(self, accepted: Accepted) -> None:
         self.rows = [self.rows[row] for row in accepted.rows]

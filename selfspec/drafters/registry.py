@@ -22,9 +22,9 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
+from selfspec.drafters import OWN_KINDS
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
 
-GROUP = "selfspec.drafters"  # of entry points, each `name = "package.module:Class"`
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _DEPTH = 256  # of a tree at most
 
@@ -45,7 +45,7 @@ def kinds() -> list[str]:
 
 def installed() -> dict[str, EntryPoint]:
     """Drafters that installed packages offer, by the names they give them."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {entry.name: entry for entry in entry_points(group=OWN_KINDS)}
 
 
 def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> type[Drafter]:
@@ -79,7 +79,7 @@ def drafter_class(kind: str, trust: bool = False, away: Path | None = None) -> t
     if not trust and package not in known:
         raise Untrusted(
             f"drafter {kind!r} is code of the package {package!r}; if you trust it, load it with trust_code=True "
-            f"(trust_code=true, --trust-code), or install it with an entry point of the group {GROUP}"
+            f"(trust_code=true, --trust-code), or install it with an entry point of the group {OWN_KINDS}"
         )
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.origin else ())]
     if away is not None and any(Path(home).resolve().is_relative_to(away.resolve()) for home in places):

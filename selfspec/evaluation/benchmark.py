@@ -16,7 +16,7 @@ import torch
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options, check, end_tokens
+from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Asking
@@ -65,6 +65,7 @@ class DecodeConfig(Asking):
 
     def __post_init__(self) -> None:
         self.check("decode")
+        as_seed(self.seed, "decode.seed")
         for name in ("batch_size", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")

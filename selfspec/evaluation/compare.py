@@ -23,7 +23,7 @@ from torch import nn
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
-from selfspec.core.options import Options, check
+from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
@@ -71,6 +71,7 @@ class CompareConfig:
         for name in ("prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"):
             if getattr(self, name) < 1:
                 raise ValueError(f"compare.{name}={getattr(self, name)} must be at least 1")
+        as_seed(self.seed, "compare.seed")
         known = [group for groups in SETS.values() for group in groups]
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
             raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
@@ -149,10 +148,9 @@ def _speculative(rows: list[Record]) -> Figures:
 
 def total(stats: list[Stats]) -> Stats:
     """The counts and times of several calls as those of one."""
-    counted = ("accepted", "lengths", "notes", "exact")
+    counted = ("accepted", "lengths", "exact")
     numbers = {f.name: sum(getattr(s, f.name) for s in stats) for f in fields(Stats) if f.name not in counted}
-    notes = sum((Counter(s.notes) for s in stats), Counter[str]())
     depths = zip_longest(*(s.accepted for s in stats), fillvalue=0)
     accepted, lengths = [sum(depth) for depth in depths], [length for s in stats for length in s.lengths]
     exact = max((s.exact for s in stats), key=(EXACT, TESTED, ROUNDED).index, default=EXACT)
-    return Stats(**numbers, accepted=accepted, lengths=lengths, notes=dict(notes), exact=exact)
+    return Stats(**numbers, accepted=accepted, lengths=lengths, exact=exact)

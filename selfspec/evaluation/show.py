@@ -9,6 +9,7 @@ from functools import partial
 from itertools import groupby
 
 from selfspec.api import Spec
+from selfspec.core.options import as_seed
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Asking
 from selfspec.detokenize import text_of
@@ -32,6 +33,7 @@ class ShowConfig(Asking):
 
     def __post_init__(self) -> None:
         self.check("show")
+        as_seed(self.seed, "show.seed")
         Sampling(self.temperature)
 
     def arguments(self) -> Figures:

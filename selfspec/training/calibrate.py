@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.core.contract import Session
 from selfspec.core.generate import autoregressive, speculative
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import Options, as_seed, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
@@ -40,6 +40,7 @@ class CalibrateConfig(Asking):
 
     def __post_init__(self) -> None:
         self.check("calibrate")
+        as_seed(self.seed, "calibrate.seed")
 
 
 class Figures(TypedDict, total=False):

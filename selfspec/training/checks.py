@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from selfspec.core.memory import free_memory
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
@@ -52,6 +53,13 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
     if target.max_positions is not None and config.length > target.max_positions:
         raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
+    here = shard.group(str(target.device)).num_processes * loop.accumulate
+    logits = loop.batch_size * config.length // here * target.vocab_size * target.dtype.itemsize
+    if logits > (free := free_memory(target.device)):
+        raise ValueError(
+            f"loop.batch_size={loop.batch_size}: the target's logits alone take {logits / 2**30:.1f} GiB, of which "
+            f"{free / 2**30:.1f} are free; lower it, or raise loop.accumulate={loop.accumulate}"
+        )
     lengths = {"train.length": config.length}
     if config.distill.rows:
         lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from selfspec.core.options import as_seed
+
 Batches = Callable[[int], dict[str, Tensor]]
 
 
@@ -44,8 +46,12 @@ class LoopConfig:
         for name in ("minutes", "checkpoint_minutes"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"loop.{name}={value} must be above 0")
-        if self.patience < 0:
-            raise ValueError(f"loop.patience={self.patience} must be at least 0")
+        for name in ("patience", "warmup"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 0")
+        if self.accumulate > self.batch_size:
+            raise ValueError(f"loop.accumulate={self.accumulate} must be at most loop.batch_size={self.batch_size}")
+        as_seed(self.seed, "loop.seed")
         if not self.clip > 0:
             raise ValueError(f"loop.clip={self.clip} must be above 0")
         if not 0 <= self.decay <= 1:

@@ -54,6 +54,8 @@ class DrafterTraining:
             raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
         if not self.lr > 0:
             raise ValueError(f"train.lr={self.lr} must be above 0")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"train.weight_decay={self.weight_decay} must be at least 0")
 
 
 def rows_of(

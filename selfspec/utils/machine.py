@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,34 @@ from pathlib import Path
 import torch
 
 from selfspec.utils.errors import one_line
+
+DTYPES = ("auto", "int8", "bfloat16", "float16", "float32", "float64")  # of targets
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
+
+
+def dtype_name(name: str) -> str:
+    """One of DTYPES by its name, or another that people use. Raises ValueError for what is none."""
+    if (known := _SHORT.get(name, name)) not in DTYPES:
+        raise ValueError(f"dtype={name!r} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    return known
+
+
+def check_device_name(name: str | None) -> None:
+    """Raises ValueError for what names no device, here or elsewhere."""
+    if name is not None and name != "auto" and not re.fullmatch(rf"({'|'.join(_DEVICES)})(:\d+)?", name):
+        why = "there is no such kind; give cpu, cuda or cuda:1, or auto"
+        raise ValueError(f"device={name!r} can not be used here: {why}")
+
+
+def check_device(name: str) -> None:
+    """Raises ValueError for a device that is not here."""
+    check_device_name(name)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        why = f"torch {torch.__version__} finds none of this name; give cpu, or auto"
+        raise ValueError(f"device={name!r} can not be used here: {why}") from error
 
 
 @cache
@@ -39,8 +68,12 @@ def default_device() -> str:
 
 
 def device_type(asked: str | None) -> str:
-    """cpu, cuda or the like, of the device that is asked for (None, auto: `default_device`)."""
-    return (default_device() if asked in (None, "auto") else str(asked)).split(":")[0]
+    """cpu, cuda or the like, of the device that is asked for (None, auto: `default_device`). Raises ValueError where it
+    is not here."""
+    if asked in (None, "auto"):
+        return default_device().split(":")[0]
+    check_device(str(asked))
+    return str(asked).split(":")[0]
 
 
 def device_name(device: torch.device) -> str:

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from selfspec.core.memory import constant
+from selfspec.core.verify import Kept
 from selfspec.drafters.parts.expansion import Nodes
 from selfspec.drafters.parts.static_tree import Acceptance, static_tree
 
@@ -80,3 +82,24 @@ def fitting(slots: tuple[int, ...], room: int) -> tuple[int, ...]:
         counts.append(min(count, room))
         room -= counts[-1]
     return tuple(counts)
+
+
+def behind(kept: Kept, hosts: Tensor, slots: tuple[int, ...], count: int, masks: int) -> Tensor:
+    """int64 [B, K]: for each depth the row of a pass that forecasts it behind the last kept node: a mask slot of its
+    own, or of its nearest ancestor that reaches as far; -1 where there is none. hosts, slots: of the tree of `count`
+    nodes in that pass, as `with_mask_slots` gives and takes them."""
+    widths = [min(wanted, count) for wanted in slots[: next((j for j, n in enumerate(slots) if not n), len(slots))]]
+    firsts = [count + sum(widths[:j]) for j in range(len(widths))]
+    device, more = hosts.device, [0] * (2 * masks - len(widths))
+    width, first = (constant([*values, *more], torch.int64, device) for values in (widths, firsts))
+    each = torch.arange(masks, device=device)
+    # Nodes have the first mask slots of every depth in one order: a node's place in it says which it has.
+    most = widths[0] if widths else 0
+    place = hosts.new_full((len(hosts), count), count)
+    place = place.scatter(1, hosts[:, :most], torch.arange(most, device=device).expand(len(hosts), -1))
+    up = kept.lengths[:, None] - 1 - each  # of the last kept node, its parent, ... in the path
+    at = place.gather(1, kept.path.gather(1, up.clamp(min=0))).where(up >= 0, count)  # [B, ancestor]
+    reached = each[:, None] + each  # by an ancestor so far up, for each depth
+    there = at[:, :, None] < width[reached]
+    rows = torch.where(there, first[reached] + at[:, :, None], -1)
+    return rows.gather(1, there.int().argmax(1, keepdim=True))[:, 0]
