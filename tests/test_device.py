@@ -10,13 +10,15 @@ import torch
 from conftest import randomize, tiny_model
 from test_drafters import PROMPTS, TABLE
 from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
 
 from selfspec.core import generate
+from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
-from selfspec.core.sampling import Sampling
+from selfspec.core.sampling import Noise, Sampling
 from selfspec.core.target import Target
-from selfspec.core.tree import ancestors
+from selfspec.core.tree import ancestors, chain
 from selfspec.core.verify import Kept, WalkNoise, read_walk, walk
 from selfspec.engine.engine import Engine
 
@@ -76,6 +78,43 @@ def test_reads_and_uploads_of_a_step(static: Target, kind: str | None, temperatu
     ends = 0 if batch == 1 else 12 * batch  # rows end one by one, each with some uploads
     assert more_reads - reads <= each_read * steps + ends
     assert more_uploads - uploads <= each_upload * steps + 2 + ends
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [kind for kind, counts in STEPS.items() if counts == (1, 0)])
+def test_a_step_runs_where_nothing_can_be_read(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the device `meta` have no values: reading one raises, and so does mixing them with a CPU's. Draft,
+    pass, walk, commit and the drafter's state need none."""
+    monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
+    with monkeypatch.context() as building:  # transformers reads positions of passes without masks
+        building.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+        target = Target(tiny_model().to("meta"), returns=0, engine=Engine("eager", quiet=True))
+        drafter = TABLE[kind].build(target).to("meta").eval()
+        session = drafter.session(target, 2)
+    with torch.inference_mode():
+        cache, rows, device = target.cache(2, 256, 256), [0, 1], target.device
+        out = target.forward(
+            chain(torch.zeros(2, 5, dtype=torch.long, device=device)), cache, False, reads=drafter.reads, prompt=True
+        )
+        paths, tokens = [list(range(5))] * 2, [[0] * 6] * 2
+        cache.commit(paths)
+        session.observe(Accepted(out.hidden, out.features, rows, paths))
+        roots, warmth = torch.zeros(2, dtype=torch.long, device=device), torch.ones((), device=device).double()
+        noise = Noise([0, 0], [0, 1], target.vocab_size, device, target.engine) if temperature else None
+        for path in ([0, 2], [0], [0, 1]):
+            context = Context(roots, cache.lengths, tokens, 8, temperature, noise, target, cache)
+            tree = target.shaped(session.propose(context).on(roots))
+            depths = target.engine.size(tree.levels + 1)
+            ahead = None if noise is None else noise.ahead([n + 1 for n in cache.lengths], depths, context.positions)
+            over = WalkNoise() if ahead is None else WalkNoise(ahead.contiguous(), warmth)
+            runner, layers = tree.through or target, (tree.start, target.n_layers)
+            out = runner.forward(tree, cache, True, layers, tree.hidden, drafter.reads, noise=over)
+            assert out.walked is not None
+            kept = Kept(out.walked)
+            cache.commit([path] * 2, kept)
+            roots, tokens = kept.bonus, [[*row, *[0] * len(path)] for row in tokens]
+            session.observe(Accepted(out.hidden, out.features, rows, [path] * 2, out.logits, kept))
+    assert roots.is_meta
 
 
 def test_what_is_kept_is_the_same_on_host_and_device() -> None:

@@ -55,8 +55,8 @@ class DraftTree:
             )
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
-        """The same structure over other tokens int64 [B, N]; mask, depth and children are computed once for all."""
-        _ = self.mask, self.depth, self.children, self.levels
+        """The same structure over other tokens int64 [B, N]; mask and depth are computed once for all."""
+        _ = self.mask, self.depth, self.levels
         return self._with(tokens=tokens)
 
     def on(self, roots: Tensor) -> DraftTree:

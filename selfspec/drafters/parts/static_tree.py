@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.tree import DraftTree, chain, depths_of
+from selfspec.core.tree import DraftTree, chain, depths_of, trusted
 from selfspec.drafters.base import Trained
 from selfspec.drafters.parts.expansion import ahead, perturbed
 
@@ -64,7 +64,7 @@ def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) ->
     index = [0] + [1 + (d - 1) * choices + r for d, r in zip(depths[1:], ranks[1:], strict=True)]
     shape = torch.tensor(parents, device=device).expand(rows, -1)
     scores = torch.tensor(probs, device=device).expand(rows, -1)
-    tree = DraftTree(torch.zeros_like(shape), shape, scores, deepest=max(depths))
+    tree = trusted(torch.zeros_like(shape), shape, scores, deepest=max(depths))
     return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
 
 
