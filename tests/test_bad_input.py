@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.cli import config as real
 from selfspec.cli.arguments import taken
-from selfspec.cli.help import SCHEMAS, drafter_configs
+from selfspec.cli.help import SCHEMAS, drafter_schemas
 from selfspec.cli.precheck import miscomposed, misplaced
 from selfspec.cli.source import names_of
 
@@ -307,17 +307,43 @@ REFUSED = [
     ("decode", "drafter=prompt_lookup target=nothing.gguf", "target 'nothing.gguf' is not a file"),
     ("decode", "device=gpu", "device='gpu' can not be used here: there is no such kind"),
     ("decode", "decode.seed=" + "9" * 20, "decode.seed=99999999999999999999 does not fit into 64 bits"),
+    ("train", f"{AT_ONCE} train.lr=inf", "train.lr=inf must be above 0, finite"),
+    ("train", f"{AT_ONCE} data=text data.root=", "data.root is empty"),
+    ("train", f"{AT_ONCE} data=jsonl data.path=nothing*.jsonl", "data.path='nothing*.jsonl' is not a file"),
+    (
+        "train",
+        f"{AT_ONCE} data.chat_template_kwargs={{a:1}} data=jsonl data.path={__file__}",
+        "there is no data.chat_templ",
+    ),
+    ("train", f"{AT_ONCE} wandb.tags=[[a],b]", "wandb.tags holds ['a']; give texts"),
+    ("train", f"{AT_ONCE} -m drafter=mtp drafter.heads=2,3", "there is no drafter.heads; did you mean drafter.head ("),
+    ("train", f"{AT_ONCE} +experiment=tiny_target", "experiment/tiny_target.yaml: there is no pretrain"),
+    ("train", f"{AT_ONCE} drafter=null", "data and drafter can not be null"),
+    ("train", f"{AT_ONCE} ~loop.seed", "~loop.seed: a key of the schema can not be removed"),
+    ("train", f"{AT_ONCE} +data=text", "data is chosen, not added: data=text"),
+    ("train", f"{AT_ONCE} hydra/launcher=nope", "there is no hydra/launcher=nope"),
+    ("train", "target.name=tiny-target name=..", "name='..' must name a folder below runs/"),
+    ("decode", "drafter=tiny-medusa+", "drafter='tiny-medusa+' holds an empty name"),
+    ("decode", "drafter=tiny-medusa+tiny-medusa", "drafter='tiny-medusa+tiny-medusa' names a drafter twice"),
+    ("decode", f"drafter={__file__}", f"no drafter at '{__file__}': it is a file"),
     ("report", "sweep=nowhere", "sweep=nowhere: there is no such folder"),
     ("compare", "compare.drafters=[tiny-meduza]", "no drafter at 'tiny-meduza'"),
 ]
 TAKEN = [
     ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
-    ("decode", "-m drafter=a/b,c/d tree.nodes=8 data=jsonl data.path=x hydra/launcher=basic wandb.tags=[a] --cfg job"),
+    (
+        "decode",
+        "-m drafter=a/b,c/d tree.nodes=8 data=jsonl data.path=pyproject.toml hydra/launcher=basic wandb.tags=[a] --cfg job",
+    ),
     ("train", f"{AT_ONCE} +experiment=demo drafter=medusa drafter.heads=2 --check"),
-    ("train", f"{AT_ONCE} data=jsonl data.path=x +data.chat_template_kwargs.thinking=true"),
+    ("train", f"{AT_ONCE} data=jsonl data.path={__file__} +data.chat_template_kwargs.thinking=true"),
     ("train", f"{AT_ONCE} drafter._target_=mine.Own drafter.any=3 +drafter.other=2"),
     ("target", "name=x +pretrain.model.more.x=3 loop.minutes=2 pretrain.instruct.steps=1"),
     ("decode", "decode.seed=-1,2 -m"),
+    ("train", "--cfg job +experiment=llama3_8b_medusa"),
+    ("train", f"{AT_ONCE} -m drafter=glob(m*) loop.steps=range(1,3)"),
+    ("train", f"{AT_ONCE} drafter=eagle3 ++drafter.llama.rope_parameters.rope_theta=1e4"),
+    ("train", f"{AT_ONCE} +debug=quick --info"),
 ]
 
 
@@ -347,6 +373,27 @@ def test_options_are_refused_before_anything_slow_is_imported() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("complete x --temprature 1", "did you mean --temperature"),
+        ("complete x --min-p 2", "min_p=2.0 must lie in [0, 1]"),
+        ("complete x --drafter tiny-meduza", "(did you mean 'tiny-medusa'?)"),
+        ("complete x --target nothing", "nothing has no config.json"),
+        ("complete x --device gpu", "device='gpu' can not be used here"),
+        ("export tiny-medusa --to vlm --out o", "invalid choice: 'vlm'"),
+        ("push tiny-medusa a/b --results nothing", "--results nothing: there is no such file or folder"),
+    ],
+)
+def test_commands_with_options_of_their_own_refuse_them_at_once(
+    typed: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = run("", typed.split(), capsys, monkeypatch)
+    assert code == 2
+    assert message in said
+    assert said.count("\n") == 1
+
+
 @pytest.mark.parametrize(("name", "typed"), TAKEN)
 def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
     assert precheck(name, typed) is None
@@ -361,8 +408,8 @@ def test_schemas_read_from_source_are_those_of_the_package(config: str) -> None:
 
 
 def test_every_kind_of_drafter_is_checked_before_imports() -> None:
-    for kind, config in drafter_configs().items():
-        assert names_of(f"selfspec.drafters.{kind}")[config]() is not None  # and its ranges are
+    for schema in drafter_schemas().values():
+        assert schema() is not None  # and its ranges are
 
 
 @pytest.mark.parametrize(

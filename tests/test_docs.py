@@ -163,11 +163,11 @@ def test_help_says_what_every_option_is() -> None:
             found[prefix + f.name] = text.replace("'", "").replace(", ", ",")
         return found
 
-    schemas = {name: getattr(config, name) for name in help.SCHEMAS.values()}
-    schemas |= {name: config_class(drafter_class(kind)) for kind, name in help.drafter_configs().items()}
+    pairs = [(help.schema_of(name), getattr(config, schema)) for name, schema in help.SCHEMAS.items()]
+    pairs += [(schema, config_class(drafter_class(kind))) for kind, schema in help.drafter_schemas().items()]
     assert set(help.drafter_configs()) == set(kinds())
-    for name, kind in schemas.items():
-        rows = help.options(name)
+    for read, kind in pairs:
+        rows = help.options(read)
         assert dict(head.split("=", 1) for head, _ in rows) == real(kind)
         assert [head for head, said in rows if not said] == []
     assert all(help.text(name).startswith(f"selfspec {name}: ") for name, c in COMMANDS.items() if c.config)

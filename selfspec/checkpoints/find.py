@@ -48,14 +48,18 @@ def drafter_folder(name: str, revision: str | None = None) -> Path:
 
 
 def check_drafter_name(name: str) -> None:
-    """Raises FileNotFoundError for a name that neither a drafter, a kind of one nor a hub id can have, before anything
-    is read."""
-    installed = {entry.name for entry in entry_points(group=OWN_KINDS)}
-    for part in filter(None, member_names(name)):
+    """Raises ValueError for names that are empty or come twice, FileNotFoundError for one that neither a drafter, a
+    kind of one nor a hub id can have, before anything is read."""
+    installed, members = {entry.name for entry in entry_points(group=OWN_KINDS)}, member_names(name)
+    if not all(members):
+        raise ValueError(f"drafter={name!r} holds an empty name; give an embedded one, a run folder or a hub id")
+    if len(set(members)) < len(members):
+        raise ValueError(f"drafter={name!r} names a drafter twice")
+    for part in members:
         kind = part.isidentifier() and (Path(__file__).parents[1] / "drafters" / f"{part}.py").is_file()
         path = "." in part and all(word.isidentifier() for word in part.split("."))
         known = kind or path or part in (*DRAFTERS, *UNTRAINED, *installed)
-        if not known and not exists(part) and is_path(part):
+        if Path(part).is_file() or (not known and not exists(part) and is_path(part)):
             raise _no_drafter(part)
 
 
@@ -73,7 +77,8 @@ def check_target_name(name: str, path: str | None = None) -> None:
     elif not (place / "config.json").is_file() and (place.is_dir() or is_path(str(place))):
         files = sorted(place.glob("*.gguf")) if place.is_dir() else []
         drafter = (place / "drafter.json").is_file() or (place / "drafter" / "drafter.json").is_file()
-        holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else ""
+        holds = "; it is a file, so give its folder" if place.is_file() else ""
+        holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else holds
         raise FileNotFoundError(
             f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{holds or _TARGET}"
         )

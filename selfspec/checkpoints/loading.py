@@ -130,6 +130,10 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
         config = AutoConfig.from_pretrained(path, revision=revision, **fetching)
     except _ODD as error:  # a value of the wrong type, or none that a model can have
         raise ValueError(f"target {name!r}: its config.json is not read: {one_line(error):.300}") from error
+    except ValueError as error:  # of transformers, which names no place
+        if name in str(error):
+            raise
+        raise ValueError(f"target {name!r}: {one_line(error):.300}") from error
     for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (Path(path) / index).is_file():
             check_shards(Path(path) / index)

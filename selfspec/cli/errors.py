@@ -66,6 +66,9 @@ _SAID = (
     (r"is not a ListConfig, list or tuple. full_key: (\S+)", "{0} must be a list; give {0}=[...]"),
     (r"(?:' is not Optional|Incompatible value 'None'.*) full_key: (\S+)", "{0} can not be null"),
     (r"Cannot convert '\w+' to string: '(.*)' full_key: (\S+)", "{1}={0} must be a text"),
+    (r"Cannot merge DictConfig with ListConfig full_key: object_type", "its top level has to hold keys"),
+    (r"Config group override must be a string or a list. Got NoneType", "data and drafter can not be null; name one"),
+    (r"does not support deletion full_key: (\S+)", "~{0}: a key of the schema can not be removed; give it a value"),
     (r"Could not delete from config. '(\S+)' does not exist", "~{0}: there is no {0}"),
 )
 
@@ -89,7 +92,7 @@ def one_line_error(error: BaseException, known: Iterable[str] = ()) -> str:
         if unknown[2] in ("experiment", "debug"):
             return f"{where}its first line has to be # @package _global_"
         return f"{where}there is no {unknown[2]}{meant(unknown[2], [*_beside(error, unknown[2]), *known])}"
-    if (choice := re.search(r"Could not (?:load|find) '(\w+)/([^']*)'", text)) is not None:
+    if (choice := re.search(r"Could not (?:load|find) '([\w/]+)/([^'/]*)'", text)) is not None:
         there = re.search(r"Available options in '\w+': (.*?) Config", text)
         names = there[1].split() if there is not None else []
         mark = "+" if choice[1] in ("experiment", "debug") else ""
@@ -98,7 +101,7 @@ def one_line_error(error: BaseException, known: Iterable[str] = ()) -> str:
     for pattern, said in _SAID:
         if (match := re.search(pattern, text)) is not None:
             return where + said.format(*match.groups())
-    if (other := re.fullmatch(r"(.*?) full_key: (\S+)( \w+=\S+)*", text)) is not None:
+    if (other := re.fullmatch(r"(.*?) full_key: ([^=\s]+)( \w+=\S+)*", text)) is not None:
         return f"{other[2]}: {other[1]}"
     return text.partition(" Config search path:")[0]
 
@@ -125,11 +128,13 @@ def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def meant(key: str, known: Iterable[str]) -> str:
     """What to do about a key that does not exist, as the end of a sentence. known: those that do."""
-    known = list(dict.fromkeys(known))
+    known = [name for name in dict.fromkeys(known) if name != key]
     head, _, last = key.rpartition(".")
     beside = [name for name in known if name.lstrip("+").rpartition(".")[0] == head]
     if key in _SOURCES:
         return f" here; {_SOURCES[key]}"
+    if head in known and not beside:  # which takes any keys
+        return f" yet; add it: +{key}="
     ends = {name.rpartition(".")[2]: name for name in beside}
     if near := difflib.get_close_matches(last, ends, 1):
         return f"; did you mean {ends[near[0]]}"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
-from functools import cache
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from selfspec.cli.commands import COMMANDS, Command
+from selfspec.cli.source import PACKAGE, names_of
 
-PACKAGE = Path(__file__).parents[1]
 SCHEMAS = {  # of configs/NAME.yaml
     "train": "TrainRun",
     "target": "PretrainRun",
@@ -24,7 +26,7 @@ SCHEMAS = {  # of configs/NAME.yaml
     "report": "ReportRun",
 }
 _AT, _WIDTH = 38, 118  # columns where descriptions begin and end
-_YAML = {"None": "null", "True": "true", "False": "false", "MISSING": "???"}
+_YAML = {"None": "null", "True": "true", "False": "false"}
 _HYDRA = """Options are given as key=value. Behind -m, values with commas make a sweep over every combination.
   --config-dir DIR   a folder with experiment/NAME.yaml of your own, for +experiment=NAME
   --cfg job          print the composed options and stop
@@ -38,71 +40,28 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
-@cache
-def _classes() -> dict[str, ast.ClassDef]:
-    """All dataclasses of the package by name."""
-    texts = [text for path in PACKAGE.rglob("*.py") if "@dataclass" in (text := path.read_text())]
-    return {node.name: node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
-
-
-def schema_of(annotation: str) -> str | None:
-    """The dataclass that an annotation names, if it does."""
-    return annotation if annotation in _classes() else None
-
-
-@cache
-def _constant(name: str) -> ast.expr:
-    """The value of a constant of the package, which stands on one line."""
-    texts = (path.read_text() for path in PACKAGE.rglob("*.py"))
-    lines = (re.search(rf"^{name}(?:: [^=]+)? = (.+)$", text, re.MULTILINE) for text in texts)
-    return ast.parse(next(line[1] for line in lines if line), mode="eval").body
-
-
-def _line(name: str) -> list[ast.ClassDef]:
+def _classes(schema: type) -> list[type]:
     """A dataclass and those it derives from, the first of them first."""
-    classes = _classes()
-    bases = [base for base in map(ast.unparse, classes[name].bases) if base in classes]
-    return [*(node for base in bases for node in _line(base)), classes[name]]
+    return [part for part in reversed(schema.__mro__) if is_dataclass(part)]
 
 
-def fields(name: str) -> dict[str, tuple[str, str]]:
-    """The fields of a dataclass: annotation and default, as they are written."""
-    rows: dict[str, tuple[str, str]] = {}
-    for node in _line(name):
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
-                rows[part.target.id] = ast.unparse(part.annotation), _default(part.value)
-    return rows
+def _default(part: Field[Any]) -> str:
+    """A field's default as YAML has it."""
+    value = part.default if part.default_factory is MISSING else part.default_factory()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else _yaml(value)
 
 
-def field_names(name: str) -> list[str]:
-    """The names of a dataclass's fields, those without a default too."""
-    parts = [part for node in _line(name) for part in node.body if isinstance(part, ast.AnnAssign)]
-    return [ast.unparse(part.target) for part in parts if not ast.unparse(part.annotation).startswith("ClassVar")]
+def _yaml(value: object) -> str:
+    return _YAML.get(str(value), str(value))
 
 
-def _default(value: ast.expr) -> str:
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":
-        factory = value.keywords[0].value
-        if isinstance(factory, ast.Lambda):
-            return _default(factory.body)
-        return {"list": "[]", "dict": "{}"}.get(ast.unparse(factory), "")
-    if isinstance(value, ast.Call) and ast.unparse(value.func) == "list":  # of a constant
-        value = _constant(ast.unparse(value.args[0]))
-        names = value.keys if isinstance(value, ast.Dict) else getattr(value, "elts", [])
-        return f"[{','.join(ast.unparse(name) for name in names if name is not None)}]".replace("'", "")
-    text = ast.unparse(value)
-    if isinstance(value, ast.Name) and text not in _YAML:
-        text = ast.unparse(_constant(text))
-    return _YAML.get(text, text.strip("'\"")).replace("'", "").replace(", ", ",")
-
-
-def described(name: str) -> dict[str, str]:
+def described(schema: type) -> dict[str, str]:
     """What the docstrings of a dataclass and of those it derives from say of its fields: `name: text` or
     `name, name: text`, one after the other."""
-    names, texts = fields(name).keys(), dict[str, str]()
-    for node in _line(name):
-        text = " ".join((ast.get_docstring(node) or "").split())
+    names, texts = {part.name for part in fields(schema)}, dict[str, str]()
+    for kind in _classes(schema):
+        text = " ".join((kind.__doc__ or "").split())
+        text = "" if text.startswith(f"{kind.__name__}(") else text  # dataclass's own
         marks = list(re.finditer(r"(?<![\w.])(\w+(?:, \w+)*(?: and \w+)?): ", text))
         marks = [mark for mark in marks if set(re.split(", | and ", mark[1])) <= names]
         for i, mark in enumerate(marks):
@@ -112,15 +71,27 @@ def described(name: str) -> dict[str, str]:
     return texts
 
 
-def options(name: str, prefix: str = "") -> list[Row]:
+def options(schema: type, prefix: str = "") -> list[Row]:
     """All fields of a dataclass, those of inner ones included."""
     rows: list[Row] = []
-    for field, (kind, default) in fields(name).items():
-        if kind in _classes():
-            rows += options(kind, f"{prefix}{field}.")
+    texts = described(schema)
+    for part in fields(schema):
+        if isinstance(part.type, type) and is_dataclass(part.type):
+            rows += options(part.type, f"{prefix}{part.name}.")
         else:
-            rows.append((f"{prefix}{field}={default}", described(name).get(field, "")))
+            rows.append((f"{prefix}{part.name}={_default(part)}", texts.get(part.name, "")))
     return rows
+
+
+def schema_of(config: str) -> type:
+    """The schema of configs/NAME.yaml."""
+    schema: type = names_of("selfspec.cli.config")[SCHEMAS[config]]
+    return schema
+
+
+def drafter_schemas() -> dict[str, type]:
+    """The configs of this package's kinds of drafters."""
+    return {kind: names_of(f"selfspec.drafters.{kind}")[name] for kind, name in drafter_configs().items()}
 
 
 def drafter_configs() -> dict[str, str]:
@@ -148,9 +119,11 @@ def _data() -> list[Row]:
     """The choices of the data group, each with its options."""
     rows = []
     for path in sorted((config_folder() / "data").glob("*.yaml")):
-        pairs = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-        options_given = [f"data.{p.replace(': ', '=')}" for p in pairs if ": " in p and not p.startswith("_")]
-        rows.append((f"data={path.stem}", ", ".join(options_given)))
+        settings = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "_target_"}
+        given = (
+            f"data.{key}={'[...]' if isinstance(value, list) else _yaml(value)}" for key, value in settings.items()
+        )
+        rows.append((f"data={path.stem}", ", ".join(given)))
     return rows
 
 
@@ -166,7 +139,7 @@ def page(name: str, command: Command) -> str:
     lines = [f"selfspec {name}: {command.what}", "", f"  selfspec {name} {command.example}"]
     lines += [f"  python {command.script} {command.example}   (the same, in a clone)", "", _HYDRA]
     set_here = _defaults(command.config)
-    rows = [row for row in options(SCHEMAS[command.config]) if not (command.trains and row[0].startswith("drafter="))]
+    rows = [row for row in options(schema_of(command.config)) if not (command.trains and row[0].startswith("drafter="))]
     pairs = [(*row[0].split("=", 1), row[1]) for row in rows]
     rows = [(f"{key}={set_here.get(key, value)}", description) for key, value, description in pairs]
     lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]
@@ -174,8 +147,8 @@ def page(name: str, command: Command) -> str:
         lines += ["", "data=NAME, and the options of each", *_lines(_data())]
     if command.trains:
         lines += ["", "drafter=KIND, and the options of each; or drafter._target_=package.module.Class"]
-        for kind, config in drafter_configs().items():
-            lines += ["", f" drafter={kind}", *_lines(options(config, "drafter."))]
+        for kind, schema in drafter_schemas().items():
+            lines += ["", f" drafter={kind}", *_lines(options(schema, "drafter."))]
     if command.config in ("train", "target"):
         lines += ["", "Experiments", *_lines(experiments(command.config))]
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -13,14 +14,14 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf
 
 from selfspec.checkpoints.find import check_drafter_name, check_target_name
 from selfspec.cli.arguments import ALONE, WITH_VALUE, apart, constant
 from selfspec.cli.commands import COMMANDS
 from selfspec.cli.errors import BAD_INPUT, meant, one_line_error
-from selfspec.cli.help import SCHEMAS, config_folder, drafter_configs, field_names
+from selfspec.cli.help import SCHEMAS, config_folder, drafter_schemas, schema_of
 from selfspec.cli.source import NeedsImport, names_of
 from selfspec.drafters import OWN_KINDS
 
@@ -33,7 +34,7 @@ _POINTS = 16  # of a sweep that are composed
 def misplaced(name: str, arguments: list[str]) -> str | None:
     """Why an argument is no option of a command; None if all are."""
     command, expecting = COMMANDS[name], ""
-    known = names_of("selfspec.cli.config")[SCHEMAS[command.config]]
+    known = schema_of(command.config)
     for argument in arguments:
         key, mark, value = argument.partition("=")
         if expecting:
@@ -57,9 +58,11 @@ def misplaced(name: str, arguments: list[str]) -> str | None:
             return f"there is no {key}; options are given as {near[0] if near else 'key'}=VALUE"
         elif key in _GROUPS and mark:
             return f"{key} is added: +{argument}"
+        elif key[:1] == "+" and key.lstrip("+") in ("data", "drafter") and mark:
+            return f"{key.lstrip('+')} is chosen, not added: {argument.lstrip('+')}"
         elif not key or (not mark and not key.startswith("~")):
             return f"{argument!r} is no option; options are given as key=VALUE: selfspec {name} {command.example}"
-    return f"{expecting} needs a value behind it" if expecting else None
+    return f"{expecting} needs a value behind it" if expecting and expecting not in ("--info", "-i") else None
 
 
 def key_names(schema: type, prefix: str = "") -> list[str]:
@@ -83,11 +86,6 @@ def store(schemas: Mapping[str, Any], drafters: Mapping[str, Any] | None) -> Non
         known.store(name=f"{config}_schema", node=schemas[schema])
 
 
-def _kinds() -> dict[str, type]:
-    """The configs of this package's drafters, by kind."""
-    return {kind: names_of(f"selfspec.drafters.{kind}")[config] for kind, config in drafter_configs().items()}
-
-
 @contextmanager
 def _schemas(trains: bool) -> Iterator[None]:
     """Schemas that are read from source, in the place of the package's own."""
@@ -95,7 +93,7 @@ def _schemas(trains: bool) -> Iterator[None]:
     ours = ("drafter", *(f"{config}_schema.yaml" for config in SCHEMAS))
     before = {key: known.repo[key] for key in ours if key in known.repo}
     try:
-        store(names_of("selfspec.cli.config"), _kinds() if trains else None)
+        store(names_of("selfspec.cli.config"), drafter_schemas() if trains else None)
         yield
     finally:
         known.repo = {**{key: value for key, value in known.repo.items() if key not in ours}, **before}
@@ -123,11 +121,15 @@ def miscomposed(name: str, arguments: list[str]) -> str | None:
         with _schemas(command.trains), initialize_config_dir(str(config_folder()), version_base="1.3"):
             for point in _points(parsed):
                 config = compose(command.config, [*search, *point])
+                if any(flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i") for flag in flags):
+                    continue  # only to be looked at
                 added = [o for o in parsed if _adds_a_key(o)]
                 if added:
                     lines = {str(o.input_line) for o in added}
                     before = compose(command.config, [*search, *(line for line in point if line not in lines)])
                     _check_added(before, added, command.config)
+                if "name" in config and not OmegaConf.is_missing(config, "name"):
+                    names_of("selfspec.cli.training_runs")["check_name"](config.name)
                 _check_data(config.get("data"))
                 _check_names(OmegaConf.to_object(config))
     except NeedsImport:
@@ -136,9 +138,23 @@ def miscomposed(name: str, arguments: list[str]) -> str | None:
         files = (path for folder in folders for path in sorted(Path(folder).rglob("*.yaml")) if not _is_text(path))
         return f"{next(files, 'a config')} is no text of UTF-8 ({error})"
     except BAD_INPUT as error:
-        kinds = [f"drafter.{key}" for kind in _kinds().values() for key in key_names(kind)] if command.trains else []
-        return one_line_error(error, [*key_names(names_of("selfspec.cli.config")[SCHEMAS[command.config]]), *kinds])
+        kinds = drafter_schemas() if command.trains else {}
+        keys = [f"drafter.{key}" for kind in kinds.values() for key in key_names(kind)]
+        said = one_line_error(error, [*key_names(schema_of(command.config)), *keys])
+        return said + _elsewhere(said, kinds)
     return None
+
+
+def _elsewhere(said: str, kinds: Mapping[str, type]) -> str:
+    """Behind a key that does not exist here: which kinds of drafters or commands have it."""
+    if (unknown := re.search(r"there is no (?:drafter\.)?(\w+)(?:;|$| here)", said)) is None:
+        return ""
+    if "there is no drafter." in said:
+        have = [f"drafter={kind}" for kind, schema in kinds.items() if unknown[1] in key_names(schema)]
+    else:
+        schemas = ((name, schema_of(c.config)) for name, c in COMMANDS.items() if c.config)
+        have = [f"selfspec {name}" for name, schema in schemas if unknown[1] in key_names(schema)]
+    return f" ({' and '.join(have)} {'has' if len(have) == 1 else 'have'} it)" if have else ""
 
 
 def _is_text(path: Path) -> bool:
@@ -166,7 +182,7 @@ def _points(parsed: list[Override]) -> Iterator[list[str]]:
     for i, override in enumerate(parsed):
         if not override.is_sweep_override():
             values[i] = [str(override.input_line)]
-        elif override.is_choice_sweep() or override.is_range_sweep():  # others need Hydra's own files
+        elif override.is_discrete_sweep() and not isinstance(override.value(), Glob):  # which asks Hydra's files
             key = override.get_key_element()
             values[i] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     for i in range(min(_POINTS, max(map(len, values.values()), default=1))):
@@ -190,11 +206,14 @@ def _adds_a_key(override: Override) -> bool:
 
 def _check_added(config: DictConfig, added: list[Override], composed: str) -> None:
     """Raises ValueError for a key that was added and that nothing reads. config: without them."""
-    schema = names_of("selfspec.cli.config")[SCHEMAS[composed]]
+    schema = schema_of(composed)
     for override in added:
         key = override.key_or_group
         head, _, last = key.rpartition(".")
         place = OmegaConf.select(config, head) if head else config
+        while place is None and head:  # below what there is, which must take any keys
+            head, _, last = head.rpartition(".")
+            place = OmegaConf.select(config, head) if head else config
         known, kind = list[str](), OmegaConf.get_type(place) if place is not None else None
         if kind is not None and is_dataclass(kind):
             known = [part.name for part in fields(kind)]
@@ -209,10 +228,15 @@ def _check_data(data: DictConfig | None) -> None:
     """Raises ValueError for a key that the source of text has not."""
     if data is None or not (path := str(data.get("_target_", ""))).startswith("selfspec."):
         return
-    known = [f"data.{name}" for name in field_names(path.rpartition(".")[2])]
-    for key in (f"data.{name}" for name in map(str, data) if name != "_target_"):
-        if key not in known:
-            raise ValueError(f"there is no {key}{meant(key, known)}")
+    module, _, source = path.rpartition(".")
+    known = [f"data.{part.name}" for part in fields(names_of(module)[source])]
+    for name in (str(name) for name in data if name != "_target_"):
+        if f"data.{name}" not in known:
+            raise ValueError(f"there is no data.{name}{meant(f'data.{name}', known)}")
+        if not OmegaConf.is_missing(data, name) and data[name] == "":
+            raise ValueError(f"data.{name} is empty; give a value")
+    if "path" in data:
+        names_of("selfspec.data.records")["files_of"](OmegaConf.to_container(data)["path"])  # type: ignore[index,call-overload]
 
 
 def _check_names(run: Any) -> None:

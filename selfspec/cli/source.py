@@ -37,7 +37,8 @@ class _Names(dict[str, Any]):
             alias = next(a for a in node.names if (a.asname or a.name) == name)
             place = node.module or ""
             if place.partition(".")[0] != PACKAGE.name:
-                self[name] = getattr(_imported(place), alias.name)
+                found = _imported(place)
+                self[name] = found if isinstance(found, _Absent) else getattr(found, alias.name)
             elif names_of(place) is not self and alias.name in names_of(place).nodes:
                 self[name] = names_of(place)[alias.name]
             else:  # a module of the package
@@ -86,9 +87,22 @@ def _used(node: ast.AST) -> set[str]:
 
 
 def _imported(module: str) -> Any:
-    if module.partition(".")[0] not in _LIGHT:
-        raise NeedsImport(module)
-    return importlib.import_module(module)
+    return importlib.import_module(module) if module.partition(".")[0] in _LIGHT else _Absent()
+
+
+class _Absent:
+    """What stands for a package that is slow to import, and for names of it: it may stand in annotations alone."""
+
+    def __or__(self, other: object) -> Any:
+        return Any
+
+    __ror__ = __getitem__ = __or__
+
+    def __getattr__(self, name: str) -> Any:
+        raise NeedsImport(name)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        raise NeedsImport
 
 
 @cache

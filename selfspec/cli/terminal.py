@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from selfspec import __version__
+from selfspec.cli.source import names_of
 from selfspec.utils.errors import one_line_errors
 
 DIM, RESET = "\033[2m", "\033[0m"
@@ -49,7 +50,6 @@ def _temperature(text: str) -> float:
 def _named(drafter: str, target: str | None, dtype: str, device: str | None = None, engine: str = "auto") -> None:
     """Raises ValueError and FileNotFoundError for names that can not be meant, before anything slow is imported."""
     from selfspec.checkpoints.find import check_drafter_name, check_target_name
-    from selfspec.cli.source import names_of
 
     check_drafter_name(drafter)
     if target is not None:
@@ -79,7 +79,7 @@ def export(arguments: list[str]) -> None:
         "runs/mine --to vllm --out mine-vllm",
     )
     parser.add_argument("drafter", help="run folder, drafter's folder, embedded name or hub id")
-    parser.add_argument("--to", required=True, help="vllm, sglang, speculators, medusa or transformers")
+    parser.add_argument("--to", required=True, choices=("vllm", "sglang", "speculators", "medusa", "transformers"))
     parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
     parser.add_argument("--target", help="instead of the one that the drafter names; its weights must be the same")
     parser.add_argument("--dtype", default="float32", help="in which it is checked")
@@ -87,6 +87,8 @@ def export(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     with one_line_errors():
         _named(args.drafter, args.target, args.dtype)
+        if Path(args.out).exists():
+            raise ValueError(f"--out {args.out} exists; give a folder that does not")
 
         from selfspec.integrations.export import export
 
@@ -203,6 +205,9 @@ def complete(arguments: list[str]) -> None:
 
     with one_line_errors():
         _named(args.drafter, args.target, args.dtype, args.device, args.engine)
+        names_of("selfspec.core.sampling")["Sampling"](args.temperature, args.top_k, args.top_p, args.min_p)
+        if args.seed is not None:
+            names_of("selfspec.core.options")["as_seed"](args.seed)
         if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
             raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
         if args.trace is not None and Path(args.trace).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,10 +53,10 @@ class DrafterTraining:
             raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
         if self.prompt_tokens < 2:
             raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
-        if not self.lr > 0:
-            raise ValueError(f"train.lr={self.lr} must be above 0")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"train.weight_decay={self.weight_decay} must be at least 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"train.lr={self.lr} must be above 0, finite")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"train.weight_decay={self.weight_decay} must be at least 0, finite")
 
 
 def rows_of(

@@ -39,6 +39,8 @@ class WandbConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"wandb.mode={self.mode!r} must be one of {', '.join(MODES)}")
+        if odd := [tag for tag in self.tags if not isinstance(tag, str)]:
+            raise ValueError(f"wandb.tags holds {odd[0]!r}; give texts: wandb.tags=[a,b]")
 
 
 @dataclass
