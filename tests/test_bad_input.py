@@ -333,7 +333,7 @@ TAKEN = [
     ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
     (
         "decode",
-        "-m drafter=a/b,c/d tree.nodes=8 data=jsonl data.path=pyproject.toml hydra/launcher=basic wandb.tags=[a] --cfg job",
+        "-m drafter=a/b,c/d tree.nodes=8 data=hub data.name=x hydra/launcher=basic wandb.tags=[a] --cfg job",
     ),
     ("train", f"{AT_ONCE} +experiment=demo drafter=medusa drafter.heads=2 --check"),
     ("train", f"{AT_ONCE} data=jsonl data.path={__file__} +data.chat_template_kwargs.thinking=true"),
