@@ -331,10 +331,7 @@ REFUSED = [
 ]
 TAKEN = [
     ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
-    (
-        "decode",
-        "-m drafter=a/b,c/d tree.nodes=8 data=hub data.name=x hydra/launcher=basic wandb.tags=[a] --cfg job",
-    ),
+    ("decode", "-m drafter=a/b,c/d tree.nodes=8 data=hub data.name=x hydra/launcher=basic wandb.tags=[a] --cfg job"),
     ("train", f"{AT_ONCE} +experiment=demo drafter=medusa drafter.heads=2 --check"),
     ("train", f"{AT_ONCE} data=jsonl data.path={__file__} +data.chat_template_kwargs.thinking=true"),
     ("train", f"{AT_ONCE} drafter._target_=mine.Own drafter.any=3 +drafter.other=2"),
