@@ -26,7 +26,7 @@ demo: $(VENV)/.ready
 		show.questions=eval/four_questions.jsonl show.prompts=4
 	$(BIN)/python train/heads.py +experiment=demo name=demo
 	$(BIN)/python eval/decode.py -m name=demo_decode engine=eager drafter=runs/demo,runs/demo+prompt_lookup tree.nodes=auto \
-		decode.temperature=0,1 decode.prompts=5
+		decode.prompts=5 "decode.arms=[autoregressive,speculative]"
 	@echo "Next: README.md, then docs/own_model.md for a model of your own"
 
 test: $(VENV)/.ready

@@ -31,7 +31,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.parts import expansion as growth_module
 from selfspec.drafters.parts import static_tree as plan_module
-from selfspec.drafters.parts.expansion import Growth
+from selfspec.drafters.parts.expansion import Growth, top
 from selfspec.drafters.parts.feature_layer import LastLayer
 from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.drafters.parts.tree_function import expanded
@@ -79,6 +79,19 @@ def test_growth_finds_the_best_tree(nodes: int) -> None:
             found.add(tuple(path[::-1]))
         assert found == {path for _, path in best}
         assert float(tree.scores[row, 1:].sum()) == pytest.approx(sum(chance for chance, _ in best), rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [100, 1 << 15, 50_001])
+@pytest.mark.parametrize("k", [1, 15, 64])
+def test_the_largest_of_many_scores_are_those_of_topk(size: int, k: int) -> None:
+    scores = torch.rand(2, 3, size, generator=torch.Generator().manual_seed(0))
+    scores[0, 0, 7:] = -torch.inf  # fewer than k that are finite
+    values, places = top(scores, k)
+    expected = scores.topk(k, -1)
+    assert int(places.max()) < size
+    assert torch.equal(values, expected.values)
+    assert torch.equal(scores.gather(-1, places), expected.values)
+    assert torch.equal(places[1], expected.indices[1])
 
 
 def test_reserved_nodes_stay_in_the_order_of_their_expansion() -> None:

@@ -35,6 +35,24 @@ def ahead(context: Context, depth: int) -> Tensor | None:
     return context.noise.ahead([n + 1 for n in context.lengths], depth + 1, context.positions)[:, :depth]
 
 
+_MANY, _FEW, _PARTS = 1 << 15, 64, 32  # of so many scores at least, so few at most are picked in two stages
+
+
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of scores [..., V], the largest first, and their places, as `topk` gives them (but for the order of
+    equal ones). Of many, only those are sorted that share a place with one of the k largest maxima over 32 parts."""
+    size = scores.shape[-1]
+    if size < _MANY or k > _FEW:
+        return torch.topk(scores, k, -1)
+    width = -(-size // _PARTS)
+    parts = F.pad(scores, (0, width * _PARTS - size), value=-torch.inf).unflatten(-1, (_PARTS, width))
+    places = parts.amax(-2).topk(k, -1).indices  # [..., k]: a part's place that holds one of the k largest
+    among = parts.gather(-1, places[..., None, :].expand(*places.shape[:-1], _PARTS, k)).flatten(-2)
+    found = among.topk(k, -1)
+    at = found.indices // k * width + places.gather(-1, found.indices % k)
+    return found.values, at.clamp(max=size - 1)  # of what was padded: where fewer than k scores are finite
+
+
 class Growth:
     """Trees of B rows grown depth by depth from real conditional scores, best-first by path probability
     (EAGLE-2, arXiv 2406.16858): the best nodes of a depth are expanded, and of all nodes the best make the
@@ -58,13 +76,13 @@ class Growth:
     def extend(self, scores: Tensor, ids: Tensor | None = None) -> None:
         """Children of the frontier: scores [B, m, C], already calibrated; ids int64 [B, C]: whose scores they are (by
         default token ids themselves)."""
-        children = torch.log_softmax(scores.float(), -1).topk(min(self.nodes - 1, scores.shape[-1]), -1)
+        values, places = top(torch.log_softmax(scores.float(), -1), min(self.nodes - 1, scores.shape[-1]))
         # A certain child would tie with its parent, and might then be taken without it.
-        log_probs = children.values.nan_to_num(nan=-1e30, neginf=-1e30).clamp_(max=-1e-4)
+        log_probs = values.nan_to_num(nan=-1e30, neginf=-1e30).clamp_(max=-1e-4)
         total = (log_probs + self.scores.gather(1, self.frontier)[:, :, None]).flatten(1)
         best = total.topk(min(self.nodes - 1, total.shape[1]), -1)
-        tokens = children.indices.flatten(1).gather(1, best.indices)
-        above = self.frontier.gather(1, best.indices // children.values.shape[-1])
+        tokens = places.flatten(1).gather(1, best.indices)
+        above = self.frontier.gather(1, best.indices // values.shape[-1])
         first = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, tokens if ids is None else ids.gather(1, tokens)], 1)
         self.parents = torch.cat([self.parents, above], 1)

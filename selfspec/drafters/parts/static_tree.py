@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.tree import DraftTree, chain, depths_of, trusted
 from selfspec.drafters.base import Trained
-from selfspec.drafters.parts.expansion import ahead, perturbed
+from selfspec.drafters.parts.expansion import ahead, perturbed, top
 
 Acceptance = tuple[tuple[float, ...], ...]
 
@@ -84,7 +84,7 @@ def drafted(
     scores = drafter(hidden, depth).transpose(0, 1)  # [B, depth, V], or of the draft vocabulary
     if noise is not None:
         scores = perturbed(scores, noise if ids is None else noise[..., ids], temperature)
-    ranked = scores.topk(choices, -1).indices  # [B, depth, choices]
+    ranked = top(scores, choices)[1]  # [B, depth, choices]
     ranked = ranked if ids is None else ids[ranked]
     return torch.cat([roots[:, None], ranked.flatten(1)], 1)[:, index]
 
