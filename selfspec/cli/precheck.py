@@ -229,14 +229,19 @@ def _check_data(data: DictConfig | None) -> None:
     if data is None or not (path := str(data.get("_target_", ""))).startswith("selfspec."):
         return
     module, _, source = path.rpartition(".")
-    known = [f"data.{part.name}" for part in fields(names_of(module)[source])]
+    kind = names_of(module)[source]
+    known = [f"data.{part.name}" for part in fields(kind)]
     for name in (str(name) for name in data if name != "_target_"):
         if f"data.{name}" not in known:
             raise ValueError(f"there is no data.{name}{meant(f'data.{name}', known)}")
         if not OmegaConf.is_missing(data, name) and data[name] == "":
             raise ValueError(f"data.{name} is empty; give a value")
-    if "path" in data:
-        names_of("selfspec.data.records")["files_of"](OmegaConf.to_container(data)["path"])  # type: ignore[index,call-overload]
+    given: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]
+    if "???" not in given.values():
+        given = {name: value for name, value in given.items() if name != "_target_"}
+        kind(**given, **{name: None for name in ("tokenizer", "ends") if f"data.{name}" in known})  # checks its values
+    if given.get("path", "???") != "???":
+        names_of("selfspec.data.records")["files_of"](given["path"])
 
 
 def _check_names(run: Any) -> None:

@@ -29,7 +29,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, ancestors, trusted
 from selfspec.core.verify import Kept, WalkNoise, walk
 from selfspec.utils.errors import one_line
-from selfspec.utils.exactness import ROUNDED, TESTED, exactness
+from selfspec.utils.exactness import exactness
 
 WAITING = 32  # accepted tokens that a pass runs again at most; more are run into the state at once
 
@@ -115,7 +115,7 @@ class ChainTarget(Target):
 
     @property
     def exact(self) -> str:
-        return TESTED if self.dtype.itemsize >= 4 else ROUNDED
+        return self.exact_between
 
     @property
     def exactness(self) -> str:

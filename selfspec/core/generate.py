@@ -111,7 +111,7 @@ def _steps(
     records: list[list[tuple[Tensor, Tensor]]] | None,
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
-    t0, compiled = clock(target.device), target.compiled
+    t0, compiled, waits = clock(target.device), target.compiled, target.engine.waits("tree_pass_alone")
     rows = Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
     session = None if drafter is None else _begin(drafter, target, len(prompts))
@@ -167,7 +167,9 @@ def _steps(
             yield added
             t1 = clock(target.device)
     finally:
-        stats.compiled, stats.exact = stats.compiled + target.compiled - compiled, target.exact
+        changed = target.engine.waits("tree_pass_alone") > waits
+        stats.exact = target.exact_between if changed else target.exact
+        stats.compiled += target.compiled - compiled
         stats.rejected += int(rejected)
         cache.close()
         _warn_of_none(drafter, stats)

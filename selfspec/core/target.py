@@ -165,6 +165,11 @@ class Target:
         tokens; or "up to rounding" of near-ties."""
         if self.engine.row_invariant("tree_pass_alone") and not self.recurrent:
             return EXACT
+        return self.exact_between
+
+    @property
+    def exact_between(self) -> str:
+        """The same of a text of which some passes ran before they were compiled: compiled ones have other bits."""
         return TESTED if self.dtype.itemsize >= 4 else ROUNDED
 
     @property

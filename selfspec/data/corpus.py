@@ -79,6 +79,16 @@ def _read(path: Path) -> str | None:
         return None
 
 
+def _check_folder(root: Path) -> None:
+    if not root.is_dir():
+        raise ValueError(f"data.root={str(root)!r} is not a folder")
+
+
+def _check_share(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise ValueError(f"data.validation_share={fraction} must lie between 0 and 1")
+
+
 @dataclass(frozen=True)
 class PythonSource:
     """The Python source of the running interpreter's standard library, tests included, or of another folder.
@@ -90,11 +100,13 @@ class PythonSource:
     root: str | None = None
     max_files: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_folder(self._root())
+        if self.max_files is not None and self.max_files < 1:
+            raise ValueError(f"data.max_files={self.max_files} must be at least 1")
+
     def _root(self) -> Path:
-        root = Path(self.root or sysconfig.get_paths()["stdlib"])
-        if not root.is_dir():
-            raise ValueError(f"data.root={str(root)!r} is not a folder")
-        return root
+        return Path(self.root or sysconfig.get_paths()["stdlib"])
 
     def _held_out(self, names: tuple[str, ...]) -> list[Document]:
         root = self._root()
@@ -107,8 +119,6 @@ class PythonSource:
         names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
         names = [n for n in names if n not in held_out and not any(part in n for part in _SKIPPED)]
         if self.max_files is not None:
-            if self.max_files < 1:
-                raise ValueError(f"data.max_files={self.max_files} must be at least 1")
             names = names[:: max(1, len(names) // self.max_files)][: self.max_files]
         documents = [Document(n, ((text, True),)) for n in names if (text := _read(root / n))]
         return _usable(documents, f"no .py file with text under {root}")
@@ -128,8 +138,7 @@ def _usable(documents: list[Document], problem: str) -> list[Document]:
 
 def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(training, validation): a seeded shuffle, then the first `fraction` of the documents, at least one, validates."""
-    if not 0 < fraction < 1:
-        raise ValueError(f"data.validation_share={fraction} must lie between 0 and 1")
+    _check_share(fraction)
     if len(documents) < 2:
         raise ValueError(f"no usable example: {len(documents)} document, but one must train and another validate")
     shuffled = documents[:]
@@ -147,11 +156,12 @@ class TextFolder:
     pattern: str = "*.txt"
     validation_share: float = 0.1
 
+    def __post_init__(self) -> None:
+        _check_folder(Path(self.root))
+        _check_share(self.validation_share)
+
     def _documents(self) -> list[Document]:
-        root = Path(self.root)
-        if not root.is_dir():
-            raise ValueError(f"data.root={self.root!r} is not a folder")
-        documents = []
+        root, documents = Path(self.root), []
         for path in sorted(p for p in root.rglob(self.pattern) if p.is_file()):
             if (text := _read(path)) is None:
                 raise ValueError(f"{path} is not UTF-8 text; convert it or narrow data.pattern={self.pattern!r}")

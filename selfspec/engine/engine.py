@@ -77,10 +77,14 @@ class Engine:
 
     def row_invariant(self, function: str) -> bool:
         """Whether all that ran of this function gives a row the same bits whatever rows are beside it, and however
-        many."""
-        known = any(what.startswith(function) for what, _, _ in self.made) or function in self._alone
+        many. What ran as it is before it was compiled has other bits than what is compiled (see `waits`)."""
+        known = any(what.startswith(function) for what, _, _ in self.made)
         known = known or (self.eager and function in self.busy)
         return known and not any(what.startswith(function) for what in self.varying)
+
+    def waits(self, function: str) -> float:
+        """Seconds of this function's calls that ran before it was compiled."""
+        return self._alone.get(function, 0.0)
 
     @property
     def kernels(self) -> dict[str, Any]:
