@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.cli import config as real
 from selfspec.cli.arguments import taken
+from selfspec.cli.commands import COMMANDS
 from selfspec.cli.help import SCHEMAS, drafter_schemas
-from selfspec.cli.precheck import miscomposed, misplaced
-from selfspec.cli.source import names_of
+from selfspec.cli.precheck import check_composed, miscomposed, misplaced
+from selfspec.cli.source import NeedsImport, names_of
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {
@@ -316,6 +318,7 @@ REFUSED = [
         "there is no data.chat_templ",
     ),
     ("train", f"{AT_ONCE} data=text data.root=nowhere", "data.root='nowhere' is not a folder"),
+    ("train", f"{AT_ONCE} data=text data.root=. data.validation_share=half", "data.validation_share=half must lie"),
     ("train", f"{AT_ONCE} data.max_files=0", "data.max_files=0 must be at least 1"),
     ("train", f"{AT_ONCE} data=jsonl data.path={__file__} data.tolerate=-1", "data.tolerate=-1 must be a whole number"),
     ("train", f"{AT_ONCE} data=synthetic data.sampled=7", "data.sampled=7 must lie in [0, 1]"),
@@ -398,6 +401,8 @@ def test_commands_with_options_of_their_own_refuse_them_at_once(
 @pytest.mark.parametrize(("name", "typed"), TAKEN)
 def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
     assert precheck(name, typed) is None
+    with suppress(NeedsImport):  # nothing else was raised on the way, which would be passed over
+        check_composed(COMMANDS[name], taken(typed.split()))
 
 
 @pytest.mark.parametrize("config", [config for config in SCHEMAS if config != "page"])

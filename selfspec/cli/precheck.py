@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.checkpoints.find import check_drafter_name, check_target_name
 from selfspec.cli.arguments import ALONE, WITH_VALUE, apart, constant
-from selfspec.cli.commands import COMMANDS
+from selfspec.cli.commands import COMMANDS, Command
 from selfspec.cli.errors import BAD_INPUT, meant, one_line_error
 from selfspec.cli.help import SCHEMAS, config_folder, drafter_schemas, schema_of
-from selfspec.cli.source import NeedsImport, names_of
+from selfspec.cli.source import names_of
 from selfspec.drafters import OWN_KINDS
 
 _GROUPS = ("experiment", "debug")  # choices that no config makes
@@ -103,46 +103,59 @@ def miscomposed(name: str, arguments: list[str]) -> str | None:
     """Why options, as `selfspec.cli.arguments.taken` gives them, make no config of a command; None if they do, or if
     only imports can tell."""
     command = COMMANDS[name]
-    flags, typed = apart(arguments)
-    if any(flag.startswith(_ELSEWHERE) for flag in flags):
-        return None
-    folders = [flags[i + 1] for i, flag in enumerate(flags) if flag in ("--config-dir", "-cd")]
-    folders += [flag.partition("=")[2] for flag in flags if flag.startswith(("--config-dir=", "-cd="))]
-    search = [f"hydra.searchpath=[{','.join(f'file://{Path(f).resolve()}' for f in folders)}]"] if folders else []
     try:
-        parsed = OverridesParser.create().parse_overrides(typed)
-        own = _own_drafter(parsed) if command.trains else False
-        if own:  # whose keys its own package knows
-            parsed = [o for o in parsed if o.key_or_group.partition(".")[0] != "drafter"]
-        if {"-m", "--multirun"} & set(flags):
-            constant(typed)
-        else:
-            _one_point(parsed)
-        with _schemas(command.trains), initialize_config_dir(str(config_folder()), version_base="1.3"):
-            for point in _points(parsed):
-                config = compose(command.config, [*search, *point])
-                if any(flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i") for flag in flags):
-                    continue  # only to be looked at
-                added = [o for o in parsed if _adds_a_key(o)]
-                if added:
-                    lines = {str(o.input_line) for o in added}
-                    before = compose(command.config, [*search, *(line for line in point if line not in lines)])
-                    _check_added(before, added, command.config)
-                if "name" in config and not OmegaConf.is_missing(config, "name"):
-                    names_of("selfspec.cli.training_runs")["check_name"](config.name)
-                _check_data(config.get("data"))
-                _check_names(OmegaConf.to_object(config))
-    except NeedsImport:
-        return None
+        check_composed(command, arguments)
     except UnicodeDecodeError as error:
-        files = (path for folder in folders for path in sorted(Path(folder).rglob("*.yaml")) if not _is_text(path))
+        files = (path for at in _folders(arguments) for path in sorted(Path(at).rglob("*.yaml")) if not _is_text(path))
         return f"{next(files, 'a config')} is no text of UTF-8 ({error})"
     except BAD_INPUT as error:
         kinds = drafter_schemas() if command.trains else {}
         keys = [f"drafter.{key}" for kind in kinds.values() for key in key_names(kind)]
         said = one_line_error(error, [*key_names(schema_of(command.config)), *keys])
+        if command.trains and "drafter" in said and entry_points(group=OWN_KINDS):
+            return None  # of a kind that an installed package may have
         return said + _elsewhere(said, kinds)
+    except Exception:  # NeedsImport, and whatever else a definition without its imports may raise: the command judges
+        return None
     return None
+
+
+def check_composed(command: Command, arguments: list[str]) -> None:
+    """Compose the options of a command, of a sweep every value. Raises what is wrong with them, NeedsImport where only
+    imports can tell."""
+    flags, typed = apart(arguments)
+    if any(flag.startswith(_ELSEWHERE) for flag in flags):
+        return
+    places = ",".join(f"file://{Path(folder).resolve()}" for folder in _folders(arguments))
+    search = [f"hydra.searchpath=[{places}]"] if places else []
+    parsed = OverridesParser.create().parse_overrides(typed)
+    if command.trains and _own_drafter(parsed):  # whose keys its own package knows
+        parsed = [o for o in parsed if o.key_or_group.partition(".")[0] != "drafter"]
+    if {"-m", "--multirun"} & set(flags):
+        constant(typed)
+    else:
+        _one_point(parsed)
+    added = [o for o in parsed if _adds_a_key(o)]
+    lines = {str(o.input_line) for o in added}
+    with _schemas(command.trains), initialize_config_dir(str(config_folder()), version_base="1.3"):
+        for point in _points(parsed):
+            config = compose(command.config, [*search, *point])
+            if any(flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i") for flag in flags):
+                continue  # only to be looked at
+            if added:
+                before = compose(command.config, [*search, *(line for line in point if line not in lines)])
+                _check_added(before, added, command.config)
+            if "name" in config and not OmegaConf.is_missing(config, "name"):
+                names_of("selfspec.cli.training_runs")["check_name"](config.name)
+            _check_data(config.get("data"))
+            _check_names(OmegaConf.to_object(config))
+
+
+def _folders(arguments: list[str]) -> list[str]:
+    """What is given with --config-dir."""
+    flags, _ = apart(arguments)
+    behind = [flags[i + 1] for i, flag in enumerate(flags) if flag in ("--config-dir", "-cd")]
+    return behind + [flag.partition("=")[2] for flag in flags if flag.startswith(("--config-dir=", "-cd="))]
 
 
 def _elsewhere(said: str, kinds: Mapping[str, type]) -> str:

@@ -85,7 +85,7 @@ def _check_folder(root: Path) -> None:
 
 
 def _check_share(fraction: float) -> None:
-    if not 0 < fraction < 1:
+    if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
         raise ValueError(f"data.validation_share={fraction} must lie between 0 and 1")
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from selfspec.core.contract import Context
 from selfspec.core.tree import DraftTree, trusted
+from selfspec.drafters.base import Drafter
 
 Nodes = tuple[Tensor, Tensor, Tensor]  # tokens, parents and path probabilities of a tree, each [B, N]
 
@@ -136,6 +137,13 @@ class Ranking(NamedTuple):
     factors: Tensor | Sequence[float]
     noise: Tensor | None
     temperature: Tensor | float
+
+
+def grown(drafter: Drafter, context: Context, step: Step, depth: int, width: int, min_prob: float = 0.0) -> Growth:
+    """A tree grown by a drafter's own steps, see `grow`: for drafters of other packages (docs/own_drafter.md)."""
+    factors = drafter.calibration[context.mode].inverse_temperature
+    ranking = Ranking(factors, ahead(context, depth), context.temperature)
+    return grow(Growth(context.roots, context.nodes, width, min_prob), step, depth, ranking)
 
 
 def grow(growth: Growth, step: Step, depth: int, ranking: Ranking) -> Growth:
