@@ -27,7 +27,7 @@ from test_training import SMALL, small
 import selfspec
 from selfspec.checkpoints.find import member_names
 from selfspec.cli import main as cli
-from selfspec.cli.arguments import constant, flags_first, paths_quoted
+from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
 from selfspec.cli.training_runs import run_folder, run_training
 from selfspec.cli.training_runs import typed as typed_config
@@ -105,6 +105,7 @@ def test_names_are_folders_below_runs(name: str) -> None:
 def test_overrides_stand_where_hydra_reads_them() -> None:
     typed = ["a=1", "-m", "--config-dir", "conf", "+experiment=x", "b=2,3", "--cfg", "job", "~c"]
     assert flags_first(typed) == ["-m", "--config-dir", "conf", "--cfg", "job", "a=1", "+experiment=x", "b=2,3", "~c"]
+    assert taken(["--info", "a=1", "-i", "config"]) == ["--info=all", "-i", "config", "a=1"]
     assert constant(["-m", "a=1", "b=2,3", "b=4"]) == ["a"]
     with pytest.raises(ValueError, match="name can not be swept"):
         constant(["name=a,b"])

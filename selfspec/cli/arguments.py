@@ -15,12 +15,16 @@ WITH_VALUE = (
     *("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c"),
     *("--experimental-rerun", "-i", "--info"),
 )
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")  # what Hydra tells, all by default
 ALONE = (*("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-sc", "--shell-completion"), "--check")
 
 
 def taken(arguments: list[str]) -> list[str]:
     """Command-line arguments as Hydra takes them: its own options first, values quoted where its grammar asks for it,
     keys by their present names."""
+    behind = [*arguments[1:], ""]
+    bare = [a in ("--info", "-i") and b not in _INFO for a, b in zip(arguments, behind, strict=True)]
+    arguments = ["--info=all" if alone else a for a, alone in zip(arguments, bare, strict=True)]
     arguments = ["check=true" if argument == "--check" else argument for argument in arguments]
     return flags_first(renamed(paths_quoted(arguments)))
 
