@@ -22,9 +22,9 @@ ALONE = (*("-m", "--multirun", "-r", "--run", "--hydra-help", "--resolve", "-sc"
 def taken(arguments: list[str]) -> list[str]:
     """Command-line arguments as Hydra takes them: its own options first, values quoted where its grammar asks for it,
     keys by their present names."""
-    behind = [*arguments[1:], ""]
-    bare = [a in ("--info", "-i") and b not in _INFO for a, b in zip(arguments, behind, strict=True)]
-    arguments = ["--info=all" if alone else a for a, alone in zip(arguments, bare, strict=True)]
+    behind = [*arguments, ""][1:]
+    pairs = list(zip(arguments, behind, strict=True))
+    arguments = ["--info=all" if a in ("--info", "-i") and b not in _INFO else a for a, b in pairs]
     arguments = ["check=true" if argument == "--check" else argument for argument in arguments]
     return flags_first(renamed(paths_quoted(arguments)))
 
