@@ -11,6 +11,7 @@ from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
 
+_TARGET = "; give a folder, a hub id owner/name, or tiny-target"
 UNTRAINED = ("prompt_lookup", "lookahead")  # work without a checkpoint
 
 
@@ -59,7 +60,7 @@ def check_drafter_name(name: str) -> None:
         kind = part.isidentifier() and (Path(__file__).parents[1] / "drafters" / f"{part}.py").is_file()
         path = "." in part and all(word.isidentifier() for word in part.split("."))
         known = kind or path or part in (*DRAFTERS, *UNTRAINED, *installed)
-        if Path(part).is_file() or (not known and not exists(part) and is_path(part)):
+        if (exists(part) and Path(part).is_file()) or (not known and not exists(part) and is_path(part)):
             raise _no_drafter(part)
 
 
@@ -82,9 +83,6 @@ def check_target_name(name: str, path: str | None = None) -> None:
         raise FileNotFoundError(
             f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{holds or _TARGET}"
         )
-
-
-_TARGET = "; give a folder, a hub id owner/name, or tiny-target"
 
 
 def _no_drafter(name: str) -> FileNotFoundError:

@@ -73,7 +73,7 @@ def load_target(
     A probe runs a small tree against plain passes. Raises ValueError for models that can not be served;
     FileNotFoundError for a folder without a model.
     """
-    wanted, int8 = torch_dtype(dtype)
+    wanted, int8 = _dtype(dtype)
     named = isinstance(source, (str, Path))
     if int8 and (divide is not None or loading or torch.device(device or "cpu").type != "cpu"):
         raise ValueError("dtype='int8' serves a whole target on the CPU; leave out device and what goes beside it")
@@ -113,7 +113,7 @@ def load_target(
     return target, _tokenizer(path, revision, fetching) if path else None
 
 
-def torch_dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
+def _dtype(name: str | torch.dtype) -> tuple[torch.dtype | None, bool]:
     """Of the weights (None: as saved), and whether linear maps are quantized to 8 bits. Raises ValueError."""
     name = dtype_name(str(name).removeprefix("torch."))
     return (torch.bfloat16, True) if name == "int8" else (None if name == "auto" else getattr(torch, name), False)

@@ -70,7 +70,7 @@ def key_names(schema: type, prefix: str = "") -> list[str]:
     names = []
     for part in fields(schema):
         names.append(f"{prefix}{part.name}")
-        if isinstance(part.type, type) and hasattr(part.type, "__dataclass_fields__"):
+        if isinstance(part.type, type) and is_dataclass(part.type):
             names += key_names(part.type, f"{prefix}{part.name}.")
     return names
 
