@@ -109,7 +109,7 @@ page-data: $(VENV)/.ready runs/readme/compare.json
 		decode.temperature=0,1 decode.traces=2 decode.max_new_tokens=96 "decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_smollm2_limits target=smollm2 "limits.drafters=[]" limits.starts=false
 	$(BIN)/python eval/decode.py -m name=page_traces engine=eager target=tiny-target \
-		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-sequential,tiny-feature,tiny-eagle3,tiny-mtp,tiny-block,tiny-mask,tiny-early-exit,prompt_lookup \
+		drafter=tiny-medusa+prompt_lookup,tiny-medusa,tiny-eagle3,tiny-early-exit,prompt_lookup \
 		decode.temperature=0,1 decode.prompts=10 decode.traces=2 decode.max_new_tokens=96 \
 		"decode.arms=[speculative]" decode.repeats=1
 	$(BIN)/python eval/limits.py name=page_limits "limits.drafters=[]" limits.starts=false

@@ -37,7 +37,7 @@ BATCHES = (
     "eval/decode.py -m wandb.mode=disabled target=smollm2 tree.nodes=auto decode.prompts=32 decode.max_new_tokens=64 "
     "decode.arms=[autoregressive,speculative] decode.repeats=1 engine=eager"
 )
-DRAFTERS = "tiny-medusa,tiny-sequential,tiny-early-exit,tiny-feature,tiny-mask"
+DRAFTERS = "tiny-medusa,tiny-early-exit,tiny-eagle3"
 # By name: the command, how it is changed where there is no GPU, and the GiB of memory that it needs
 PARTS = {
     "passes of the embedded target": (

@@ -20,16 +20,12 @@ from selfspec.data.questions import Asking, read_questions
 
 NAMES = (
     "tiny-medusa",
-    "tiny-sequential",
     "tiny-early-exit",
-    "tiny-feature",
-    "tiny-mask",
+    "tiny-eagle3",
     "prompt_lookup",
     "lookahead",
     "tiny-medusa+prompt_lookup",
-    "tiny-sequential+prompt_lookup",
-    "tiny-feature+prompt_lookup",
-    "tiny-mask+prompt_lookup",
+    "tiny-eagle3+prompt_lookup",
 )
 TEMPERATURES, NODES, NEW_TOKENS, SEED = (0.0, 0.7, 1.0), (8, 16), 40, 11
 

@@ -13,8 +13,8 @@ from selfspec.data.cut_prompts import cut_prompts
 pytestmark = pytest.mark.slow
 
 
-TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-sequential", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-block"]
-OTHERS = ["prompt_lookup", "lookahead", "tiny-feature+prompt_lookup"]
+TRAINED = ["tiny-medusa", "tiny-early-exit", "tiny-eagle3"]
+OTHERS = ["prompt_lookup", "lookahead", "tiny-eagle3+prompt_lookup"]
 
 
 @pytest.fixture(scope="module", params=[*TRAINED, *OTHERS])
@@ -48,8 +48,8 @@ def test_identical_to_transformers(spec: Spec, prompts: list[list[int]]) -> None
 
 def test_hybrids_accept_more_than_their_members() -> None:
     taus = {}
-    for name in ("tiny-feature", "prompt_lookup", "tiny-feature+prompt_lookup"):
+    for name in ("tiny-medusa", "prompt_lookup", "tiny-medusa+prompt_lookup"):
         spec = selfspec.load(name, target="tiny-target", dtype="float32")
         texts = cut_prompts(PythonSource().evaluation(), spec.tokenizer, 6, 128)
         taus[name] = spec.generate(texts, 128, nodes=16).stats.acceptance_length
-    assert taus["tiny-feature+prompt_lookup"] > 1.1 * max(taus["tiny-feature"], taus["prompt_lookup"])
+    assert taus["tiny-medusa+prompt_lookup"] > 1.1 * max(taus["tiny-medusa"], taus["prompt_lookup"])

@@ -1,6 +1,6 @@
 """What the calibrations of embedded drafters promise: tokens a pass of chains and of trees, without decoding.
 
-    python notebooks/experiments/acceptance.py tiny-eagle3 tiny-feature tiny-mask tiny-block tiny-mtp
+    python notebooks/experiments/acceptance.py tiny-eagle3 tiny-medusa runs/tiny_mask
 
 Acceptance was counted along the target's own text of validation prompts when training ended. Chains are each depth's
 first choice; trees are the best of their size.

@@ -1,4 +1,4 @@
-"""Models with names: a small target, its drafters and a draft model, which are embedded, and SmolLM2 with drafters.
+"""Models with names: a small target and three drafters for it, which are embedded, and SmolLM2 with drafters.
 
 The embedded ones lie in selfspec/assets in a clone, and in the package `selfspec_models` where selfspec was installed
 from a wheel.
@@ -12,12 +12,14 @@ from pathlib import Path
 from selfspec.checkpoints.gguf import dequantized
 from selfspec.checkpoints.smollm2 import NAME, smollm2
 
-TARGETS = ("tiny-target", "tiny-draft", NAME)
-DRAFTERS = (
-    *("tiny-block", "tiny-early-exit", "tiny-eagle3", "tiny-feature", "tiny-mask", "tiny-medusa", "tiny-mtp"),
-    "tiny-sequential",
-    *("smollm2-medusa", "smollm2-eagle3"),
-)
+TARGETS = ("tiny-target", NAME)
+DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-medusa", "smollm2-medusa", "smollm2-eagle3")
+_FORMER = ("tiny-block", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-sequential")  # until version 0.4
+
+
+def how_to_train(name: str) -> str:
+    """Behind the name of a drafter that was embedded once: the command that trains it."""
+    return f"; train it: selfspec train +experiment={name.replace('-', '_')} name=mine" if name in _FORMER else ""
 
 
 def assets() -> Path | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, resolve
+from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, how_to_train, resolve
 from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
@@ -87,6 +87,8 @@ def check_target_name(name: str, path: str | None = None) -> None:
 
 def _no_drafter(name: str) -> FileNotFoundError:
     place, embedded = Path(name), ", ".join(DRAFTERS)
+    if how := how_to_train(name):
+        return FileNotFoundError(f"no drafter at {name!r}: it is no longer embedded{how}")
     if place.is_file():
         return FileNotFoundError(f"no drafter at {name!r}: it is a file; give the folder of a drafter")
     if (place / "config.json").is_file():

@@ -74,7 +74,7 @@ def _comparison(
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
-    if "hf_assisted" in run.compare.methods:
+    if run.compare.draft_model is not None:
         draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
     prompts: dict[str, list[Prompt]] = {}
     for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
@@ -85,7 +85,7 @@ def _comparison(
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
         prices = {name: price(name, spec) for name, spec in specs.items()}
-        if draft_model is not None:
+        if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
         figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")

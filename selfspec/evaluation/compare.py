@@ -41,7 +41,7 @@ class CompareConfig:
     temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
     questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
     questions of each group; seed: of all noise, from which every prompt gets its own; methods: of transformers, a
-    subset of METHODS; draft_model: of assisted generation, an embedded name, a folder or a hub id; exit_layer: of
+    subset of METHODS; draft_model: of assisted generation (hf_assisted), a folder or a hub id; exit_layer: of
     transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
     decoding; results: a Markdown file whose lines between <!-- compare --> (of a compiled engine: <!-- compare
     compiled -->) and <!-- end --> the tables replace; summary: one whose lines between <!-- summary --> and <!-- end
@@ -56,8 +56,8 @@ class CompareConfig:
     prompt_tokens: int = 128
     max_new_tokens: int = 128
     seed: int = 0
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
-    draft_model: str = "tiny-draft"
+    methods: list[str] = field(default_factory=lambda: [name for name in METHODS if name != "hf_assisted"])
+    draft_model: str | None = None
     exit_layer: int = 3
     lookup_tokens: int = 10
     between: int = 5
@@ -79,6 +79,11 @@ class CompareConfig:
             raise ValueError("compare.groups is empty; give at least one, or null for all")
         if unknown := set(self.methods) - set(METHODS):
             raise ValueError(f"compare.methods holds {sorted(unknown)}; known are {', '.join(METHODS)}")
+        if ("hf_assisted" in self.methods) != (self.draft_model is not None):
+            raise ValueError(
+                f"compare.draft_model={self.draft_model} is what the method hf_assisted drafts with; give both or "
+                "neither (selfspec pretrain +experiment=tiny_draft name=draft trains one for tiny-target)"
+            )
         if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or not 1 <= n <= MAX_NODES)]:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
         for temperature in self.temperatures:
