@@ -46,6 +46,7 @@ torch.set_num_threads(1)
 
 VOCAB, HIDDEN = 61, 32
 SPEC_BENCH = Path(__file__).parents[2] / "shared" / "data" / "spec_bench" / "question.jsonl"
+HUMAN_EVAL = SPEC_BENCH.parents[1] / "human_eval" / "HumanEval.jsonl.gz"
 
 
 def write_lines(path: Path, records: list[Any]) -> str:

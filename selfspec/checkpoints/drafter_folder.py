@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
 from selfspec.checkpoints.formats.files import compare_names, read_tensors
-from selfspec.checkpoints.smollm2 import is_smollm2
+from selfspec.checkpoints.named import same_model
 from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
 from selfspec.core.support import quantized_by
 from selfspec.core.target import Target
@@ -174,7 +174,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     if theirs["weights_hash"] != ours:
         origin = f"made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]})"
         quantized, sizes = quantized_by(target.model), {key: theirs.get(key) for key in _SIZES}
-        same = is_smollm2(theirs["name"]) and is_smollm2(target.name)
+        same = same_model(theirs["name"], target.name)
         if not same and not (quantized and sizes == {key: getattr(target, of) for key, of in _SIZES.items()}):
             raise ValueError(f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]})")
         here = f"weights that {quantized} has quantized" if quantized else "others of the same model"

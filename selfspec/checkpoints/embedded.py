@@ -1,4 +1,5 @@
-"""Models with names: a small target and three drafters for it, which are embedded, and SmolLM2 with drafters.
+"""Models with names: a small target and three drafters for it, which are embedded; SmolLM2 with drafters, and
+Qwen2.5-Coder.
 
 The embedded ones lie in selfspec/assets in a clone, and in the package `selfspec_models` where selfspec was installed
 from a wheel.
@@ -10,9 +11,9 @@ import importlib.util
 from pathlib import Path
 
 from selfspec.checkpoints.gguf import dequantized
-from selfspec.checkpoints.smollm2 import NAME, smollm2
+from selfspec.checkpoints.named import HUB, qwen_coder, smollm2
 
-TARGETS = ("tiny-target", NAME)
+TARGETS = ("tiny-target", *HUB)
 DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-medusa", "smollm2-medusa", "smollm2-eagle3")
 _FORMER = ("tiny-block", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-sequential")  # until version 0.4
 
@@ -38,8 +39,8 @@ def resolve(name: str) -> str:
         return str(dequantized(Path(name)))
     if name not in (*TARGETS, *DRAFTERS) or Path(name).exists():
         return name
-    if name == NAME:
-        return str(smollm2())
+    if name in HUB:
+        return str(smollm2()) if name == "smollm2" else qwen_coder()
     if (home := assets()) is None:
         raise FileNotFoundError(
             f"{name!r} is one of the embedded models, which are not installed: pip install 'selfspec[models]', or in a "

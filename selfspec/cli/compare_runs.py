@@ -14,7 +14,7 @@ from selfspec.cli.config import CompareRun
 from selfspec.cli.evaluation_runs import _origin, asked
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
-from selfspec.data.questions import SETS, Asking
+from selfspec.data.questions import SETS, Answering
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_plots import plot_comparison
@@ -35,7 +35,8 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
         if groups is not None and name in SETS:
             groups = [group for group in groups if group in SETS[name]]
         if groups != []:
-            asking = Asking(name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens)
+            asked_so = name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens
+            asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)
             prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
     return prompts
 

@@ -4,6 +4,7 @@ files as others publish them (Spec-Bench, SPEED-Bench, MT-bench, HumanEval, GSM8
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
+from selfspec.data.execution import Passes, checked, is_problem
 from selfspec.data.instructions import instructions
 from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
 from selfspec.data.tasks import TASKS, pool
 
 SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
+HUMAN_EVAL, _PLACE = "human_eval", "SELFSPEC_HUMAN_EVAL"  # a set that lies elsewhere, and what names its file
+_COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 _SEED = 1  # the held-out instructions are drawn with
 _REFERENCE = re.compile(r"####\s*(\S+)\s*$")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
@@ -53,6 +57,14 @@ class Asking:
         for name in ("prompts", "prompt_tokens", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{place}.{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass
+class Answering(Asking):
+    """allow_code_execution: whether code that the target writes may be run against a problem's tests, as HumanEval's
+    are: in a process with limits, which is no protection against hostile code."""
+
+    allow_code_execution: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,18 @@ def read_questions(
     """At most `asking.prompts` questions of a set, evenly over its groups (`each`: of each group).
 
     asking.questions: "instructions", made of the held-out `documents`; "source", stretches of them, from anywhere where
-    no group is asked for; or a JSON-lines file, or a folder of such. Raises ValueError for a group that the set does
-    not have, for a line that asks nothing, and where a chat template is needed and missing; FileNotFoundError for a
-    file that does not exist.
+    no group is asked for; "human_eval", the file that SELFSPEC_HUMAN_EVAL names; or a JSON-lines file, or a folder of
+    such. Raises ValueError for a group that the set does not have, for a line that asks nothing, where a chat template
+    is needed and missing, and where answers are to be checked that are programs, which nobody allowed to be run;
+    FileNotFoundError for a file that does not exist.
     """
     name = asking.questions or "source"
-    questions = [] if name in SETS else _read(Path(name))
+    questions = [] if name in SETS else _read(_human_eval() if name == HUMAN_EVAL else Path(name))
+    if isinstance(asking, Answering) and not asking.allow_code_execution and any(map(_is_program, questions)):
+        raise ValueError(
+            f"questions={name}: whether an answer is right is found by running the code that the target wrote; if you "
+            "want that (best in a container), give decode.allow_code_execution=true (show., compare. likewise)"
+        )
     known = SETS.get(name) or tuple(dict.fromkeys(question.group for question in questions))
     if unknown := set(asking.groups or ()) - set(known):
         raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(known)}")
@@ -114,7 +132,8 @@ def read_questions(
 
 
 def _plain(question: Question, tokenizer: Tokenizer) -> Question:
-    ids = tuple(tokenizer(question.turns[0])["input_ids"])
+    first = question.checks[0] if question.checks else None
+    ids = tuple(tokenizer(first.prompt if isinstance(first, Passes) else question.turns[0])["input_ids"])
     return Question(question.id, question.group, checks=question.checks[:1], ids=ids, record=question.record)
 
 
@@ -180,18 +199,31 @@ def _read(path: Path) -> list[Question]:
         raise FileNotFoundError(
             f"questions={str(path)!r} is neither {' nor '.join(SETS)} nor a JSON-lines file or a folder of them"
         )
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     questions: dict[str, Question] = {}
     for file in files:
+        stem = Path(file.stem).stem if file.suffix == ".gz" else file.stem
         for place, record in json_lines(file):
-            name = f"{file.stem}-{place.rpartition(' ')[2]}"  # with the number of its line
-            question = _question(record, place, file.stem, name)
+            name = f"{stem}-{place.rpartition(' ')[2]}"  # with the number of its line
+            question = _question(record, place, stem, name)
             if question.id in questions:
                 question = replace(question, id=f"{name}-{question.id}")
             questions[question.id] = question
     if not questions:
         raise ValueError(f"no usable example: {path} asks nothing")
     return list(questions.values())
+
+
+def _human_eval() -> Path:
+    if not (place := os.environ.get(_PLACE)):
+        raise FileNotFoundError(
+            f"questions={HUMAN_EVAL}: set {_PLACE} to HumanEval.jsonl.gz (in data/ of github.com/openai/human-eval)"
+        )
+    return Path(place)
+
+
+def _is_program(question: Question) -> bool:
+    return any(isinstance(check, Passes) for check in question.checks)
 
 
 def _question(line: object, place: str, stem: str, name: str) -> Question:
@@ -201,6 +233,9 @@ def _question(line: object, place: str, stem: str, name: str) -> Question:
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
     plain = without_nulls(record)
+    if is_problem(plain):
+        check, asked = checked(plain, place), _COMPLETE.format(plain["prompt"].rstrip())
+        return Question(plain["task_id"], stem, (asked,), checks=(check,), record=record)
     system, turns, beside = _turns(plain, place)
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():

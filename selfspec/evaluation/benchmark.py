@@ -19,7 +19,7 @@ from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
-from selfspec.data.questions import Asking
+from selfspec.data.questions import Answering
 from selfspec.detokenize import text_of
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.definitions import DEFINITIONS
@@ -35,7 +35,7 @@ _FEWEST = 8  # prompts before an interval over prompts is believed
 
 
 @dataclass
-class DecodeConfig(Asking):
+class DecodeConfig(Answering):
     """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
     prompt gets its own; repeats: timed runs per prompt, of which the median counts; batch_size: prompts per call; arms:
     a subset of ARMS; until_width: stop once the 95% interval of the speedup is narrower than this share of it (such an

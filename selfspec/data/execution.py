@@ -1,0 +1,131 @@
+"""Programs that a model wrote, run against a problem's tests (HumanEval, arXiv 2107.03374), in a process of their own.
+
+The process has limits of time, memory and file size, a folder that is deleted, and no way to start others. That keeps
+a careless program from doing harm, not a hostile one: whoever runs code of a model they do not trust uses a container.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+SECONDS = 10.0  # that a program may take
+MEMORY = 4 << 30  # bytes of its address space
+_FILE = 1 << 20  # bytes of a file that it writes
+_FIELDS = ("task_id", "prompt", "entry_point", "test")
+_FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
+# What begins processes, or ends those of others
+_TAKEN = {
+    "os": (
+        *("fork", "forkpty", "kill", "killpg", "system", "popen", "posix_spawn", "posix_spawnp", "execv", "execve"),
+        *("setsid", "setpgid", "setuid"),
+    ),
+    "subprocess": ("Popen",),
+    "shutil": ("rmtree", "move", "chown"),
+}
+_RUN = f"""
+import resource, sys
+pipe, token = int(sys.argv[1]), sys.stdin.readline()
+program = sys.stdin.read()
+for limit, most in (("AS", {MEMORY}), ("CPU", {int(SECONDS)}), ("FSIZE", {_FILE}), ("CORE", 0)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (most, most))
+import os, shutil, subprocess
+write = os.write
+for module, names in {_TAKEN!r}.items():
+    for name in names:
+        setattr(sys.modules[module], name, None)
+sys.modules["resource"] = sys.modules["multiprocessing"] = None
+exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
+write(pipe, token.encode())
+"""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Whether an answer solves a problem: the function it defines passes `test`, which defines `check(candidate)`."""
+
+    prompt: str
+    entry_point: str
+    test: str
+
+    def __call__(self, answer: str) -> bool:
+        return runs_through(self.program(answer))
+
+    def program(self, answer: str) -> str:
+        """The answer's function behind what stands before it in the prompt, and the tests."""
+        before = self.prompt[: self.prompt.rfind(f"def {self.entry_point}")]
+        return f"{before}\n{self._function(answer)}\n\n{self.test}\n\ncheck({self.entry_point})\n"
+
+    def _function(self, answer: str) -> str:
+        """The first fenced block that defines the function, or the answer if it does; else the answer continues the
+        prompt, up to where the function's body ends."""
+        defines = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(self.entry_point)}\b", re.MULTILINE)
+        for code in (*_FENCED.findall(answer), answer):
+            if defines.search(code):
+                return str(code)
+        return self.prompt + _ENDS.split(answer, maxsplit=1)[0]
+
+
+def runs_through(program: str) -> bool:
+    """Whether a Python program reaches its end within the limits."""
+    read, write = os.pipe()
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _RUN, str(write)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={"HOME": folder, "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+            pass_fds=(write,),
+            start_new_session=True,
+        )
+        os.close(write)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(f"{token}\n{program}".encode(errors="replace"))
+            process.stdin.close()
+            return _said(read, time.monotonic() + SECONDS) == token
+        except BrokenPipeError:  # it has ended
+            return False
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            os.close(read)
+
+
+def _said(read: int, end: float) -> str:
+    """The line that a process writes before `end`, a time of `time.monotonic`; empty where it ends or writes none."""
+    said = b""
+    while not said.endswith(b"\n") and (left := end - time.monotonic()) > 0 and select.select([read], [], [], left)[0]:
+        if not (part := os.read(read, 64)):
+            break
+        said += part
+    return said.decode().strip()
+
+
+def is_problem(record: dict[str, Any]) -> bool:
+    """Whether a record has the fields of HumanEval's."""
+    return all(isinstance(record.get(name), str) for name in ("entry_point", "prompt"))
+
+
+def checked(record: dict[str, Any], place: str) -> Passes:
+    """The check of a problem. Raises ValueError naming a field that it lacks."""
+    if lacking := [name for name in _FIELDS if not isinstance(record.get(name), str) or not record[name].strip()]:
+        raise ValueError(f"{place}: a problem without {' and '.join(lacking)}; copy the file again")
+    if "def check(" not in record["test"]:
+        raise ValueError(f"{place}: test defines no check(candidate); copy the file again")
+    if f"def {record['entry_point']}" not in record["prompt"]:
+        raise ValueError(f"{place}: the prompt does not define entry_point={record['entry_point']!r}")
+    return Passes(record["prompt"], record["entry_point"], record["test"])

@@ -1,0 +1,127 @@
+"""Programs that a model wrote: which answer counts, what a run may not do, and a file of problems."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import HUMAN_EVAL, write_lines
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.data import execution
+from selfspec.data.execution import Passes, runs_through
+from selfspec.data.questions import Answering, Asking, read_questions
+
+PROMPT = 'import math\n\n\ndef area(r: float) -> float:\n    """Of a circle."""\n'
+TEST = "def check(candidate):\n    assert abs(candidate(2.0) - 12.566) < 0.01\n    assert candidate(0) == 0\n"
+PROBLEM = {"task_id": "T/0", "prompt": PROMPT, "entry_point": "area", "test": TEST, "canonical_solution": ""}
+RIGHT = "def area(r):\n    return math.pi * r * r"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        (f"Here it is:\n\n```python\n{RIGHT}\n```\nDone.", True),
+        (RIGHT, True),
+        (f"```python\n{RIGHT}", True),  # cut off behind the code
+        (f"```python\nprint(area(2))\n```\n\n```py\n{RIGHT}\n```", True),
+        ("    return math.pi * r ** 2\n\n\nprint(area(2))\nassert False", True),  # continues the prompt
+        ("```python\ndef area(r):\n    return 3 * r\n```", False),
+        ("```python\ndef other(r):\n    return 3 * r\n```", False),
+        ("I can not do that.", False),
+        (f"```python\n{RIGHT}\nimport sys\nsys.exit(0)\n```", False),
+        (f"```python\n{RIGHT}\nimport os\nos._exit(0)\n```", False),
+    ],
+)
+def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> None:
+    assert Passes(PROMPT, "area", TEST)(answer) is right
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "x = 'a' * (1 << 34)",
+        "x = []\nwhile True: x.append('a' * (1 << 24))",
+        "import os\nwhile True: os.fork()",
+        "import subprocess; subprocess.run(['sleep', '60'])",
+        "import os; os.system('sleep 60')",
+        "import os; os.kill(os.getppid(), 9)",
+        "f = open('large', 'wb')\nwhile True: f.write(b'0' * 65536)",
+        "raise SystemExit(0)",
+        "def f(): f()\nf()",
+        "\0",
+    ],
+)
+def test_a_program_that_does_harm_ends_and_counts_as_wrong(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "SECONDS", 2.0)
+    start = time.monotonic()
+    assert not runs_through(program)
+    assert time.monotonic() - start < 10
+
+
+def test_what_a_program_prints_and_writes_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert runs_through("open('here.txt', 'w').write('x')\nfor _ in range(10**5): print('gigabytes')")
+    assert capfd.readouterr() == ("", "")
+    assert not list(Path.cwd().glob("here.txt"))
+
+
+def _read(path: Path, tokenizer: PreTrainedTokenizerFast, asking: type[Asking] = Answering, **more: Any) -> list[Any]:
+    return read_questions(asking(str(path), chat=False, **more), tokenizer, list)
+
+
+def test_problems_are_questions_whose_answers_are_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "Problems.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(json.dumps(PROBLEM) + "\n")
+    with pytest.raises(ValueError, match=r"questions=.*decode\.allow_code_execution=true"):
+        _read(path, tokenizer)
+    (question,) = _read(path, tokenizer, allow_code_execution=True)
+    assert (question.id, question.group) == ("T/0", "Problems")
+    assert tokenizer.decode(question.ids) == PROMPT
+    assert [check(RIGHT) for check in question.checks] == [True]
+    assert len(_read(path, tokenizer, Asking)) == 1  # nothing is checked there, so nothing runs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test": None}, "line 1: a problem without test"),
+        ({"test": "assert True"}, r"defines no check\(candidate\)"),
+        ({"entry_point": "volume"}, "does not define entry_point='volume'"),
+    ],
+)
+def test_a_damaged_problem_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, change: dict[str, Any], message: str
+) -> None:
+    write_lines(path := tmp_path / "a.jsonl", [{**PROBLEM, **change}])
+    with pytest.raises(ValueError, match=message):
+        _read(path, tokenizer, allow_code_execution=True)
+
+
+def test_the_name_needs_its_file(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SELFSPEC_HUMAN_EVAL", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"set SELFSPEC_HUMAN_EVAL to HumanEval\.jsonl\.gz"):
+        _read(Path("human_eval"), tokenizer)
+    write_lines(path := tmp_path / "a.jsonl", [PROBLEM])
+    monkeypatch.setenv("SELFSPEC_HUMAN_EVAL", str(path))
+    assert len(_read(Path("human_eval"), tokenizer, allow_code_execution=True)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HUMAN_EVAL.is_file(), reason="HumanEval's file is not in this checkout's shared data")
+def test_every_reference_of_human_eval_passes_and_no_empty_answer_does(tokenizer: PreTrainedTokenizerFast) -> None:
+    questions = _read(HUMAN_EVAL, tokenizer, allow_code_execution=True, prompts=164)
+    assert len(questions) == 164
+    for question in questions:
+        (check,) = question.checks
+        assert check(question.record["prompt"] + question.record["canonical_solution"]), question.id
+        assert check(question.record["canonical_solution"]), question.id
+        assert not check("    pass\n"), question.id
