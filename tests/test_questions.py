@@ -23,11 +23,11 @@ from selfspec.core.target import Target
 from selfspec.data.chat import Chat, ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
-from selfspec.data.instructions import Instructions, conversations, instructions
+from selfspec.data.instructions import Instructions, conversations, edits, instructions
 from selfspec.data.questions import Asking, Question, _read, read_questions
 from selfspec.data.store import Corpus, joined, tokenize
-from selfspec.data.tasks import TASKS, Pool, pool
-from selfspec.data.tasks.base import SPLITS
+from selfspec.data.tasks import EDITS, TASKS, Pool, pool
+from selfspec.data.tasks.base import SPLITS, code_of
 from selfspec.data.windows import Packed, openings, side_by_side
 from selfspec.evaluation.answers import answer_files, write_answers
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
@@ -67,6 +67,22 @@ def test_a_checker_takes_its_own_answer_and_no_other(group: str, held_out: Pool)
         half = mine[: len(mine) // 2] if group != "reason" else "it is"  # half of the steps may end in the right number
         for wrong in ("", "```", half):
             assert not one.turns[0].check(wrong), (one.task, wrong)
+
+
+def test_an_edit_is_right_where_nothing_else_changed() -> None:
+    documents = PythonSource().evaluation()
+    made = edits(documents, "evaluation", list(EDITS), 200, seed=7)
+    assert [edit.group for edit in made[:5]] == list(EDITS)
+    for edit in made:
+        (turn,) = edit.turns
+        given_code = code_of(turn.question)
+        assert turn.check(turn.answer), edit
+        assert turn.check(f"Sure!\n\n{turn.answer}\nDone."), edit
+        assert not turn.check(f"```\n{given_code}\n```"), edit  # nothing was done
+        assert not turn.check("```python\npass\n```"), edit
+        if edit.group != "reformat":
+            more = turn.answer.replace("\n```", "\n    extra()\n```")
+            assert not turn.check(more), edit
 
 
 def test_there_are_ten_kinds_in_five_groups() -> None:
@@ -293,7 +309,7 @@ def test_files_as_others_publish_them(tokenizer: Any, tmp_path: Path) -> None:
 def test_a_line_that_asks_nothing_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         ask(write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
-    with pytest.raises(FileNotFoundError, match="neither instructions nor source nor a JSON-lines file"):
+    with pytest.raises(FileNotFoundError, match="is none of instructions, edits, source and no JSON-lines file"):
         ask(str(tmp_path / "nothing.jsonl"), tokenizer)
 
 

@@ -20,7 +20,7 @@ from selfspec.training import conversations
 from selfspec.training import synthetic as module
 from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
 from selfspec.training.synthetic import Synthetic, synthetic, usable
-from tests.conftest import compose_config
+from tests.conftest import compose_config, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -244,6 +244,16 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
             found.append(document.tokens[start : start + len(words)].tolist() == words)
             assert not document.mask[: start + len(words)].any()  # what is given does not count
     assert found.count(True) >= len(found) // 2
+
+
+def test_edits_are_asked_as_they_are_and_answered(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+    vocab = pair[0].vocab_size
+    target = Target(tiny_model(dtype=torch.float32, vocab_size=vocab, max_position_embeddings=2048))
+    corpora = synthetic(settings(tmp_path, edits=1.0, turns=1, new_tokens=4), target, pair[1], quiet=True)
+    documents = [corpus.document(i) for corpus in corpora for i in range(len(corpus.is_chat))]
+    assert len(documents) == 8
+    assert all("```" in pair[1].decode(document.tokens) for document in documents)
+    assert {int(document.mask.sum()) for document in documents} == {4}
 
 
 def test_they_are_not_measured_with() -> None:

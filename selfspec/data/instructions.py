@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import Chat, ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
-from selfspec.data.tasks import TASKS, Instruction, Pool, pool
+from selfspec.data.tasks import EDITS, LINES, MOST, TASKS, Instruction, Pool, pool
 
 _SYSTEM = (
     "You are a helpful assistant.",
@@ -22,21 +22,27 @@ _SYSTEM = (
 
 
 def instructions(pool: Pool, groups: Sequence[str], count: int, seed: int) -> list[Instruction]:
-    """`count` instructions, groups in turn and the tasks of a group in turn. The n-th instruction of a group depends on
-    the pool, the seed, the group and n alone.
+    """`count` instructions of TASKS or EDITS, groups in turn and the tasks of a group in turn. The n-th instruction of
+    a group depends on the pool, the seed, the group and n alone.
 
     Raises ValueError for no group or an unknown one.
     """
-    if not groups or (unknown := set(groups) - set(TASKS)):
+    tasks = {**TASKS, **EDITS}
+    if not groups or (unknown := set(groups) - set(tasks)):
         raise ValueError(
-            f"groups of instructions are {sorted(unknown) if groups else []}; choose from {', '.join(TASKS)}"
+            f"groups of instructions are {sorted(unknown) if groups else []}; choose from {', '.join(tasks)}"
         )
     chosen = []
     for i in range(count):
         group, n = groups[i % len(groups)], i // len(groups)
-        make = TASKS[group][n % len(TASKS[group])]
+        make = tasks[group][n % len(tasks[group])]
         chosen.append(Instruction(make.__name__, group, tuple(make(pool, Random(f"{seed} {group} {n}")))))
     return chosen
+
+
+def edits(documents: Sequence[Document], split: str, groups: Sequence[str], count: int, seed: int) -> list[Instruction]:
+    """`count` edits of longer functions of these documents; see `tasks.edits`."""
+    return instructions(pool(documents, split, LINES, MOST), groups, count, seed)
 
 
 def messages(asked: Sequence[Instruction], system: str | None = None) -> list[dict[str, str]]:

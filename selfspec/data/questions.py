@@ -18,12 +18,13 @@ from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
 from selfspec.data.execution import Passes, checked, is_problem
-from selfspec.data.instructions import instructions
+from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
-from selfspec.data.tasks import TASKS, pool
+from selfspec.data.tasks import EDITS, TASKS, Instruction, pool
 
-SETS = {"instructions": tuple(TASKS), "source": tuple(GROUPS)}  # and their groups; any other name is a file
+# Sets and their groups; any other name is a file
+SETS = {"instructions": tuple(TASKS), "edits": tuple(EDITS), "source": tuple(GROUPS)}
 HUMAN_EVAL, _PLACE = "human_eval", "SELFSPEC_HUMAN_EVAL"  # a set that lies elsewhere, and what names its file
 _COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 _SEED = 1  # the held-out instructions are drawn with
@@ -98,11 +99,11 @@ def read_questions(
 ) -> list[Question]:
     """At most `asking.prompts` questions of a set, evenly over its groups (`each`: of each group).
 
-    asking.questions: "instructions", made of the held-out `documents`; "source", stretches of them, from anywhere where
-    no group is asked for; "human_eval", the file that SELFSPEC_HUMAN_EVAL names; or a JSON-lines file, or a folder of
-    such. Raises ValueError for a group that the set does not have, for a line that asks nothing, where a chat template
-    is needed and missing, and where answers are to be checked that are programs, which nobody allowed to be run;
-    FileNotFoundError for a file that does not exist.
+    asking.questions: "instructions" and "edits", made of the held-out `documents`; "source", stretches of them, from
+    anywhere where no group is asked for; "human_eval", the file that SELFSPEC_HUMAN_EVAL names; or a JSON-lines file,
+    or a folder of such. Raises ValueError for a group that the set does not have, for a line that asks nothing, where a
+    chat template is needed and missing, and where answers are programs that nobody allowed to be run; FileNotFoundError
+    for a file that does not exist.
     """
     name = asking.questions or "source"
     questions = [] if name in SETS else _read(_human_eval() if name == HUMAN_EVAL else Path(name))
@@ -119,7 +120,9 @@ def read_questions(
     if name == "source":
         return _source(groups, count, tokenizer, documents(), asking)
     if name == "instructions":
-        questions = _instructions(groups, count, documents())
+        questions = _instructions(instructions(pool(documents(), "evaluation"), groups, count, _SEED), groups)
+    if name == "edits":
+        questions = _instructions(edits(documents(), "evaluation", groups, count, _SEED), groups)
     chosen = _even({group: [q for q in questions if q.group == group] for group in groups}, count)
     if not asking.chat:
         return [_plain(question, tokenizer) for question in chosen]
@@ -158,8 +161,7 @@ def _even(groups: dict[str, list[Question]], count: int) -> list[Question]:
     ]
 
 
-def _instructions(groups: Sequence[str], count: int, documents: list[Document]) -> list[Question]:
-    chosen = instructions(pool(documents, "evaluation"), groups, count, _SEED)
+def _instructions(chosen: list[Instruction], groups: Sequence[str]) -> list[Question]:
     return [
         Question(
             f"{instruction.task}-{i // len(groups)}",
@@ -197,7 +199,7 @@ def _texts(group: str, rows: list[list[int]]) -> list[Question]:
 def _read(path: Path) -> list[Question]:
     if not path.exists():
         raise FileNotFoundError(
-            f"questions={str(path)!r} is neither {' nor '.join(SETS)} nor a JSON-lines file or a folder of them"
+            f"questions={str(path)!r} is none of {', '.join(SETS)} and no JSON-lines file or folder of them"
         )
     files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     questions: dict[str, Question] = {}

@@ -87,6 +87,12 @@ class Conversation:
         tokens = [*template.opening, *words]
         return cls(number, tokens, [False] * len(tokens), temperature, len(template.opening))
 
+    @classmethod
+    def asked(cls, number: int, template: Template, question: list[int], temperature: float) -> Conversation:
+        """One whose first question is known."""
+        tokens = [*template.opening, *question, *template.answer]
+        return cls(number, tokens, [False] * len(tokens), temperature, len(template.opening), asks=False)
+
     @property
     def writes(self) -> bool:
         """Whether the token that is read next is the last one that is known."""

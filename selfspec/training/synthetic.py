@@ -27,7 +27,10 @@ from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
+from selfspec.data.corpus import PythonSource
+from selfspec.data.instructions import edits
 from selfspec.data.store import Corpus, joined
+from selfspec.data.tasks import EDITS, MOST
 from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.files import Figures, cache_folder, write_text
@@ -39,6 +42,7 @@ _BESIDE = "folder", "conversations", "validation_share", "batch", "chat_template
 _CHUNK = 64  # conversations in a file
 _LETTERS = 8  # that a question has at least
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
+_PLASTIC = 0.7548776662466927  # so do this number's, and they go with the others as if drawn apart
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,11 @@ class Synthetic:
     """Conversations that the target writes. conversations: how many are begun (some are left out, see `usable`); turns:
     questions in each, at most; openings: words that first questions begin with, taken in turn ("": the target's own);
     question_temperature: that questions are sampled at; question_tokens, new_tokens: of a question and of an answer, at
-    most; sampled: share of conversations answered at temperature 1, the others greedily; batch: conversations held
-    at once; int8: whether the target's weights are quantized while it writes, for speed (see
+    most; edits: share of conversations whose first question asks for an edit of the standard library's source (see
+    `data.tasks.edits`); sampled: share of conversations answered at temperature 1, the others greedily; batch:
+    conversations held at once; int8: whether the target's weights are quantized while it writes, for speed (see
     `selfspec.core.quantized`); validation_share: of the conversations; chat_template_kwargs: arguments of the chat
-    template, such as enable_thinking; folder: where they are kept (None: in the cache
-    folder)."""
+    template, such as enable_thinking; folder: where they are kept (None: in the cache folder)."""
 
     questions: ClassVar[str] = "source"
     conversations: int = 4096
@@ -59,6 +63,7 @@ class Synthetic:
     question_temperature: float = 1.0
     question_tokens: int = 96
     new_tokens: int = 320
+    edits: float = 0.0
     sampled: float = 0.5
     batch: int = 128
     int8: bool = False
@@ -78,8 +83,9 @@ class Synthetic:
         warmth = self.question_temperature
         if not isinstance(warmth, (int, float)) or not 0 < warmth <= 2:
             raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
-        if not isinstance(self.sampled, (int, float)) or not 0 <= self.sampled <= 1:
-            raise ValueError(f"data.sampled={self.sampled!r} must lie in [0, 1]")
+        for name in ("sampled", "edits"):
+            if not isinstance(getattr(self, name), (int, float)) or not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name}={getattr(self, name)!r} must lie in [0, 1]")
         if not isinstance(self.validation_share, (int, float)) or not 0 < self.validation_share < 1:
             raise ValueError(f"data.validation_share={self.validation_share!r} must lie between 0 and 1")
         integer("data.seed", self.seed)
@@ -111,7 +117,7 @@ def synthetic(
     template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
-    identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE}
+    identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k, v) != ("edits", 0.0)}
     read_by = f"{asdict(template)} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
     settings = {"settings": f"{identity} target={target_hash(target)} {writer.dtype_name} {read_by}"}
     name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
@@ -178,7 +184,7 @@ def _written(
     target: Target, tokenizer: Tokenizer, template: Template, config: Synthetic, numbers: Iterable[int]
 ) -> Iterator[Conversation]:
     """The conversations of these numbers, as they end."""
-    words, ends = _ids(config, tokenizer), end_tokens(target)
+    words, ends, edits = _ids(config, tokenizer), end_tokens(target), _edits(config, tokenizer)
     rules = Rules(
         template,
         config.turns,
@@ -189,16 +195,21 @@ def _written(
         config.question_temperature,
         lambda question: usable(question, tokenizer),
     )
-    begun = (
-        Conversation.begun(i, template, words[i % len(words)], float(i * _GOLDEN % 1 < config.sampled)) for i in numbers
-    )
-    return write_conversations(target, begun, rules, config.batch, _longest(config, template, words), config.seed)
+
+    def begun(i: int) -> Conversation:
+        temperature = float(i * _GOLDEN % 1 < config.sampled)
+        if i * _PLASTIC % 1 < config.edits:
+            return Conversation.asked(i, template, edits[i], temperature)
+        return Conversation.begun(i, template, words[i % len(words)], temperature)
+
+    longest = _longest(config, template, words)
+    return write_conversations(target, map(begun, numbers), rules, config.batch, longest, config.seed)
 
 
 def _longest(config: Synthetic, template: Template, words: list[list[int]]) -> int:
     """Tokens that a conversation may have at most."""
     between = len(template.opening) + max(map(len, words)) + config.turns * (len(template.answer) + len(template.again))
-    return config.turns * (config.question_tokens + config.new_tokens) + between
+    return config.turns * (config.question_tokens + config.new_tokens) + between + (MOST if config.edits else 0)
 
 
 def _packed(conversations: list[Conversation]) -> dict[str, Tensor]:
@@ -207,6 +218,15 @@ def _packed(conversations: list[Conversation]) -> dict[str, Tensor]:
     tokens = torch.tensor([token for one in everyone for token in one.tokens], dtype=torch.int32)
     mask = torch.tensor([counts for one in everyone for counts in one.mask], dtype=torch.bool)
     return {"tokens": tokens, "mask": mask, "sizes": torch.tensor([len(one.tokens) for one in everyone])}
+
+
+def _edits(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of as many edits as there are conversations, in chunks of whole files."""
+    if not config.edits:
+        return []
+    count = -(-config.conversations // _CHUNK) * _CHUNK
+    chosen = edits(PythonSource().train(), "train", list(EDITS), count, config.seed)
+    return [list(tokenizer(edit.turns[0].question, add_special_tokens=False)["input_ids"]) for edit in chosen]
 
 
 def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from selfspec.data.tasks import convert, edit, extract, reason, write
 from selfspec.data.tasks.base import Instruction, Make, Pool, Turn, pool
+from selfspec.data.tasks.edits import EDITS, LINES, MOST
 
 TASKS: dict[str, tuple[Make, ...]] = {
     "edit": (edit.rename, edit.add_parameter, edit.add_docstring),
@@ -13,4 +14,4 @@ TASKS: dict[str, tuple[Make, ...]] = {
     "write": (write.dataclass, write.function, write.tests, write.records),
 }
 
-__all__ = ["TASKS", "Instruction", "Make", "Pool", "Turn", "pool"]
+__all__ = ["EDITS", "LINES", "MOST", "TASKS", "Instruction", "Make", "Pool", "Turn", "pool"]

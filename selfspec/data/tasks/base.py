@@ -68,8 +68,9 @@ class Pool:
 Make = Callable[[Pool, Random], list[Turn]]
 
 
-def pool(documents: Sequence[Document], split: str) -> Pool:
-    """The words and functions of a split. No word is in two splits: a word's hash decides where it belongs.
+def pool(documents: Sequence[Document], split: str, lines: tuple[int, int] = (2, 10), most: int = 400) -> Pool:
+    """The words and functions of a split. No word is in two splits: a word's hash decides where it belongs. lines: of a
+    function; most: characters of it.
 
     Raises ValueError where the documents hold too few of them.
     """
@@ -78,7 +79,7 @@ def pool(documents: Sequence[Document], split: str) -> Pool:
         files.update(set(re.findall(r"\b[a-z]{3,9}\b", document.text)))
     common = min(max(_FILES, len(documents) // 100), max(1, len(documents) // 4))
     words = [w for w, n in files.items() if n >= common and w not in RESERVED and _split_of(w) == split]
-    functions = [f for document in documents for f in _functions(document.text)]
+    functions = [f for document in documents for f in _functions(document.text, lines, most)]
     if len(words) < _WORDS or len(functions) < _FUNCTIONS:
         raise ValueError(
             f"no usable example: {len(words)} words and {len(functions)} short functions in the {split} files are too "
@@ -92,8 +93,8 @@ def _split_of(word: str) -> str:
     return SPLITS[(0, 0, 0, 0, 0, 1, 2, 2)[zlib.crc32(word.encode()) % 8]]
 
 
-def _functions(text: str) -> list[tuple[str, str]]:
-    """Functions of 2 to 10 lines whose header is one line, dedented."""
+def _functions(text: str, size: tuple[int, int], most: int) -> list[tuple[str, str]]:
+    """Functions of so many lines, and characters at most, whose header is one line, dedented."""
     if not text.isascii() or "\t" in text:
         return []
     try:
@@ -106,7 +107,7 @@ def _functions(text: str) -> list[tuple[str, str]]:
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.end_lineno is None:
             continue
         cut = lines[node.lineno - 1 : node.end_lineno]
-        if not 2 <= len(cut) <= 10 or not cut[0].rstrip().endswith("):") or len("\n".join(cut)) > 400:
+        if not size[0] <= len(cut) <= size[1] or not cut[0].rstrip().endswith("):") or len("\n".join(cut)) > most:
             continue
         source = textwrap.dedent("\n".join(line.rstrip() for line in cut))
         try:
@@ -162,19 +163,21 @@ def same_code(code: str, documented: bool = True) -> Callable[[str], bool]:
     documented."""
 
     def tree(text: str) -> str:
-        program = ast.parse(text)
-        for node in () if documented else ast.walk(program):
+        whole = program(text)
+        for node in () if documented else ast.walk(whole):
             if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and ast.get_docstring(node) is not None:
                 del node.body[0]
-        return ast.dump(program)
+        return ast.dump(whole)
 
-    def parse(text: str) -> str:
-        try:
-            return tree(text)
-        except SyntaxError as error:
-            raise ValueError(str(error)) from error
+    return parsed(tree, tree(code))
 
-    return parsed(parse, tree(code))
+
+def program(text: str) -> ast.Module:
+    """Raises ValueError for what is no Python program."""
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
 
 
 def concludes(*values: object) -> Callable[[str], bool]:

@@ -53,19 +53,20 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _records(pool: Pool, rng: Random) -> tuple[list[str], list[list[str]]]:
+def _records(pool: Pool, rng: Random, count: int | None) -> tuple[list[str], list[list[str]]]:
     """(names of columns, rows of words and numbers)"""
     columns = pool.some(rng, rng.randint(2, 3))
     numeric = [rng.random() < 0.4 for _ in columns]
     rows = [
         [str(rng.randint(0, 99)) if number else pool.some(rng, 1)[0] for number in numeric]
-        for _ in range(rng.randint(2, 4))
+        for _ in range(count or rng.randint(2, 4))
     ]
     return columns, rows
 
 
-def csv_to_json(pool: Pool, rng: Random) -> list[Turn]:
-    columns, rows = _records(pool, rng)
+def csv_to_json(pool: Pool, rng: Random, count: int | None = None) -> list[Turn]:
+    """count: rows (None: a few)."""
+    columns, rows = _records(pool, rng, count)
     source = "\n".join(",".join(row) for row in [columns, *rows])
     value = [dict(zip(columns, row, strict=True)) for row in rows]
     text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n]"

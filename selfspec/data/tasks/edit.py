@@ -12,8 +12,8 @@ _PLAIN = re.compile(r"def \w+\([\w, ]*\):\n")  # a header without defaults, star
 
 
 def rename(pool: Pool, rng: Random) -> list[Turn]:
-    _, source = pool.function(rng, lambda _, source: bool(_local_names(source)))
-    old, (new, newer) = rng.choice(_local_names(source)), pool.some(rng, 2, without=source)
+    _, source = pool.function(rng, lambda _, source: bool(local_names(source)))
+    old, (new, newer) = rng.choice(local_names(source)), pool.some(rng, 2, without=source)
     first = re.sub(rf"\b{old}\b", new, source)
     ask = rng.choice(
         [
@@ -29,7 +29,7 @@ def rename(pool: Pool, rng: Random) -> list[Turn]:
     return turns
 
 
-def _local_names(source: str) -> list[str]:
+def local_names(source: str) -> list[str]:
     """Names that are parameters or variables wherever they stand."""
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name | ast.arg)]
     counts: dict[str, int] = {}
