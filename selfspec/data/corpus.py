@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from selfspec.utils.checks import at_least
+
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
 # go by other names (test_json/, test_logging.py, test_robotparser.py) use these modules and are trained on.
@@ -102,8 +104,7 @@ class PythonSource:
 
     def __post_init__(self) -> None:
         _check_folder(self._root())
-        if self.max_files is not None and self.max_files < 1:
-            raise ValueError(f"data.max_files={self.max_files} must be at least 1")
+        at_least(self, "data", 1, "max_files")
 
     def _root(self) -> Path:
         return Path(self.root or sysconfig.get_paths()["stdlib"])

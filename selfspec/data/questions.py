@@ -22,6 +22,7 @@ from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
 from selfspec.data.tasks import EDITS, TASKS, Instruction, pool
+from selfspec.utils.checks import at_least, not_empty
 
 # Sets and their groups; any other name is a file
 SETS = {"instructions": tuple(TASKS), "edits": tuple(EDITS), "source": tuple(GROUPS)}
@@ -51,13 +52,9 @@ class Asking:
 
     def check(self, place: str) -> None:
         """Raises ValueError for a number below 1 and for what is empty, named as a field of `place`."""
-        if self.questions == "":
-            raise ValueError(f"{place}.questions is empty; give {', '.join(SETS)} or a file, or null for the default")
-        if self.groups is not None and not self.groups:
-            raise ValueError(f"{place}.groups is empty; give at least one, or null for all")
-        for name in ("prompts", "prompt_tokens", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{place}.{name}={getattr(self, name)} must be at least 1")
+        not_empty(self, place, "questions", give=f"give {', '.join(SETS)} or a file, or null for the default")
+        not_empty(self, place, "groups", give="give at least one, or null for all")
+        at_least(self, place, 1, "prompts", "prompt_tokens", "max_new_tokens")
 
 
 @dataclass

@@ -22,6 +22,7 @@ from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.support import cache_name
 from selfspec.data.questions import Asking
+from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
 
@@ -45,16 +46,9 @@ class AuditConfig(Asking):
 
     def __post_init__(self) -> None:
         self.check("audit")
-        if self.distribution_top_k < 1:
-            raise ValueError(f"audit.distribution_top_k={self.distribution_top_k} must be at least 1")
-        for name in ("temperatures", "seeds", "nodes", "batch_sizes"):
-            if not getattr(self, name):
-                raise ValueError(f"audit.{name} is empty; give at least one value")
-        for name in ("nodes", "batch_sizes"):
-            if bad := [v for v in getattr(self, name) if v < 1]:
-                raise ValueError(f"audit.{name} holds {bad[0]}; it must be at least 1")
-        if bad := [v for v in self.nodes if v > MAX_NODES]:
-            raise ValueError(f"audit.nodes holds {bad[0]}; it must be at most {MAX_NODES}")
+        not_empty(self, "audit", "temperatures", "seeds", "nodes", "batch_sizes")
+        at_least(self, "audit", 1, "distribution_top_k", "batch_sizes")
+        at_least(self, "audit", 1, "nodes", most=MAX_NODES)
         as_seed(list(self.seeds))
         if self.distribution_samples < 0 or 0 < self.distribution_samples < 500:
             raise ValueError(

@@ -26,6 +26,7 @@ from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import speedup
 from selfspec.output import Generated
+from selfspec.utils.checks import above_zero, all_known, at_least, not_empty
 from selfspec.utils.files import Figures, write_text
 from selfspec.utils.progress import progress
 
@@ -66,18 +67,11 @@ class DecodeConfig(Answering):
     def __post_init__(self) -> None:
         self.check("decode")
         as_seed(self.seed, "decode.seed")
-        for name in ("batch_size", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"decode.{name}={getattr(self, name)} must be at least 1")
-        if self.traces < 0:
-            raise ValueError(f"decode.traces={self.traces} must be at least 0")
-        if not self.arms:
-            raise ValueError(f"decode.arms is empty; choose from {', '.join(ARMS)}")
-        for name, known in (("arms", ARMS), ("metrics", DEFINITIONS)):
-            if unknown := set(getattr(self, name)) - set(known):
-                raise ValueError(f"decode.{name} holds {sorted(unknown)}; known are {', '.join(known)}")
-        if self.until_width is not None and not self.until_width > 0:
-            raise ValueError(f"decode.until_width={self.until_width} must be above 0")
+        at_least(self, "decode", 1, "batch_size", "repeats")
+        at_least(self, "decode", 0, "traces")
+        not_empty(self, "decode", "arms", give=f"choose from {', '.join(ARMS)}")
+        all_known(self, "decode", arms=ARMS, metrics=DEFINITIONS)
+        above_zero(self, "decode", "until_width")
         if self.until_width is not None and not {"autoregressive", "speculative"} <= set(self.arms):
             raise ValueError("decode.until_width needs the arms autoregressive and speculative, whose ratio it watches")
         if self.batch_size > 1 and (self.answers is not None or "modelopt" in self.metrics):

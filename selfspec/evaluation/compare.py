@@ -31,6 +31,7 @@ from selfspec.detokenize import text_of
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.utils.checks import all_known, at_least, not_empty
 from selfspec.utils.files import Figures, append_text, parse_json, write_text
 from selfspec.utils.progress import progress
 
@@ -66,20 +67,15 @@ class CompareConfig:
     allow_code_execution: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "temperatures", "questions"):
-            if not getattr(self, name):
-                raise ValueError(f"compare.{name} is empty; give at least one")
-        for name in ("prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"compare.{name}={getattr(self, name)} must be at least 1")
+        not_empty(self, "compare", "nodes", "temperatures", "questions")
+        not_empty(self, "compare", "groups", give="give at least one, or null for all")
+        counts = "prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"
+        at_least(self, "compare", 1, *counts)
         as_seed(self.seed, "compare.seed")
         known = [group for groups in SETS.values() for group in groups]
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
             raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")
-        if self.groups is not None and not self.groups:
-            raise ValueError("compare.groups is empty; give at least one, or null for all")
-        if unknown := set(self.methods) - set(METHODS):
-            raise ValueError(f"compare.methods holds {sorted(unknown)}; known are {', '.join(METHODS)}")
+        all_known(self, "compare", methods=METHODS)
         if ("hf_assisted" in self.methods) != (self.draft_model is not None):
             raise ValueError(
                 f"compare.draft_model={self.draft_model} is what the method hf_assisted drafts with; give both or "

@@ -27,6 +27,7 @@ from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
@@ -57,10 +58,8 @@ class LimitsConfig:
             raise ValueError(
                 f"limits.sizes={self.sizes} must hold 1, to which costs are related, from 1 to at most {MAX_NODES}"
             )
-        if self.rounds < 3:
-            raise ValueError(f"limits.rounds={self.rounds} must be at least 3")
-        if not self.temperatures:
-            raise ValueError("limits.temperatures is empty; give at least one, such as [0]")
+        at_least(self, "limits", 3, "rounds")
+        not_empty(self, "limits", "temperatures", give="give at least one, such as [0]")
         for temperature in self.temperatures:
             Sampling(temperature)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from selfspec import __version__
 from selfspec.trace import Trace, read_traces
+from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.files import Figures, null_for_nan, parse_json, write_text
 
 VERSION = 1  # of the page's data
@@ -41,10 +42,8 @@ class PageConfig:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        if self.runs is not None and not self.runs:
-            raise ValueError("page.runs is empty; give run folders, or null for the results that come with selfspec")
-        if self.shown < 1:
-            raise ValueError(f"page.shown={self.shown} must be at least 1")
+        not_empty(self, "page", "runs", give="give run folders, or null for the results that come with selfspec")
+        at_least(self, "page", 1, "shown")
         for name in ("out", "data"):
             if (path := getattr(self, name)) is not None and (not path or not Path(path).resolve().parent.is_dir()):
                 raise ValueError(f"page.{name}={path}: there is no folder for it; make it")

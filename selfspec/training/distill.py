@@ -29,6 +29,7 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
+from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import atomic, digest, mean, shown
 from selfspec.utils.progress import progress
 
@@ -56,15 +57,10 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if self.folder is not None and not self.rows:
             raise ValueError(f"train.distill.folder={self.folder} is not read without train.distill.rows; give both")
-        if not 1 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"train.distill.nodes={self.nodes} must lie between 1 and {MAX_NODES}")
-        if self.rows < 0:
-            raise ValueError(f"train.distill.rows={self.rows} must be at least 0")
-        for name in ("prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.distill.{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.sampled <= 1:
-            raise ValueError(f"train.distill.sampled={self.sampled} must lie in [0, 1]")
+        at_least(self, "train.distill", 1, "nodes", most=MAX_NODES)
+        at_least(self, "train.distill", 0, "rows")
+        at_least(self, "train.distill", 1, "prompt_tokens", "new_tokens")
+        shares(self, "train.distill", "sampled")
 
 
 @dataclass(frozen=True)

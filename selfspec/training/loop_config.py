@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from selfspec.core.options import as_seed
+from selfspec.utils.checks import above_zero, at_least, shares
 
 Batches = Callable[[int], dict[str, Tensor]]
 
@@ -40,22 +41,14 @@ class LoopConfig:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 1")
-        for name in ("minutes", "checkpoint_minutes"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"loop.{name}={value} must be above 0")
-        for name in ("patience", "warmup"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"loop.{name}={getattr(self, name)} must be at least 0")
+        counts = "steps", "batch_size", "accumulate", "log_every", "validate_every", "checkpoint_every"
+        at_least(self, "loop", 1, *counts)
+        at_least(self, "loop", 0, "patience", "warmup")
+        above_zero(self, "loop", "minutes", "checkpoint_minutes", "clip")
+        shares(self, "loop", "decay")
         if self.accumulate > self.batch_size:
             raise ValueError(f"loop.accumulate={self.accumulate} must be at most loop.batch_size={self.batch_size}")
         as_seed(self.seed, "loop.seed")
-        if not self.clip > 0:
-            raise ValueError(f"loop.clip={self.clip} must be above 0")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"loop.decay={self.decay} must lie in [0, 1]")
         if self.precision not in ("auto", "no", "bf16"):
             raise ValueError(f"loop.precision={self.precision!r} must be 'auto', 'no' or 'bf16'")
 

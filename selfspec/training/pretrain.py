@@ -31,6 +31,7 @@ from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
 from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import LoopConfig
+from selfspec.utils.checks import at_least, shares
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, atomic
 from selfspec.utils.tracking import RunLog
@@ -84,13 +85,10 @@ class InstructConfig:
     adam_lr: float = 1.5e-3
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("length", 1), ("steps", 0), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"pretrain.instruct.{name}={getattr(self, name)} must be at least {least}")
-        if not 0 <= self.source_share < 1:
-            raise ValueError(f"pretrain.instruct.source_share={self.source_share} must lie in [0, 1)")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"pretrain.instruct.decay={self.decay} must lie in [0, 1]")
+        at_least(self, "pretrain.instruct", 1, "count", "length", "batch_size")
+        at_least(self, "pretrain.instruct", 0, "steps")
+        shares(self, "pretrain.instruct", "source_share", ends="[)")
+        shares(self, "pretrain.instruct", "decay")
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
 from selfspec.training.loop_config import LoopConfig
+from selfspec.utils.checks import above_zero, at_least
 
 
 @dataclass
@@ -44,19 +44,14 @@ class DrafterTraining:
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "validation_rows", "prompts", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        at_least(self, "train", 1, "length", "validation_rows", "prompts", "new_tokens")
+        at_least(self, "train", 2, "prompt_tokens")
+        at_least(self, "train", 0, "weight_decay")
+        above_zero(self, "train", "lr")
         if self.cache not in PLACES:
             raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
         if self.cache != "none" and not self.packed and not self.distill.rows:
             raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
-        if self.prompt_tokens < 2:
-            raise ValueError(f"train.prompt_tokens={self.prompt_tokens} must be at least 2")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"train.lr={self.lr} must be above 0, finite")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"train.weight_decay={self.weight_decay} must be at least 0, finite")
 
 
 def rows_of(

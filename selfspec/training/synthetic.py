@@ -33,6 +33,7 @@ from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
 from selfspec.training.distill import read, write
+from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, write_text
 from selfspec.utils.progress import progress
 
@@ -73,9 +74,10 @@ class Synthetic:
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("conversations", "turns", "question_tokens", "new_tokens", "batch"):
-            if integer(f"data.{name}", getattr(self, name)) < 1:
-                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
+        counts = "conversations", "turns", "question_tokens", "new_tokens", "batch"
+        for name in counts:
+            integer(f"data.{name}", getattr(self, name))
+        at_least(self, "data", 1, *counts)
         whole = isinstance(self.openings, Sequence) and not isinstance(self.openings, str)  # Hydra has lists of its own
         if not whole or not self.openings or not all(isinstance(words, str) for words in self.openings):
             raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
@@ -83,11 +85,8 @@ class Synthetic:
         warmth = self.question_temperature
         if not isinstance(warmth, (int, float)) or not 0 < warmth <= 2:
             raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
-        for name in ("sampled", "edits"):
-            if not isinstance(getattr(self, name), (int, float)) or not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name}={getattr(self, name)!r} must lie in [0, 1]")
-        if not isinstance(self.validation_share, (int, float)) or not 0 < self.validation_share < 1:
-            raise ValueError(f"data.validation_share={self.validation_share!r} must lie between 0 and 1")
+        shares(self, "data", "sampled", "edits")
+        shares(self, "data", "validation_share", ends="()")
         integer("data.seed", self.seed)
         if self.folder is not None and not isinstance(self.folder, str):
             raise ValueError(f"data.folder={self.folder!r} must be a path, or null for the cache folder")
