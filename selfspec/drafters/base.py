@@ -194,18 +194,6 @@ def whole(name: str, value: object, low: int = 1, high: int | None = None, why: 
         raise ValueError(f"drafter.{name}={value!s:.40} must be between {low} and {high}{why}")
 
 
-def share(name: str, value: object) -> None:
-    """A number in [0, 1). Raises ValueError."""
-    if not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise ValueError(f"drafter.{name}={value!r} must lie in [0, 1)")
-
-
-def positive(name: str, value: object) -> None:
-    """A finite number above 0. Raises ValueError."""
-    if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-        raise ValueError(f"drafter.{name}={value!r} must be above 0, finite")
-
-
 def one_of(name: str, value: object, known: Sequence[object]) -> None:
     """Raises ValueError for a value that is none of those known."""
     if not any(value is k or (isinstance(value, str) and value == k) for k in known):

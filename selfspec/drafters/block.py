@@ -22,7 +22,7 @@ from selfspec.core.pass_cache import KV, TextCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.block_masks import training_masks
 from selfspec.drafters.parts.block_stack import BlockCache, BlockStack, FeatureStack, read_text
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
@@ -32,6 +32,7 @@ from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hos
 from selfspec.drafters.parts.markov import FORMS, Rows, confidence, corrected, shapes
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
+from selfspec.utils.checks import above_zero, shares
 
 
 @dataclass
@@ -83,9 +84,9 @@ class BlockConfig(DrafterConfig):
         least = 2 if self.predicts == "own" else 1
         whole("size", self.size, least, 64, " (the root's row predicts nothing)" if least == 2 else "")
         whole("correction", self.correction, 0, 4096, " (0: none)")  # published ranks: 256
-        share("min_prob", self.min_prob)
+        shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
-        positive("depth_decay", self.depth_decay)
+        above_zero(self, "drafter", "depth_decay")
         check_layers(self.sliding)
         for layer in self.sliding or []:
             whole("sliding", layer, 0, self.stack - 1, f": drafter.stack is {self.stack}")

@@ -24,12 +24,13 @@ from selfspec.core.passes import Part, tree_pass
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.core.verify import Kept
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab, check_head
+from selfspec.utils.checks import shares
 
 Open = tuple[Part, KV]  # layers of a target over their cache, as the drafting function takes them
 
@@ -57,7 +58,7 @@ class EarlyExitConfig(DrafterConfig):
         whole("rank", self.rank, 0, why=" (no block, nothing trained)")
         for name in ("exit", "depth", "width"):
             whole(name, getattr(self, name))
-        share("min_prob", self.min_prob)
+        shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
 
 

@@ -25,13 +25,14 @@ from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.core.verify import Kept
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, positive, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
 from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
 from selfspec.drafters.parts.mask_layout import Layout, behind, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
+from selfspec.utils.checks import above_zero, shares
 
 MOST = 64  # mask slots of a group; the last of them would forecast a token that far away
 
@@ -73,9 +74,9 @@ class MaskConfig(DrafterConfig):
             whole(name, getattr(self, name), 0, why=" (0: none)")
         if self.rank and self.maps is not None and not self.maps:
             raise ValueError("drafter.maps is empty; name linear maps such as o_proj, or take drafter.rank=0")
-        share("min_prob", self.min_prob)
+        shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
-        positive("depth_decay", self.depth_decay)
+        above_zero(self, "drafter", "depth_decay")
 
 
 class Mask(Reduced):

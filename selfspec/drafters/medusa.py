@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.losses import ahead, heads_loss
 from selfspec.drafters.parts.static_tree import StaticTreeSession
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
+from selfspec.utils.checks import above_zero
 
 
 @dataclass
@@ -46,7 +47,7 @@ class MedusaConfig(DrafterConfig):
             whole(name, getattr(self, name))
         one_of("projection", self.projection, ("lora", "full"))
         check_draft_vocab(self.draft_vocab, self.loss)
-        positive("depth_decay", self.depth_decay)
+        above_zero(self, "drafter", "depth_decay")
 
 
 class Medusa(Reduced):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.drafters.base import Calibration, Drafter, DrafterConfig, share, whole
+from selfspec.drafters.base import Calibration, Drafter, DrafterConfig, whole
 from selfspec.drafters.parts.ngrams import ListTree, Tally, as_tree
+from selfspec.utils.checks import shares
 
 # Acceptance by length of the match (1, 2, ... tokens) and rank of the choice before anything was measured: what
 # calibration finds on the embedded target's own text (notebooks/LOG.md).
@@ -121,7 +122,7 @@ class PromptLookupConfig(DrafterConfig):
         whole("longest", self.longest)
         whole("shortest", self.shortest, 1, self.longest, f": drafter.longest is {self.longest}")
         whole("choices", self.choices)
-        share("min_prob", self.min_prob)
+        shares(self, "drafter", "min_prob", ends="[)")
 
 
 class PromptLookup(Drafter):

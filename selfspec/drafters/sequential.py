@@ -24,13 +24,14 @@ from torch.nn import functional as F
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, positive, share, training_dtype, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, LastLayer, PendingRows
 from selfspec.drafters.parts.losses import ahead, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
+from selfspec.utils.checks import above_zero, shares
 
 _SHORTLIST = 128  # tokens per depth that conditional scores are computed for
 _FORGET = 0.15  # share of positions that train without drafted tokens, so that the shortlist's scores are trained too
@@ -65,8 +66,8 @@ class SequentialConfig(DrafterConfig):
         one_of("form", self.form, ("hydra", "markov"))
         one_of("prefix", self.prefix, (True, False))
         check_draft_vocab(self.draft_vocab, self.loss)
-        positive("depth_decay", self.depth_decay)
-        share("min_prob", self.min_prob)
+        above_zero(self, "drafter", "depth_decay")
+        shares(self, "drafter", "min_prob", ends="[)")
 
 
 class SequentialHeads(Reduced):

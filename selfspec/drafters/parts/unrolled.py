@@ -25,12 +25,13 @@ from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.base import Batch, DrafterConfig, Sample, positive, share, whole
+from selfspec.drafters.base import Batch, DrafterConfig, Sample, whole
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, FeatureLayer, PendingRows, check_layers
 from selfspec.drafters.parts.losses import Means, decayed, distance, drafted_logits, masked_mean
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
+from selfspec.utils.checks import above_zero, shares
 
 
 @dataclass
@@ -58,9 +59,9 @@ class UnrolledConfig(DrafterConfig):
         for name in ("depth", "width"):
             whole(name, getattr(self, name))
         whole("unroll", self.unroll, 1, self.depth, f": drafter.depth is {self.depth}")
-        share("min_prob", self.min_prob)
+        shares(self, "drafter", "min_prob", ends="[)")
         check_draft_vocab(self.draft_vocab, self.loss)
-        positive("depth_decay", self.depth_decay)
+        above_zero(self, "drafter", "depth_decay")
 
 
 class Unrolled(Reduced):
