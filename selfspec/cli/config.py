@@ -85,23 +85,31 @@ class TreeConfig:
 
 
 @dataclass
-class OneTarget(Logged):
+class Loaded(Logged):
     """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
-    like (null, auto: CUDA where it works, else the CPU); engine: eager, or compiled (auto: where a compiler is found);
-    data: where questions and text come from, below; trust_code: whether checkpoints may name drafters of other
-    packages."""
+    like (null, auto: CUDA where it works, else the CPU)."""
 
     target: str = MISSING
     dtype: str = "auto"
     device: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dtype_name(self.dtype)
+        check_device_name(self.device)
+
+
+@dataclass
+class OneTarget(Loaded):
+    """engine: eager, or compiled (auto: where a compiler is found); data: where questions and text come from, below;
+    trust_code: whether checkpoints may name drafters of other packages."""
+
     engine: str = "auto"
     data: Any = MISSING
     trust_code: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        dtype_name(self.dtype)
-        check_device_name(self.device)
         check_engine(self.engine)
 
 
@@ -153,21 +161,11 @@ class PageRun:
 
 
 @dataclass
-class LimitsRun(Logged):
-    """target: an embedded name, a folder or a hub id; dtype: auto takes the checkpoint's own; device: cpu, cuda or the
-    like (null, auto: CUDA where it works, else the CPU); results: a Markdown file whose section `limits NAME` is
-    written anew."""
+class LimitsRun(Loaded):
+    """results: a Markdown file whose section `limits NAME` is written anew."""
 
-    target: str = MISSING
-    dtype: str = "auto"
-    device: str | None = None
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     results: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        dtype_name(self.dtype)
-        check_device_name(self.device)
 
 
 @dataclass
