@@ -35,11 +35,11 @@ from selfspec.data.store import Corpus, joined
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
-from selfspec.training import pace as pace_module
-from selfspec.training.config_warnings import config_warnings
+from selfspec.training import resources as pace_module
+from selfspec.training.check import config_warnings
 from selfspec.training.distill import DistillConfig
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.pace import Pace
+from selfspec.training.resources import Pace
 from selfspec.training.rows import DrafterTraining
 from selfspec.utils import errors as log
 from selfspec.utils import progress

@@ -119,7 +119,9 @@ def _data() -> list[Row]:
     """The choices of the data group, each with its options."""
     rows = []
     for path in sorted((config_folder() / "data").glob("*.yaml")):
-        settings = {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "_target_"}
+        settings = {
+            key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in ("_target_", "defaults")
+        }
         given = (
             f"data.{key}={'[...]' if isinstance(value, list) else _yaml(value)}" for key, value in settings.items()
         )

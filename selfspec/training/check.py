@@ -1,4 +1,4 @@
-"""What a training would read, how long it would take and what it would hold, without training anything."""
+"""What a training is refused and warned of, and what it would read, take and hold, without training anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.core.memory import free_memory
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.training.checks import check_training
-from selfspec.training.config_warnings import config_warnings
+from selfspec.drafters.parts.losses import try_rule
+from selfspec.drafters.parts.views import Block
+from selfspec.training import shard
 from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
@@ -27,11 +29,76 @@ from selfspec.training.step import autocast
 from selfspec.training.synthetic import Synthetic
 from selfspec.utils.errors import visible
 
+_FEW = 0.02  # share of tokens that count, below which something is said
 _EXAMPLES = 3
 _SHOWN = 600  # characters of an example
 _BEFORE = 60  # tokens shown before what counts
 _SECONDS = 8.0  # of timing a step
 _QUANTILES = (0.05, 0.5, 0.95, 1.0)
+
+
+def check_training(target: Target, drafter: Drafter, config: DrafterTraining, loop: LoopConfig) -> None:
+    """Raises ValueError for settings that would fail only once training has begun."""
+    if isinstance(loss := getattr(drafter.config, "loss", None), str):
+        try_rule(loss)
+    if config.cache != "none" and shard.wanted():
+        raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
+    if target.max_positions is not None and config.length > target.max_positions:
+        raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
+    here = shard.group(str(target.device)).num_processes * loop.accumulate
+    logits = loop.batch_size * config.length // here * target.vocab_size * target.dtype.itemsize
+    if logits > (free := free_memory(target.device)):
+        raise ValueError(
+            f"loop.batch_size={loop.batch_size}: the target's logits alone take {logits / 2**30:.1f} GiB, of which "
+            f"{free / 2**30:.1f} are free; lower it, or raise loop.accumulate={loop.accumulate}"
+        )
+    lengths = {"train.length": config.length}
+    if config.distill.rows:
+        lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens
+    least = drafter.depth + 2 if isinstance(drafter, Trained) else 2
+    for name, length in lengths.items():
+        if length < least:
+            raise ValueError(f"{name}={length} is too short: this {drafter.kind} drafter needs {least} tokens")
+    full = any(isinstance(module, Block) and module.full for module in drafter.modules())
+    if full and target.dtype == torch.float16:
+        raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
+    if full and target.dtype == torch.bfloat16 and loop.precision == "no":
+        raise ValueError(
+            "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "
+            "target with target.dtype=float32"
+        )
+
+
+def config_warnings(
+    config: DrafterTraining, loop: LoopConfig, train: Corpus, per_epoch: int, prompts: int
+) -> Iterator[str]:
+    """Warnings, each with the setting to change. per_epoch: rows of the data; prompts: that were found for calibration.
+
+    Raises ValueError where no token of the text counts in the loss.
+    """
+    if not train.counted:
+        raise ValueError(
+            "none of the training tokens counts in the loss; conversations need turns of the assistant, and a chat "
+            "template that shows them"
+        )
+    if (share := train.counted / max(1, len(train.tokens))) < _FEW and not config.distill.rows:
+        yield f"only {share:.1%} of the training tokens count in the loss (what the assistant says); see --check"
+    if prompts < config.prompts:
+        yield f"train.prompts={config.prompts}, but the validation text has {prompts}, which are used"
+    highest = max(loop.lr_factor(step) for step in range(loop.steps))
+    if loop.warmup >= loop.steps:
+        yield (
+            f"loop.warmup={loop.warmup} reaches beyond loop.steps={loop.steps}: the learning rate gets to "
+            f"{highest:.0%} of train.lr={config.lr:g}; set loop.warmup={max(1, loop.steps // 20)}"
+        )
+    elif highest < 1:
+        yield (
+            f"the learning rate gets to {highest:.0%} of train.lr={config.lr:g}: it falls before it has risen; lower "
+            f"loop.warmup={loop.warmup} or loop.decay={loop.decay:g}"
+        )
+    epochs = loop.steps * loop.batch_size / per_epoch
+    if epochs > 20 and not config.distill.rows:
+        yield f"loop.steps={loop.steps} reads each text {epochs:.0f} times; give more data, or lower loop.steps"
 
 
 def check(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from selfspec.training import shard
 from selfspec.training.loop_config import Batches, LoopConfig
-from selfspec.training.pace import Pace
+from selfspec.training.resources import Pace
 from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.state import Checkpoint, State, checkpoint_path
 from selfspec.training.step import autocast, optimizer_step

@@ -40,6 +40,17 @@ def gathered(values: list[Any]) -> list[Any]:
     return list(gather_object(values))
 
 
+def agree(settings: dict[str, object]) -> None:
+    """Raises ValueError, in every process, where they were started with different settings."""
+    for name in settings:
+        values = gathered([repr(settings[name])])
+        if odd := [i for i, value in enumerate(values) if value != values[0]]:
+            raise ValueError(
+                f"process {odd[0]} was started with another {name} than process 0: {values[odd[0]]} instead of "
+                f"{values[0]}; start all with the same command"
+            )
+
+
 def divide(model: nn.Module, device: str) -> None:
     """Keep on this process's device its part of every parameter of two dimensions or more, and all others whole.
 

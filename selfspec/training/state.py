@@ -1,4 +1,4 @@
-"""Where a training is, on disk: `state.pt` of its run folder."""
+"""Where a training is, on disk: `state.pt` of its run folder; and weights that it begins with."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.utils.files import Figures, atomic, digest
 
 
@@ -144,3 +146,22 @@ class Checkpoint:
         record |= {"step": state.step, "world": self.world, "data": self.data, "versions": _versions()}
         record |= {"config": self.config}
         _save(self.path, {**record, "digest": _digest(record)})
+
+
+@torch.no_grad()
+def warm_start(drafter: Drafter, source: Drafter, name: str) -> None:
+    """Give a drafter the trained weights and the draft vocabulary of another; optimizer and data begin anew. Raises
+    ValueError, with `name`, where they are not of the same kind and shapes."""
+    into, saved = ({**d.trained(), **d.saved_buffers()} for d in (drafter, source))
+    shapes = [{key: list(p.shape) for key, p in tensors.items()} for tensors in (into, saved)]
+    if drafter.kind != source.kind or shapes[0] != shapes[1]:
+        odd = sorted(key for key in shapes[0].keys() | shapes[1].keys() if shapes[0].get(key) != shapes[1].get(key))
+        raise ValueError(
+            f"train.init_from={name!r} is a {source.kind} drafter that does not fit this {drafter.kind} drafter"
+            + (f" ({odd[0]}: {shapes[1].get(odd[0])} instead of {shapes[0].get(odd[0])})" if odd else "")
+            + "; give one of the same configuration"
+        )
+    if isinstance(drafter, Reduced) and drafter.vocabulary is not None:
+        drafter.drafts_only(saved["vocabulary"])  # heads hold rows of lm_head by it
+    for key, p in into.items():
+        p.copy_(saved[key])

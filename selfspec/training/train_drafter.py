@@ -23,9 +23,7 @@ from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
-from selfspec.training.check import examples
-from selfspec.training.checks import agree, check_training
-from selfspec.training.config_warnings import config_warnings
+from selfspec.training.check import check_training, config_warnings, examples
 from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.hidden import HiddenStates, states_folder
 from selfspec.training.loop import average, fit
@@ -138,7 +136,7 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
     """All that can be refused or warned of is, before long work; returns the validation rows."""
     check_training(run.target, run.drafter, run.config, run.loop)
     settings = {"target.name": run.target_name, "drafter": run.drafter.config, "train": run.config, "loop": run.loop}
-    agree({**settings, "data": (run.train.key, run.validation.key)})
+    shard.agree({**settings, "data": (run.train.key, run.validation.key)})
     if run.world > 1 and run.target.device.type == "cpu":
         run.say([f"{run.world} processes train on the CPU, over gloo"])
     if run.world > 1 and not run.trained:
