@@ -19,9 +19,8 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, regime, run_arms
-from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.metrics import drift, regime_figures, speedup, summarize
+from selfspec.evaluation.metrics import defined, drift, regime_figures, speedup, summarize
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, write_point
 from selfspec.evaluation.tables import markdown, table

@@ -21,8 +21,8 @@ from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits, peers
+from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import bandwidth, expected_length, peak, weights_of
-from selfspec.evaluation.starts import start_costs
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}

@@ -29,11 +29,10 @@ from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import EDITS, TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS, code_of
 from selfspec.data.windows import Packed, openings, side_by_side
-from selfspec.evaluation.answers import answer_files, write_answers
 from selfspec.evaluation.benchmark import DecodeConfig, run_arms
-from selfspec.evaluation.definitions import DEFINITIONS, defined
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
-from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.metrics import DEFINITIONS, defined, summarize
+from selfspec.evaluation.points import answer_files, write_answers
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
 

@@ -23,23 +23,29 @@ from selfspec.cli.training_runs import as_plain, build_data, check_same, finishe
 from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.evaluation.answers import answer_files, check_ids, write_answers
 from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.audit import audit
 from selfspec.evaluation.benchmark import host_overhead, run_arms, write_traces
 from selfspec.evaluation.comparison_tables import agreement_table
-from selfspec.evaluation.definitions import defined
 from selfspec.evaluation.distribution import distribution_tests, distribution_verdict
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
+from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
-from selfspec.evaluation.metrics import summarize
+from selfspec.evaluation.metrics import defined, summarize
 from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
-from selfspec.evaluation.points import agreement, labelled, read_points, write_point
+from selfspec.evaluation.points import (
+    agreement,
+    answer_files,
+    check_ids,
+    labelled,
+    read_points,
+    write_answers,
+    write_point,
+)
 from selfspec.evaluation.show import show
-from selfspec.evaluation.starts import start_costs
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.errors import command_line

@@ -22,9 +22,8 @@ from selfspec.core.stats import Stats
 from selfspec.data.questions import Answering
 from selfspec.detokenize import text_of
 from selfspec.evaluation.arm_record import Record, Regime
-from selfspec.evaluation.definitions import DEFINITIONS
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.metrics import speedup
+from selfspec.evaluation.metrics import DEFINITIONS, speedup
 from selfspec.output import Generated
 from selfspec.utils.checks import above_zero, all_known, at_least, not_empty
 from selfspec.utils.files import Figures, write_text
