@@ -308,7 +308,7 @@ def test_files_as_others_publish_them(tokenizer: Any, tmp_path: Path) -> None:
 def test_a_line_that_asks_nothing_is_named(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         ask(write_lines(tmp_path / "q.jsonl", [line]), tokenizer)
-    with pytest.raises(FileNotFoundError, match="is none of instructions, edits, source and no JSON-lines file"):
+    with pytest.raises(FileNotFoundError, match="is none of instructions, edits, source"):
         ask(str(tmp_path / "nothing.jsonl"), tokenizer)
 
 

@@ -259,7 +259,7 @@ def _check_data(data: DictConfig | None) -> None:
 
 def _check_names(run: Any) -> None:
     """Raises ValueError for names that are empty, FileNotFoundError for a drafter or a target that is neither here nor
-    on the hub."""
+    on the hub, and for questions that are nowhere."""
     train = getattr(run, "train", None)
     named = [("drafter", getattr(run, "drafter", None)), ("train.init_from", getattr(train, "init_from", None))]
     named += [("compare.drafters", name) for name in getattr(getattr(run, "compare", None), "drafters", ())]
@@ -269,6 +269,10 @@ def _check_names(run: Any) -> None:
             raise ValueError(f"{key} is empty; give the name of a drafter")
         if isinstance(name, str):
             check_drafter_name(name)
+    for section in ("decode", "show", "audit", "calibrate", "compare"):
+        questions = getattr(getattr(run, section, None), "questions", None) or ()
+        for name in (questions,) if isinstance(questions, str) else questions:
+            names_of("selfspec.data.questions")["file_of"](name)
     target = getattr(run, "target", None)
     if (target := getattr(target, "name", target)) is not None:
         check_target_name(str(target))

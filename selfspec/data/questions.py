@@ -103,7 +103,8 @@ def read_questions(
     for a file that does not exist.
     """
     name = asking.questions or "source"
-    questions = [] if name in SETS else _read(_human_eval() if name == HUMAN_EVAL else Path(name))
+    place = file_of(name)
+    questions = [] if place is None else _read(place)
     if isinstance(asking, Answering) and not asking.allow_code_execution and any(map(_is_program, questions)):
         raise ValueError(
             f"questions={name}: whether an answer is right is found by running the code that the target wrote; if you "
@@ -193,11 +194,22 @@ def _texts(group: str, rows: list[list[int]]) -> list[Question]:
 # -- files
 
 
-def _read(path: Path) -> list[Question]:
-    if not path.exists():
+def file_of(name: str) -> Path | None:
+    """Where the questions of a name lie; None for a set that is made here. Raises FileNotFoundError."""
+    place = os.environ.get(_PLACE, "") if name == HUMAN_EVAL else name
+    if name == HUMAN_EVAL and not Path(place).is_file():
+        said = f"{_PLACE}={place} is no file; set it" if place else f"set {_PLACE}"
         raise FileNotFoundError(
-            f"questions={str(path)!r} is none of {', '.join(SETS)} and no JSON-lines file or folder of them"
+            f"questions={name}: {said} to HumanEval.jsonl.gz (in data/ of github.com/openai/human-eval)"
         )
+    if name in SETS or Path(place).exists():
+        return None if name in SETS else Path(place)
+    raise FileNotFoundError(
+        f"questions={name!r} is none of {', '.join((*SETS, HUMAN_EVAL))} and no JSON-lines file or folder of them"
+    )
+
+
+def _read(path: Path) -> list[Question]:
     files = sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]
     questions: dict[str, Question] = {}
     for file in files:
@@ -211,14 +223,6 @@ def _read(path: Path) -> list[Question]:
     if not questions:
         raise ValueError(f"no usable example: {path} asks nothing")
     return list(questions.values())
-
-
-def _human_eval() -> Path:
-    if not (place := os.environ.get(_PLACE)):
-        raise FileNotFoundError(
-            f"questions={HUMAN_EVAL}: set {_PLACE} to HumanEval.jsonl.gz (in data/ of github.com/openai/human-eval)"
-        )
-    return Path(place)
 
 
 def _is_program(question: Question) -> bool:
