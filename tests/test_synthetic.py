@@ -256,6 +256,24 @@ def test_edits_are_asked_as_they_are_and_answered(tmp_path: Path, pair: tuple[Ta
     assert {int(document.mask.sum()) for document in documents} == {4}
 
 
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("Write a function that adds.\n\n", True),
+        ("Write a function that adds.\n", False),
+        ("Fix the following code:\n\n", False),
+        ("Fix this code:\n\n```python\nx = 1\n\n", False),
+        ("Fix this code:\n\n```python\nx = 1\n```\n\n", True),
+        ("1.\n\n", False),
+    ],
+)
+def test_a_question_ends_with_a_paragraph_that_leaves_nothing_open(
+    text: str, ends: bool, pair: tuple[Target, PreTrainedTokenizerFast]
+) -> None:
+    ids = pair[1](text, add_special_tokens=False)["input_ids"]
+    assert module._first_paragraph(pair[1])(ids) is ends
+
+
 def test_they_are_not_measured_with() -> None:
     with pytest.raises(ValueError, match=r"data=synthetic is for training.*decode.questions"):
         Synthetic().evaluation()

@@ -38,7 +38,10 @@ import resource, sys
 pipe, token = int(sys.argv[1]), sys.stdin.readline()
 program = sys.stdin.read()
 for limit, most in (("AS", {MEMORY}), ("CPU", {int(SECONDS)}), ("FSIZE", {_FILE}), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (most, most))
+    try:
+        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (most, most))
+    except (ValueError, OSError):  # macOS has no limit of address space
+        pass
 import os, shutil, subprocess
 write = os.write
 for module, names in {_TAKEN!r}.items():

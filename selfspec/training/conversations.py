@@ -54,7 +54,7 @@ class Template:
 class Rules:
     """turns: questions in a conversation, at most; question_tokens, new_tokens: of a question and of an answer, at
     most; question_ends, answer_ends: tokens that end them; question_temperature: that questions are sampled at;
-    usable: whether a question is answered."""
+    usable: whether a question is answered; whole: whether one is complete that no end token has ended."""
 
     template: Template
     turns: int
@@ -64,6 +64,7 @@ class Rules:
     answer_ends: frozenset[int]
     question_temperature: float
     usable: Callable[[list[int]], bool]
+    whole: Callable[[list[int]], bool] = lambda question: False
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Conversation:
         self.mask.append(not self.asks)
         self.written += 1
         ended = token in (rules.question_ends if self.asks else rules.answer_ends)
+        ended = ended or (self.asks and rules.whole(self.tokens[self.start :]))
         if not ended and self.written < (rules.question_tokens if self.asks else rules.new_tokens):
             return True
         goes_on = self._asked(ended, rules) if self.asks else self._answered(ended, rules)

@@ -40,6 +40,7 @@ from selfspec.utils.progress import progress
 _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
 # Settings that do not change what is written, or do so by the template's tokens
 _BESIDE = "folder", "conversations", "validation_share", "batch", "chat_template_kwargs"
+_LATER = "edits", "paragraph"  # that older versions had not, and that are off where they are false
 _CHUNK = 64  # conversations in a file
 _LETTERS = 8  # that a question has at least
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
@@ -52,10 +53,11 @@ class Synthetic:
     questions in each, at most; openings: words that first questions begin with, taken in turn ("": the target's own);
     question_temperature: that questions are sampled at; question_tokens, new_tokens: of a question and of an answer, at
     most; edits: share of conversations whose first question asks for an edit of the standard library's source (see
-    `data.tasks.edits`); sampled: share of conversations answered at temperature 1, the others greedily; batch:
-    conversations held at once; int8: whether the target's weights are quantized while it writes, for speed (see
-    `selfspec.core.quantized`); validation_share: of the conversations; chat_template_kwargs: arguments of the chat
-    template, such as enable_thinking; folder: where they are kept (None: in the cache folder)."""
+    `data.tasks.edits`); paragraph: whether a question ends with its first paragraph where that leaves nothing open, for
+    models that go on to answer in the same breath; sampled: share of conversations answered at temperature 1, the
+    others greedily; batch: conversations held at once; int8: whether the target's weights are quantized while it
+    writes, for speed (see `selfspec.core.quantized`); validation_share: of the conversations; chat_template_kwargs:
+    arguments of the chat template, such as enable_thinking; folder: where they are kept (None: in the cache folder)."""
 
     questions: ClassVar[str] = "source"
     conversations: int = 4096
@@ -65,6 +67,7 @@ class Synthetic:
     question_tokens: int = 96
     new_tokens: int = 320
     edits: float = 0.0
+    paragraph: bool = False
     sampled: float = 0.5
     batch: int = 128
     int8: bool = False
@@ -116,7 +119,7 @@ def synthetic(
     template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
-    identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k, v) != ("edits", 0.0)}
+    identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k not in _LATER or v)}
     read_by = f"{asdict(template)} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
     settings = {"settings": f"{identity} target={target_hash(target)} {writer.dtype_name} {read_by}"}
     name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
@@ -193,6 +196,7 @@ def _written(
         ends,
         config.question_temperature,
         lambda question: usable(question, tokenizer),
+        whole=_first_paragraph(tokenizer) if config.paragraph else lambda question: False,
     )
 
     def begun(i: int) -> Conversation:
@@ -231,6 +235,21 @@ def _edits(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
 def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the words that first questions begin with."""
     return [list(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in config.openings]
+
+
+def _first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], bool]:
+    """Whether a question ends behind a blank line, announces nothing and leaves no code block open."""
+    every = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    breaks = {token for token, text in enumerate(every) if text.endswith("\n")}
+
+    def whole(question: list[int]) -> bool:
+        if question[-1] not in breaks:
+            return False
+        text = str(tokenizer.decode(question))
+        opens = text.rstrip().endswith(":") or text.count("```") % 2
+        return text.endswith("\n\n") and not opens and usable(question, tokenizer)
+
+    return whole
 
 
 def usable(question: list[int], tokenizer: Tokenizer) -> bool:
