@@ -38,9 +38,9 @@ from selfspec.evaluation.points import labelled
 from selfspec.training import resources as pace_module
 from selfspec.training.check import config_warnings
 from selfspec.training.distill import DistillConfig
+from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import Pace
-from selfspec.training.rows import DrafterTraining
 from selfspec.utils import errors as log
 from selfspec.utils import progress
 from selfspec.utils.files import append_text

@@ -33,9 +33,9 @@ from selfspec.training import state as state_module
 from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.draft_loss import DraftLoss
+from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
-from selfspec.training.rows import DrafterTraining
 from selfspec.training.state import Checkpoint
 from selfspec.training.train_drafter import _validation_rows
 from selfspec.utils.files import atomic

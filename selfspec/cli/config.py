@@ -26,9 +26,9 @@ from selfspec.evaluation.limits import LimitsConfig
 from selfspec.evaluation.page import PageConfig
 from selfspec.evaluation.show import ShowConfig
 from selfspec.training.calibrate import CalibrateConfig
+from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import PretrainConfig
-from selfspec.training.rows import DrafterTraining
 from selfspec.utils.errors import one_line
 from selfspec.utils.machine import check_device_name, dtype_name
 from selfspec.utils.tracking import Logged

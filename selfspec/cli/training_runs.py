@@ -30,11 +30,11 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_synthetic, check_training
+from selfspec.training.drafter_data import distilled, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
-from selfspec.training.rows import distilled, texts_folder, writer_of
 from selfspec.training.state import saved_config, warm_start
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter

@@ -22,9 +22,9 @@ from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
 from selfspec.training.draft_loss import DraftLoss, states_dtype
+from selfspec.training.drafter_data import DrafterTraining, check_sizes, rows_of, writer_of
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
-from selfspec.training.rows import DrafterTraining, check_sizes, rows_of, writer_of
 from selfspec.training.step import autocast
 from selfspec.training.synthetic import Synthetic
 from selfspec.utils.errors import visible

@@ -25,11 +25,7 @@ from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.training.check import check_training, config_warnings, examples
 from selfspec.training.draft_loss import DraftLoss, states_dtype
-from selfspec.training.hidden import HiddenStates, states_folder
-from selfspec.training.loop import average, fit
-from selfspec.training.loop_config import LoopConfig
-from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
-from selfspec.training.rows import (
+from selfspec.training.drafter_data import (
     DrafterTraining,
     check_sizes,
     distilled,
@@ -38,6 +34,10 @@ from selfspec.training.rows import (
     texts_folder,
     writer_of,
 )
+from selfspec.training.hidden import HiddenStates, states_folder
+from selfspec.training.loop import average, fit
+from selfspec.training.loop_config import LoopConfig
+from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
 from selfspec.training.step import autocast
 from selfspec.utils.files import NOTHING, Figures, mean
 from selfspec.utils.progress import progress
