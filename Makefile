@@ -49,8 +49,8 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
-# SmolLM2 beside llama.cpp and OpenVINO GenAI, twenty minutes to build and ten to run; QUESTIONS names Spec-Bench's
-# question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. gcc 12 builds a llama.cpp that
+# A model (TARGET: smollm2, a GGUF file, or qwen-coder) beside llama.cpp and OpenVINO GenAI, twenty minutes to build and
+# ten to run; QUESTIONS names Spec-Bench's question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. gcc 12 builds a llama.cpp that
 # crashes on Q8_0 and Q4_1 where there is AMX (its pull request 26954), so clang from PyPI's ziglang builds it.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
@@ -65,7 +65,8 @@ $(PEERS)/.ready:
 	touch $@
 
 peers: $(VENV)/.ready $(PEERS)/.ready
-	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS)
+	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS) --target $(or $(TARGET),smollm2) \
+		--out notebooks/results/$(if $(TARGET),peers-$(notdir $(TARGET)),peers).md
 
 # Four ratios of speed in two minutes, beside those recorded on this kind of processor; RECORD=1 records them.
 bench: $(VENV)/.ready

@@ -1,10 +1,10 @@
-"""SmolLM2 here, under llama.cpp and under OpenVINO GenAI: the same questions, the same machine, the same hour.
+"""A model here, under llama.cpp and under OpenVINO GenAI: the same questions, the same machine, the same hour.
 
     make peers QUESTIONS=question.jsonl   # builds the other engines in an environment of their own, then runs this file
 
-llama.cpp's bfloat16 and Q8_0 files are made from the package's Q4_1 by llama.cpp itself; OpenVINO's are exported from
-the weights in bfloat16. Arms take turns on every question; greedy, without end tokens, so that all of them decode the
-same number of tokens. What crashes is named in the table.
+llama.cpp's bfloat16 and Q8_0 files are made from the model's own GGUF file by llama.cpp itself; OpenVINO's are exported
+from the weights in bfloat16. Arms take turns on every question; greedy, without end tokens, so that all of them decode
+the same number of tokens. What crashes is named in the table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 import selfspec
+from selfspec.checkpoints.named import gguf_file
 from selfspec.core.generate import Result, autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -32,16 +33,17 @@ from selfspec.utils.machine import processor
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("questions", help="Spec-Bench's question.jsonl")
+    parser.add_argument("--target", default="smollm2", help="smollm2, a GGUF file, or qwen-coder")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--out", default="notebooks/results/peers.md")
     args = parser.parse_args()
-    check_peers("smollm2")
+    check_peers(args.target)
 
     dtypes = "bfloat16", "int8"
-    ours = {d: selfspec.load("prompt_lookup", target="smollm2", dtype=d, engine="compiled") for d in dtypes}
+    ours = {d: selfspec.load("prompt_lookup", target=args.target, dtype=d, engine="compiled") for d in dtypes}
     folder = str(ours["bfloat16"].target.model.config.name_or_path)
-    peers = start_peers(folder, cache_folder() / "peers")
+    peers = start_peers(gguf_file(args.target), folder, cache_folder() / "peers")
     options = Options(args.tokens, Sampling(0.0), 0, frozenset())
     rows = [json.loads(line) for line in Path(args.questions).read_text().splitlines()]
     asked = [ours["int8"].encode([{"role": "user", "content": row["turns"][0][:2000]}])[0] for row in rows]
@@ -75,7 +77,7 @@ def main() -> None:
     )
     text = f"""# Beside llama.cpp and OpenVINO
 
-`make peers`: SmolLM2-135M-Instruct, {len(asked)} Spec-Bench questions, {args.tokens} greedy tokens,
+`make peers`: {args.target}, {len(asked)} Spec-Bench questions, {args.tokens} greedy tokens,
 batch 1, {torch.get_num_threads()} cores ({processor()["model name"]}, {features}). Arms take turns on every question.
 
 {table}

@@ -49,16 +49,35 @@ def packaged() -> Path:
 def qwen_coder() -> str:
     """Its folder, of what SELFSPEC_QWEN_CODER names: a GGUF file, a folder with one, or a folder that transformers
     reads; the hub id where that is not set. Raises FileNotFoundError where it names nothing."""
-    if not (place := os.environ.get(_PLACE)):
+    if (path := _place()) is None:
         return HUB["qwen-coder"]
-    path = Path(place)
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = next(iter(sorted(path.glob("*.gguf"))), path)
     if path.is_file():
         return str(dequantized(path))
     if (path / "config.json").is_file():
         return str(path)
-    raise FileNotFoundError(f"{_PLACE}={place} is neither a GGUF file nor a folder with a model; give one of the two")
+    raise FileNotFoundError(f"{_PLACE}={path} is neither a GGUF file nor a folder with a model; give one of the two")
+
+
+def _place() -> Path | None:
+    """What SELFSPEC_QWEN_CODER names, of a folder without a model the GGUF file in it."""
+    path = Path(place) if (place := os.environ.get(_PLACE)) else None
+    if path is not None and path.is_dir() and not (path / "config.json").is_file():
+        return next(iter(sorted(path.glob("*.gguf"))), path)
+    return path
+
+
+def gguf_file(target: str) -> Path:
+    """The GGUF file of a target, for engines that read it: SmolLM2's in its package, what SELFSPEC_QWEN_CODER names, or
+    the target itself. Raises ValueError for a target without one."""
+    if target == "smollm2":
+        return packaged()
+    place = _place() if target == "qwen-coder" else Path(target)
+    if place is None or place.suffix != ".gguf" or not place.is_file():
+        raise ValueError(
+            f"the other engines read GGUF files, and target {target!r} is none; take smollm2, a .gguf file, or "
+            f"qwen-coder with {_PLACE} set to one"
+        )
+    return place
 
 
 def same_model(one: str, other: str) -> bool:

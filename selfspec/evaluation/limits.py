@@ -43,7 +43,7 @@ class LimitsConfig:
     acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
     or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
     new processes are timed too, with the first drafter, which compiles everything anew; peers: whether llama.cpp and
-    OpenVINO GenAI are timed too; only for target=smollm2."""
+    OpenVINO GenAI are timed too; for targets with a GGUF file, such as smollm2."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import statistics
 import subprocess
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from selfspec.checkpoints.named import packaged
+from selfspec.checkpoints.named import gguf_file
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
@@ -30,7 +31,8 @@ _LLAMA = """
 import ctypes, json, os, sys, time
 import llama_cpp
 source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-ftype, path = {"bf16": 32, "Q8_0": 7}.get(name), source if name == "Q4_1" else f"{folder}/{name}.gguf"
+ftype = {"bf16": 32, "Q8_0": 7}.get(name)
+path = source if ftype is None else f"{folder}/{name}.gguf"
 if ftype is not None and not os.path.exists(path):
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize, params.nthread = ftype, True, threads
@@ -119,35 +121,34 @@ class Peer:
 
 
 def check_peers(target: str) -> None:
-    """Raises ValueError where the other engines are not installed, or have no files of this target."""
-    if target != "smollm2":
-        raise ValueError(f"the other engines run smollm2, whose package holds a GGUF file, not {target!r}")
+    """Raises ValueError where the other engines are not installed, or this target has no GGUF file."""
     if not PYTHON.is_file():
         raise ValueError(
             f"{PYTHON} is missing; in the repository's folder make .venv-peers/.ready builds the other engines (twenty "
             "minutes)"
         )
+    gguf_file(target)
 
 
-def start_peers(target_folder: str, folder: Path) -> dict[str, Peer]:
-    """SmolLM2 in each engine and format, by name. target_folder: its weights as safetensors; folder: where files in
-    other formats are made, once for each version of the engines."""
+def start_peers(file: Path, target_folder: str, folder: Path) -> dict[str, Peer]:
+    """A model in each engine and format, by name. file: its GGUF file, run as it is too; target_folder: its weights as
+    safetensors; folder: where files in other formats are made, once for each file and version of the engines."""
     versions = [path.name for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")]
     used = sorted(name for name in versions if name.startswith(("llama_cpp", "openvino", "optimum")))
-    folder = folder / hashlib.sha256(repr(used).encode()).hexdigest()[:8]
+    folder = folder / hashlib.sha256(repr((used, file.name)).encode()).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     threads, peers = str(torch.get_num_threads()), {}
-    for name in ("bf16", "Q8_0", "Q4_1"):
-        peers[f"llama.cpp {name}"] = Peer(_LLAMA, str(packaged()), str(folder), threads, name)
+    for name in ("bf16", "Q8_0", re.split("[-.]", file.stem)[-1].upper()):  # the last one is the file's own
+        peers[f"llama.cpp {name}"] = Peer(_LLAMA, str(file), str(folder), threads, name)
     for name in ("fp16", "int8", "int4"):
         peers[f"OpenVINO {name}"] = Peer(_OPENVINO, target_folder, str(folder), threads, name)
     return peers
 
 
-def peer_speeds(target: Target, target_folder: str, folder: Path, rounds: int) -> Figures:
+def peer_speeds(target: Target, file: Path, target_folder: str, folder: Path, rounds: int) -> Figures:
     """Plain decoding here and in other engines: greedy tokens per second behind a prompt of 128 tokens, all in turn.
     By name: "rates" of each round (NaN: it crashed), and the "version" of the engine."""
-    peers: dict[str, Any] = start_peers(target_folder, folder)
+    peers: dict[str, Any] = start_peers(file, target_folder, folder)
     prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
     figures: Figures = {name: {"version": peer.version, "rates": []} for name, peer in peers.items()}
     ours = figures[f"selfspec {target.dtype_name}"] = {"version": f"torch {torch.__version__}", "rates": []}
