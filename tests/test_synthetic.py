@@ -18,7 +18,7 @@ from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
-from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
+from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, write_conversations
 from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config, tiny_model
 
@@ -271,7 +271,7 @@ def test_a_question_ends_with_a_paragraph_that_leaves_nothing_open(
     text: str, ends: bool, pair: tuple[Target, PreTrainedTokenizerFast]
 ) -> None:
     ids = pair[1](text, add_special_tokens=False)["input_ids"]
-    assert module._first_paragraph(pair[1])(ids) is ends
+    assert first_paragraph(pair[1])(ids) is ends
 
 
 def test_they_are_not_measured_with() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.cache import COMPILED
 from selfspec.core.sampling import noise_bits, nothing_to_pick
@@ -20,6 +21,7 @@ from selfspec.core.tree import chain
 from selfspec.data.chat import Chat, ChatTemplate
 
 _MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
+_LETTERS = 8  # that a question has at least
 _AT_ONCE = 32  # rows of logits that a CPU picks tokens from at once: their probabilities stay in a cache
 
 
@@ -185,3 +187,25 @@ def _picked(logits: Tensor, at: list[int], rows: list[Conversation], rules: Rule
         sampled = torch.searchsorted(below, sought, right=True).clamp_max(of.shape[1] - 1)[:, 0]
         picked += torch.where(warmth[:, 0] > 0, sampled, of.argmax(-1)).tolist()
     return picked
+
+
+def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], bool]:
+    """Whether a question ends behind a blank line, announces nothing and leaves no code block open."""
+    every = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    breaks = {token for token, text in enumerate(every) if text.endswith("\n")}
+
+    def whole(question: list[int]) -> bool:
+        if question[-1] not in breaks:
+            return False
+        text = str(tokenizer.decode(question))
+        opens = text.rstrip().endswith(":") or text.count("```") % 2
+        return text.endswith("\n\n") and not opens and usable(question, tokenizer)
+
+    return whole
+
+
+def usable(question: list[int], tokenizer: Tokenizer) -> bool:
+    """Whether a question holds some letters, and no special token."""
+    if any(token in tokenizer.all_special_ids for token in question):
+        return False
+    return sum(map(str.isalpha, tokenizer.decode(question))) >= _LETTERS

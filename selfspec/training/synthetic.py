@@ -31,7 +31,7 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
-from selfspec.training.conversations import Conversation, Rules, Template, write_conversations
+from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, usable, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, write_text
@@ -42,7 +42,6 @@ _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
 _BESIDE = "folder", "conversations", "validation_share", "batch", "chat_template_kwargs"
 _LATER = "edits", "paragraph"  # that older versions had not, and that are off where they are false
 _CHUNK = 64  # conversations in a file
-_LETTERS = 8  # that a question has at least
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
 _PLASTIC = 0.7548776662466927  # so do this number's, and they go with the others as if drawn apart
 
@@ -196,7 +195,7 @@ def _written(
         ends,
         config.question_temperature,
         lambda question: usable(question, tokenizer),
-        whole=_first_paragraph(tokenizer) if config.paragraph else lambda question: False,
+        whole=first_paragraph(tokenizer) if config.paragraph else lambda question: False,
     )
 
     def begun(i: int) -> Conversation:
@@ -235,28 +234,6 @@ def _edits(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
 def _ids(config: Synthetic, tokenizer: Tokenizer) -> list[list[int]]:
     """Token ids of the words that first questions begin with."""
     return [list(tokenizer(words, add_special_tokens=False)["input_ids"]) for words in config.openings]
-
-
-def _first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], bool]:
-    """Whether a question ends behind a blank line, announces nothing and leaves no code block open."""
-    every = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    breaks = {token for token, text in enumerate(every) if text.endswith("\n")}
-
-    def whole(question: list[int]) -> bool:
-        if question[-1] not in breaks:
-            return False
-        text = str(tokenizer.decode(question))
-        opens = text.rstrip().endswith(":") or text.count("```") % 2
-        return text.endswith("\n\n") and not opens and usable(question, tokenizer)
-
-    return whole
-
-
-def usable(question: list[int], tokenizer: Tokenizer) -> bool:
-    """Whether a question holds some letters, and no special token."""
-    if any(token in tokenizer.all_special_ids for token in question):
-        return False
-    return sum(map(str.isalpha, tokenizer.decode(question))) >= _LETTERS
 
 
 def _split(chunk: dict[str, Tensor], most: int) -> list[tuple[Tensor, Tensor]]:
