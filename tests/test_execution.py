@@ -13,7 +13,7 @@ from conftest import HUMAN_EVAL, write_lines
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.data import execution
-from selfspec.data.execution import Passes, runs_through
+from selfspec.data.execution import Solves, runs_through
 from selfspec.data.questions import Answering, Asking, read_questions
 
 PROMPT = 'import math\n\n\ndef area(r: float) -> float:\n    """Of a circle."""\n'
@@ -31,6 +31,11 @@ RIGHT = "def area(r):\n    return math.pi * r * r"
         (f"```python\nprint(area(2))\n```\n\n```py\n{RIGHT}\n```", True),
         ("    return math.pi * r ** 2\n\n\nprint(area(2))\nassert False", True),  # continues the prompt
         ("```python\ndef area(r):\n    return 3 * r\n```", False),
+        ("```python\n    return math.pi * r ** 2\n```", True),  # the body alone
+        ("\n    return math.pi * r ** 2\n\n\ndef area(r):\n    return 0", True),
+        (f"from __future__ import annotations\n\n{RIGHT}", True),
+        (f"```python\n{RIGHT}\n\nif __name__ == '__main__':\n    print(area(int(input())))\n```", True),
+        ("1. So:\n\n    ```python\n    def area(r):\n        return math.pi * r * r\n    ```", True),
         ("```python\ndef other(r):\n    return 3 * r\n```", False),
         ("I can not do that.", False),
         (f"```python\n{RIGHT}\nimport sys\nsys.exit(0)\n```", False),
@@ -38,7 +43,7 @@ RIGHT = "def area(r):\n    return math.pi * r * r"
     ],
 )
 def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> None:
-    assert Passes(PROMPT, "area", TEST)(answer) is right
+    assert Solves(PROMPT, "area", TEST)(answer) is right
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,7 @@ def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> 
         "import subprocess; subprocess.run(['sleep', '60'])",
         "import os; os.system('sleep 60')",
         "import os; os.kill(os.getppid(), 9)",
+        "import os; os.remove('/etc/hostname')",
         "f = open('large', 'wb')\nwhile True: f.write(b'0' * 65536)",
         "raise SystemExit(0)",
         "def f(): f()\nf()",

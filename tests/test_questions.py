@@ -82,6 +82,7 @@ def test_an_edit_is_right_where_nothing_else_changed() -> None:
         if edit.group != "reformat":
             more = turn.answer.replace("\n```", "\n    extra()\n```")
             assert not turn.check(more), edit
+            assert not turn.check(turn.answer.replace("\n```", "\nextra()\n```")), edit
 
 
 def test_there_are_ten_kinds_in_five_groups() -> None:

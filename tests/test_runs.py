@@ -35,7 +35,7 @@ from selfspec.data.store import Corpus, joined
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled
-from selfspec.training import resources as pace_module
+from selfspec.training import resources
 from selfspec.training.check import config_warnings
 from selfspec.training.distill import DistillConfig
 from selfspec.training.drafter_data import DrafterTraining
@@ -364,7 +364,7 @@ def test_short_work_says_nothing_in_a_log() -> None:
 
 
 def test_a_machine_that_slows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace_module, "crowd", lambda: None)
+    monkeypatch.setattr(resources, "crowd", lambda: None)
     pace = Pace(100, 0)
     told = [pace.step(0.1, 1000) for _ in range(30)]
     assert [i for i, line in enumerate(told) if line] == [9]
@@ -372,7 +372,7 @@ def test_a_machine_that_slows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = [pace.step(2.0, 1000) for _ in range(10)]
     assert [i for i, line in enumerate(slow) if line] == [4]  # once
     assert "a step takes 2.00 s instead of 0.10 s" in str(slow[4])
-    monkeypatch.setattr(pace_module, "crowd", lambda: "8 threads want 2 processors")
+    monkeypatch.setattr(resources, "crowd", lambda: "8 threads want 2 processors")
     for _ in range(3):
         assert pace.step(0.1, 1000) is None
     assert "8 threads want 2 processors" in str([pace.step(2.0, 1) for _ in range(5)][-1])
@@ -381,9 +381,9 @@ def test_a_machine_that_slows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_programs_that_share_the_processors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     processors = len(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2 * processors, 0.0, 0.0))
-    assert pace_module.crowd() is None
+    assert resources.crowd() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * processors, 0.0, 0.0))
-    assert f"{4 * processors} threads want {processors} processors" in str(pace_module.crowd())
+    assert f"{4 * processors} threads want {processors} processors" in str(resources.crowd())
 
 
 def test_a_loss_that_does_not_fall_is_told() -> None:

@@ -274,6 +274,21 @@ def test_a_question_ends_with_a_paragraph_that_leaves_nothing_open(
     assert first_paragraph(pair[1])(ids) is ends
 
 
+def test_a_question_that_a_paragraph_ended_keeps_its_words(pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+    template, tokenizer = Template.of(ChatTemplate(pair[1])), pair[1]
+    whole, tidied = first_paragraph(tokenizer), lambda question: conversations.without_breaks(question, tokenizer)
+    rules = Rules(template, 1, 99, 9, frozenset(), frozenset(), 1.0, lambda question: True, whole, tidied)
+    words = tokenizer("Write a function.\n\n", add_special_tokens=False)["input_ids"]
+    conversation = Conversation.begun(0, template, [], 0.0)
+    assert [conversation.add(token, rules) for token in words] == [True] * len(words)
+    assert not conversation.asks
+    text = tokenizer.decode(conversation.tokens)
+    assert text == tokenizer.decode(template.opening) + "Write a function." + tokenizer.decode(template.answer) or (
+        text.rstrip("\n").count("Write a function.") == 1
+    )
+    assert len(conversation.mask) == len(conversation.tokens)
+
+
 def test_they_are_not_measured_with() -> None:
     with pytest.raises(ValueError, match=r"data=synthetic is for training.*decode.questions"):
         Synthetic().evaluation()

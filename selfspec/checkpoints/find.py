@@ -80,9 +80,8 @@ def check_target_name(name: str, path: str | None = None) -> None:
         drafter = (place / "drafter.json").is_file() or (place / "drafter" / "drafter.json").is_file()
         holds = "; it is a file, so give its folder" if place.is_file() else ""
         holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else holds
-        raise FileNotFoundError(
-            f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{holds or _TARGET}"
-        )
+        what = how_to_train(name) or holds or _TARGET
+        raise FileNotFoundError(f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{what}")
 
 
 def _no_drafter(name: str) -> FileNotFoundError:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
 from selfspec.checkpoints.gguf import dequantized
 from selfspec.utils.files import cache_folder
 
-VERSION = "0.1.2"
+VERSION = "0.1.2"  # of SmolLM2's package
 HUB = {  # the same models, whose weights were not quantized and back
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "qwen-coder": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
@@ -81,10 +82,14 @@ def gguf_file(target: str) -> Path:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names are of one model that has a name here: its name, its hub id, or files called after that."""
+    """Whether two names are of one model that has a name here: its name, its hub id, or files called after that, with
+    the name of a format behind it."""
     return any(_is(one, name) and _is(other, name) for name in HUB)
 
 
 def _is(target: str, name: str) -> bool:
-    called = Path(target).name.lower()
-    return target == name or called.startswith(HUB[name].rpartition("/")[2].lower()) or called == f"{name}-{VERSION}"
+    called = re.escape(HUB[name].rpartition("/")[2])
+    file = re.fullmatch(
+        rf"{called}([-.](i?q\d\w*|bf16|fp?16|fp?32))?(\.gguf)?(-[0-9a-f]{{16}})?", Path(target).name, re.I
+    )
+    return target == name or file is not None or (name == "smollm2" and Path(target).name == f"smollm2-{VERSION}")

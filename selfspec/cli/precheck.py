@@ -273,6 +273,8 @@ def _check_names(run: Any) -> None:
         questions = getattr(getattr(run, section, None), "questions", None) or ()
         for name in (questions,) if isinstance(questions, str) else questions:
             names_of("selfspec.data.questions")["file_of"](name)
+    if (model := getattr(getattr(run, "compare", None), "draft_model", None)) is not None:
+        check_target_name(model)
     target = getattr(run, "target", None)
     if (target := getattr(target, "name", target)) is not None:
         check_target_name(str(target))

@@ -1,7 +1,8 @@
 """Programs that a model wrote, run against a problem's tests (HumanEval, arXiv 2107.03374), in a process of their own.
 
-The process has limits of time, memory and file size, a folder that is deleted, and no way to start others. That keeps
-a careless program from doing harm, not a hostile one: whoever runs code of a model they do not trust uses a container.
+The process has limits of time, memory and file size, a folder that is deleted, and no way to start others or to delete
+files by the usual names. It can write wherever its user can. That keeps a careless program from doing harm, not a
+hostile one: whoever runs code of a model they do not trust uses a container.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +25,15 @@ SECONDS = 10.0  # that a program may take
 MEMORY = 4 << 30  # bytes of its address space
 _FILE = 1 << 20  # bytes of a file that it writes
 _FIELDS = ("task_id", "prompt", "entry_point", "test")
-_FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
-# What begins processes, or ends those of others
+# What begins processes, ends those of others, or takes files away
 _TAKEN = {
     "os": (
         *("fork", "forkpty", "kill", "killpg", "system", "popen", "posix_spawn", "posix_spawnp", "execv", "execve"),
-        *("setsid", "setpgid", "setuid"),
+        *("setsid", "setpgid", "setuid", "remove", "unlink", "rmdir", "removedirs", "rename", "renames", "replace"),
+        *("truncate", "chmod", "chown", "link", "symlink"),
     ),
     "subprocess": ("Popen",),
     "shutil": ("rmtree", "move", "chown"),
@@ -48,13 +53,15 @@ for module, names in {_TAKEN!r}.items():
     for name in names:
         setattr(sys.modules[module], name, None)
 sys.modules["resource"] = sys.modules["multiprocessing"] = None
-exec(compile(program, "<answer>", "exec"), {{"__name__": "__main__"}})
+import types
+answer = sys.modules["answer"] = types.ModuleType("answer")
+exec(compile(program, "<answer>", "exec"), vars(answer))
 write(pipe, token.encode())
 """
 
 
 @dataclass(frozen=True)
-class Passes:
+class Solves:
     """Whether an answer solves a problem: the function it defines passes `test`, which defines `check(candidate)`."""
 
     prompt: str
@@ -67,16 +74,19 @@ class Passes:
     def program(self, answer: str) -> str:
         """The answer's function behind what stands before it in the prompt, and the tests."""
         before = self.prompt[: self.prompt.rfind(f"def {self.entry_point}")]
-        return f"{before}\n{self._function(answer)}\n\n{self.test}\n\ncheck({self.entry_point})\n"
+        whole = f"{before}\n{self._function(answer)}\n\n{self.test}\n\ncheck({self.entry_point})\n"
+        return "".join(_FUTURE.findall(whole)) + _FUTURE.sub("", whole)  # these stand first
 
     def _function(self, answer: str) -> str:
-        """The first fenced block that defines the function, or the answer if it does; else the answer continues the
-        prompt, up to where the function's body ends."""
+        """The first fenced block that defines the function, or the answer if it does; else the first block, or the
+        answer, continues the prompt, up to where the function's body ends."""
         defines = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(self.entry_point)}\b", re.MULTILINE)
-        for code in (*_FENCED.findall(answer), answer):
+        blocks = [textwrap.dedent(code) if defines.search(code) else code for code in _FENCED.findall(answer)]
+        continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
+        for code in (*blocks, *([] if continues else [answer])):
             if defines.search(code):
                 return str(code)
-        return self.prompt + _ENDS.split(answer, maxsplit=1)[0]
+        return self.prompt + "\n" + _ENDS.split(blocks[0] if blocks else answer, maxsplit=1)[0]
 
 
 def runs_through(program: str) -> bool:
@@ -103,7 +113,8 @@ def runs_through(program: str) -> bool:
         except BrokenPipeError:  # it has ended
             return False
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError):  # it has ended, as macOS says it
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             os.close(read)
 
@@ -119,16 +130,16 @@ def _said(read: int, end: float) -> str:
 
 
 def is_problem(record: dict[str, Any]) -> bool:
-    """Whether a record has the fields of HumanEval's."""
+    """Whether a record is a problem as HumanEval has them, which may lack the other fields."""
     return all(isinstance(record.get(name), str) for name in ("entry_point", "prompt"))
 
 
-def checked(record: dict[str, Any], place: str) -> Passes:
+def check_of(record: dict[str, Any], place: str) -> Solves:
     """The check of a problem. Raises ValueError naming a field that it lacks."""
     if lacking := [name for name in _FIELDS if not isinstance(record.get(name), str) or not record[name].strip()]:
-        raise ValueError(f"{place}: a problem without {' and '.join(lacking)}; copy the file again")
+        raise ValueError(f"{place}: a problem without {' and '.join(lacking)}; HumanEval's have {', '.join(_FIELDS)}")
     if "def check(" not in record["test"]:
-        raise ValueError(f"{place}: test defines no check(candidate); copy the file again")
+        raise ValueError(f"{place}: test defines no check(candidate), as HumanEval's do")
     if f"def {record['entry_point']}" not in record["prompt"]:
         raise ValueError(f"{place}: the prompt does not define entry_point={record['entry_point']!r}")
-    return Passes(record["prompt"], record["entry_point"], record["test"])
+    return Solves(record["prompt"], record["entry_point"], record["test"])

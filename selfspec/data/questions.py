@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
-from selfspec.data.execution import Passes, checked, is_problem
+from selfspec.data.execution import Solves, check_of, is_problem
 from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
 from selfspec.data.store import tokenize
@@ -134,7 +134,7 @@ def read_questions(
 
 def _plain(question: Question, tokenizer: Tokenizer) -> Question:
     first = question.checks[0] if question.checks else None
-    ids = tuple(tokenizer(first.prompt if isinstance(first, Passes) else question.turns[0])["input_ids"])
+    ids = tuple(tokenizer(first.prompt if isinstance(first, Solves) else question.turns[0])["input_ids"])
     return Question(question.id, question.group, checks=question.checks[:1], ids=ids, record=question.record)
 
 
@@ -226,7 +226,7 @@ def _read(path: Path) -> list[Question]:
 
 
 def _is_program(question: Question) -> bool:
-    return any(isinstance(check, Passes) for check in question.checks)
+    return any(isinstance(check, Solves) for check in question.checks)
 
 
 def _question(line: object, place: str, stem: str, name: str) -> Question:
@@ -237,7 +237,7 @@ def _question(line: object, place: str, stem: str, name: str) -> Question:
         raise ValueError(f"{place}: expected an object, found {type(record).__name__}")
     plain = without_nulls(record)
     if is_problem(plain):
-        check, asked = checked(plain, place), _COMPLETE.format(plain["prompt"].rstrip())
+        check, asked = check_of(plain, place), _COMPLETE.format(plain["prompt"].rstrip())
         return Question(plain["task_id"], stem, (asked,), checks=(check,), record=record)
     system, turns, beside = _turns(plain, place)
     for turn in turns:

@@ -76,11 +76,13 @@ class CompareConfig:
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
             raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")
         all_known(self, "compare", methods=METHODS)
-        if ("hf_assisted" in self.methods) != (self.draft_model is not None):
+        if "hf_assisted" in self.methods and self.draft_model is None:
             raise ValueError(
-                f"compare.draft_model={self.draft_model} is what the method hf_assisted drafts with; give both or "
-                "neither (selfspec pretrain +experiment=tiny_draft name=draft trains one for tiny-target)"
+                "compare.methods holds hf_assisted, but compare.draft_model is null; give a folder or a hub id "
+                "(selfspec target +experiment=tiny_draft name=draft trains one for tiny-target)"
             )
+        if "hf_assisted" not in self.methods and self.draft_model is not None:
+            raise ValueError(f"compare.draft_model={self.draft_model} is not used: add hf_assisted to compare.methods")
         if bad := [n for n in self.nodes if n != "auto" and (not isinstance(n, int) or not 1 <= n <= MAX_NODES)]:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
         for temperature in self.temperatures:

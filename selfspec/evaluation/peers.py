@@ -135,10 +135,10 @@ def start_peers(file: Path, target_folder: str, folder: Path) -> dict[str, Peer]
     safetensors; folder: where files in other formats are made, once for each file and version of the engines."""
     versions = [path.name for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")]
     used = sorted(name for name in versions if name.startswith(("llama_cpp", "openvino", "optimum")))
-    folder = folder / hashlib.sha256(repr((used, file.name)).encode()).hexdigest()[:8]
+    folder = folder / hashlib.sha256(repr((used, str(file.resolve()), file.stat().st_size)).encode()).hexdigest()[:8]
     folder.mkdir(parents=True, exist_ok=True)
     threads, peers = str(torch.get_num_threads()), {}
-    for name in ("bf16", "Q8_0", re.split("[-.]", file.stem)[-1].upper()):  # the last one is the file's own
+    for name in ("bf16", "Q8_0", re.split("[-.]", file.stem)[-1].upper() + ", the file"):
         peers[f"llama.cpp {name}"] = Peer(_LLAMA, str(file), str(folder), threads, name)
     for name in ("fp16", "int8", "int4"):
         peers[f"OpenVINO {name}"] = Peer(_OPENVINO, target_folder, str(folder), threads, name)

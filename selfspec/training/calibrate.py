@@ -43,7 +43,7 @@ class CalibrateConfig(Asking):
         as_seed(self.seed, "calibrate.seed")
 
 
-class Promised(TypedDict, total=False):
+class Expected(TypedDict, total=False):
     """top1, top5: per depth how often the first choice, or one of the first five, is the target's token; tau: the
     acceptance length that a static tree promises (drafters that are decoded: the acceptance length itself), by number
     of nodes; positions: how many were measured; NaN in all of them where that is none."""
@@ -60,7 +60,7 @@ def calibrate(
     mode: str,
     samples: Sequence[Sample],
     total: Callable[[Tensor], Tensor] = no_reduce,
-) -> Promised:
+) -> Expected:
     """Measure a drafter on the target's own text, greedy or sampled, and set its calibration for that decoding mode.
     total: the sum of a tensor over all processes, each of which measures samples of its own (trained drafters only)."""
     if isinstance(drafter, Trained):
@@ -77,7 +77,7 @@ def measure_along(
     depths: int,
     scores: Callable[[Sample, Tensor], Tensor],
     total: Callable[[Tensor], Tensor] = no_reduce,
-) -> tuple[Calibration, Promised]:
+) -> tuple[Calibration, Expected]:
     """Measure a drafter along the target's own text.
 
     scores(sample, at): logits [depths, n, V] that the drafter gives, from positions at (int64 [n]), to the tokens
@@ -116,7 +116,7 @@ def measure_along(
     positions = int(total(torch.tensor(positions)))
     acceptance = (right / tried.clamp(min=1)[:, None]).tolist()
     share = agree / positions
-    figures: Promised = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
+    figures: Expected = {"top1": share[:, 0].tolist(), "top5": share[:, 1].tolist(), "positions": positions}
     figures["tau"] = {str(n): sum(static_tree(acceptance, n)[2]) if positions else NOTHING for n in NODES}
     factors = [_FACTORS[int(row.argmin())] if row.any() else 1.0 for row in surprise]  # 1: nothing was measured
     return Calibration(acceptance, factors), figures
@@ -132,7 +132,7 @@ class _Once:
         return self.made
 
 
-def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Promised:
+def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Expected:
     """For drafters whose choices depend on more than the text: decode the samples' prompts again. `top1` is then how
     often some child of a node holds the target's token, by depth (32 nodes). A session that keeps a `tally` of its
     choices calibrates the drafter, by its counts with 32 nodes."""
@@ -142,7 +142,7 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
     prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
     longest = max(len(sample.tokens) - sample.start for sample in samples)
     options = Options(max(1, longest), Sampling(TEMPERATURES[mode]))
-    figures: Promised = {"tau": {}}
+    figures: Expected = {"tau": {}}
     for nodes in NODES:
         session = drafter.eval().session(target, len(prompts))
         stats = speculative(target, prompts, options, _Once(drafter, session), nodes).stats

@@ -56,7 +56,8 @@ class Template:
 class Rules:
     """turns: questions in a conversation, at most; question_tokens, new_tokens: of a question and of an answer, at
     most; question_ends, answer_ends: tokens that end them; question_temperature: that questions are sampled at;
-    usable: whether a question is answered; whole: whether one is complete that no end token has ended."""
+    usable: whether a question is answered; whole: whether one is complete that no end token has ended;
+    tidied: that one without line breaks at its end, the tokens before the last as they are."""
 
     template: Template
     turns: int
@@ -67,6 +68,7 @@ class Rules:
     question_temperature: float
     usable: Callable[[list[int]], bool]
     whole: Callable[[list[int]], bool] = lambda question: False
+    tidied: Callable[[list[int]], list[int]] = lambda question: question
 
 
 @dataclass
@@ -117,8 +119,11 @@ class Conversation:
     def _asked(self, ended: bool, rules: Rules) -> bool:
         """The template's tokens take the place of what ended the question. One that is not usable is dropped, with the
         conversation where it is the first."""
-        if ended and rules.usable(self.tokens[self.start : -1]):
-            del self.tokens[-1], self.mask[-1]
+        by_token = self.tokens[-1] in rules.question_ends
+        question = self.tokens[self.start : -1] if by_token else rules.tidied(self.tokens[self.start :])
+        if ended and rules.usable(question):
+            self.tokens[self.start :] = question
+            self.mask[self.start :] = [False] * len(question)
             self._given(rules.template.answer)
             return True
         size = len(self.mask) - self.mask[::-1].index(True) if self.turn else 0
@@ -202,6 +207,12 @@ def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], bool]:
         return text.endswith("\n\n") and not opens and usable(question, tokenizer)
 
     return whole
+
+
+def without_breaks(question: list[int], tokenizer: Tokenizer) -> list[int]:
+    """A question whose last token loses the line breaks at its end; the tokens before it were read already."""
+    last = str(tokenizer.decode(question[-1:])).rstrip("\n")
+    return question[:-1] + list(tokenizer(last, add_special_tokens=False)["input_ids"] if last else [])
 
 
 def usable(question: list[int], tokenizer: Tokenizer) -> bool:

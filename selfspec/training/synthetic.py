@@ -31,7 +31,15 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
-from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, usable, write_conversations
+from selfspec.training.conversations import (
+    Conversation,
+    Rules,
+    Template,
+    first_paragraph,
+    usable,
+    without_breaks,
+    write_conversations,
+)
 from selfspec.training.distill import read, write
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, write_text
@@ -130,7 +138,7 @@ def synthetic(
     numbers = [i for first in missing for i in range(first, first + _CHUNK)]  # whole chunks, whatever is read of them
     new, start, parts = 0, time.perf_counter(), defaultdict[int, list[Conversation]](list)
     with progress(total=len(numbers), desc="conversations", disable=quiet or not numbers) as bar:
-        for each in _written(writer, tokenizer, template, config, numbers):
+        for each in _written(writer, tokenizer, template, config, numbers) if numbers else ():
             first = each.number // _CHUNK * _CHUNK
             parts[first].append(each)
             new += sum(each.mask)
@@ -157,6 +165,7 @@ def _check_positions(config: Synthetic, target: Target, longest: int) -> None:
         raise ValueError(
             f"data=synthetic: {config.turns} turns of {config.question_tokens} + {config.new_tokens} tokens may take "
             f"{longest}, more than the target's {target.max_positions} positions; lower data.turns or data.new_tokens"
+            + (f", or set data.edits={config.edits} to 0" if config.edits else "")
         )
 
 
@@ -196,6 +205,7 @@ def _written(
         config.question_temperature,
         lambda question: usable(question, tokenizer),
         whole=first_paragraph(tokenizer) if config.paragraph else lambda question: False,
+        tidied=lambda question: without_breaks(question, tokenizer),
     )
 
     def begun(i: int) -> Conversation:

@@ -1,24 +1,27 @@
-"""What values of a config may be: each function raises ValueError for the first of the named ones that is not so."""
+"""What values of a config may be. Each function raises ValueError for the first named field whose value is not allowed;
+None is allowed where it is the default."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 
 def at_least(config: object, place: str, least: int, *names: str, most: float = math.inf) -> None:
-    """Numbers of at least `least` (and at most `most`), or lists of such; None is left alone."""
+    """Finite numbers of at least `least` (and at most `most`), or lists of such."""
     for name, value in _named(config, names):
         listed = isinstance(value, (list, tuple))
         for number in value if listed else (value,):
             if not _is_number(number) or not least <= number <= most or math.isinf(number):
                 said = f"{place}.{name} holds {number!r}; it" if listed else f"{place}.{name}={number!r}"
-                raise ValueError(f"{said} must be at least {least}" + (f", at most {most}" if most < math.inf else ""))
+                limit = f", at most {most}" if most < math.inf else ", finite" if isinstance(number, float) else ""
+                raise ValueError(f"{said} must be at least {least}{limit}")
 
 
 def above_zero(config: object, place: str, *names: str) -> None:
-    """Finite numbers above 0; None is left alone."""
+    """Finite numbers above 0."""
     for name, value in _named(config, names):
         if not _is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"{place}.{name}={value!r} must be above 0, finite")
@@ -33,7 +36,7 @@ def shares(config: object, place: str, *names: str, ends: str = "[]") -> None:
 
 
 def not_empty(config: object, place: str, *names: str, give: str = "give at least one") -> None:
-    """Lists or texts with something in them; None is left alone."""
+    """Lists or texts with something in them."""
     for name, value in _named(config, names):
         if not value:
             raise ValueError(f"{place}.{name} is empty; {give}")
@@ -47,7 +50,9 @@ def all_known(config: object, place: str, **known: Collection[str]) -> None:
 
 
 def _named(config: object, names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    return [(name, value) for name in names if (value := getattr(config, name)) is not None]
+    optional = {part.name for part in fields(config) if part.default is None}  # type: ignore[arg-type]
+    pairs = [(name, getattr(config, name)) for name in names]
+    return [(name, value) for name, value in pairs if value is not None or name not in optional]
 
 
 def _is_number(value: object) -> bool:

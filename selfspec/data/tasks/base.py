@@ -143,7 +143,7 @@ def parsed(parse: Callable[[str], object], value: object) -> Callable[[str], boo
     def check(answer: str) -> bool:
         try:
             return _same(parse(code_of(answer)), value)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, MemoryError):
             return False
 
     return check

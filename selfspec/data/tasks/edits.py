@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from selfspec.data.tasks.base import Make, Pool, Turn, fenced, parsed, program, same_code
@@ -26,7 +27,7 @@ def rename(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def types(pool: Pool, rng: Random) -> list[Turn]:
-    name, source = pool.function(rng, lambda _, source: bool(_named(_function(source))) and "->" not in source)
+    name, source = pool.function(rng, lambda _, source: _is_untyped(_function(source)))
     node = _function(source)
     for arg in _named(node):
         arg.annotation = ast.Name("object")
@@ -46,7 +47,7 @@ def docstrings(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def fix(pool: Pool, rng: Random) -> list[Turn]:
-    _, source = pool.function(rng, lambda _, source: bool(_mistakes(source)))
+    _, source = pool.function(rng, lambda _, source: bool(_mistakes(source)) and "BUG" not in source)
     line, right, wrong = rng.choice(_mistakes(source))
     lines = source.splitlines()
     lines[line] = lines[line].replace(f" {right} ", f" {wrong} ", 1) + "  # BUG"
@@ -58,7 +59,9 @@ def fix(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def reformat(pool: Pool, rng: Random) -> list[Turn]:
-    return csv_to_json(pool, rng, rng.randint(6, 10))
+    (turn,) = csv_to_json(pool, rng, rng.randint(6, 10))
+    rows = turn.question.partition("\n")[2]
+    return [replace(turn, question=f"Convert this CSV to a JSON list of objects, all values strings:\n\n{rows}")]
 
 
 LINES, MOST = (8, 30), 900  # of a function that is edited; characters
@@ -77,12 +80,22 @@ def _named(node: ast.FunctionDef) -> list[ast.arg]:
     return [arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs) if arg.arg not in ("self", "cls")]
 
 
+def _is_untyped(node: ast.FunctionDef) -> bool:
+    """Whether it has parameters to be typed, and no type yet."""
+    args = [part for part in ast.walk(node) if isinstance(part, ast.arg)]
+    return bool(_named(node)) and node.returns is None and all(arg.annotation is None for arg in args)
+
+
 def _mistakes(source: str) -> list[tuple[int, str, str]]:
     """(line, what stands there, what would be wrong): one operator of a line that holds neither text nor a comment."""
+    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    inside = {
+        n for node in texts for n in range(node.lineno - 1, node.end_lineno or 0) if node.lineno != node.end_lineno
+    }
     return [
         (i, right, wrong)
         for i, line in enumerate(source.splitlines())
-        if i and not set("'\"#\\") & set(line)
+        if i and i not in inside and not set("'\"#\\") & set(line)
         for right, wrong in _OPERATORS.items()
         if re.findall(r"[-+<>=!*/]+", line).count(right) == 1 and f" {right} " in line
     ]
@@ -108,7 +121,7 @@ def _described(source: str) -> Callable[[str], bool]:
 
     def parse(answer: str) -> bool:
         node = _found(answer, source)
-        described = ast.get_docstring(node) is not None
+        described = bool(ast.get_docstring(node))
         del node.body[0]
         return described and ast.dump(node) == ast.dump(_function(source))
 
@@ -116,9 +129,12 @@ def _described(source: str) -> Callable[[str], bool]:
 
 
 def _found(answer: str, source: str) -> ast.FunctionDef:
-    """The function of the same name in an answer, which may import types before it. Raises ValueError without one."""
+    """The function of the same name in an answer, which may import types before it. Raises ValueError without one, and
+    for more than that."""
+    *before, node = program(answer).body or [ast.Pass()]
     name = _function(source).name
-    for node in program(answer).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-    raise ValueError(f"no function {name}")
+    if not isinstance(node, ast.FunctionDef) or node.name != name:
+        raise ValueError(f"no function {name}")
+    if not all(isinstance(part, ast.Import | ast.ImportFrom) for part in before):
+        raise ValueError("more than the function")
+    return node
