@@ -118,7 +118,9 @@ def test_each_heavy_library_lives_in_few_files() -> None:
     assert importers("tqdm") == {"utils/progress.py"}
     assert importers("matplotlib") == {"evaluation/plots.py", "evaluation/comparison_plots.py"}
     assert importers("peft") == {"checkpoints/drafter_folder.py", "drafters/parts/views.py"}
-    training = {f"training/{name}.py" for name in ("loop", "step", "train_drafter", "pretrain", "rows", "shard")}
+    training = {
+        f"training/{name}.py" for name in ("loop", "step", "train_drafter", "pretrain", "drafter_data", "shard")
+    }
     assert importers("accelerate") == {"utils/tracking.py", *training}
     assert importers("hydra") | importers("omegaconf") == {
         f"cli/{name}.py"

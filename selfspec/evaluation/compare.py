@@ -78,8 +78,8 @@ class CompareConfig:
         all_known(self, "compare", methods=METHODS)
         if "hf_assisted" in self.methods and self.draft_model is None:
             raise ValueError(
-                "compare.methods holds hf_assisted, but compare.draft_model is null; give a folder or a hub id "
-                "(selfspec target +experiment=tiny_draft name=draft trains one for tiny-target)"
+                "compare.methods holds hf_assisted, but compare.draft_model is null; give a folder or a hub id, for "
+                "tiny-target what this trains: selfspec target +experiment=tiny_draft name=draft"
             )
         if "hf_assisted" not in self.methods and self.draft_model is not None:
             raise ValueError(f"compare.draft_model={self.draft_model} is not used: add hf_assisted to compare.methods")
