@@ -96,7 +96,7 @@ def test_qwen_coder_is_what_a_variable_names_or_the_hubs(tiny_folder: str, monke
         ("smollm2", "cache/targets/smollm2-0.1.2", True),
         ("smollm2", "qwen-coder", False),
         ("Qwen/Qwen2.5-0.5B-Instruct", "qwen-coder", False),
-        ("mine", "mine", False),  # one that has no name here is told by its weights alone
+        ("mine", "mine", False),  # one without a name here is known by its weights alone
     ],
 )
 def test_names_of_one_model(one: str, other: str, same: bool) -> None:

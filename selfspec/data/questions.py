@@ -202,8 +202,10 @@ def file_of(name: str) -> Path | None:
         raise FileNotFoundError(
             f"questions={name}: {said} to HumanEval.jsonl.gz (in data/ of github.com/openai/human-eval)"
         )
-    if name in SETS or Path(place).exists():
-        return None if name in SETS else Path(place)
+    if name in SETS:
+        return None
+    if Path(place).exists():
+        return Path(place)
     raise FileNotFoundError(
         f"questions={name!r} is none of {', '.join((*SETS, HUMAN_EVAL))} and no JSON-lines file or folder of them"
     )

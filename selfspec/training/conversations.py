@@ -56,8 +56,8 @@ class Template:
 class Rules:
     """turns: questions in a conversation, at most; question_tokens, new_tokens: of a question and of an answer, at
     most; question_ends, answer_ends: tokens that end them; question_temperature: that questions are sampled at;
-    usable: whether a question is answered; whole: whether one is complete that no end token has ended;
-    tidied: that one without line breaks at its end, the tokens before the last as they are."""
+    usable: whether a question is answered; completed: a question that no end token has ended, its last token without
+    line breaks, where it is complete, else None."""
 
     template: Template
     turns: int
@@ -67,8 +67,7 @@ class Rules:
     answer_ends: frozenset[int]
     question_temperature: float
     usable: Callable[[list[int]], bool]
-    whole: Callable[[list[int]], bool] = lambda question: False
-    tidied: Callable[[list[int]], list[int]] = lambda question: question
+    completed: Callable[[list[int]], list[int] | None] = lambda question: None
 
 
 @dataclass
@@ -109,7 +108,10 @@ class Conversation:
         self.mask.append(not self.asks)
         self.written += 1
         ended = token in (rules.question_ends if self.asks else rules.answer_ends)
-        ended = ended or (self.asks and rules.whole(self.tokens[self.start :]))
+        if self.asks and not ended and (whole := rules.completed(self.tokens[self.start :])) is not None:
+            self.tokens[self.start :] = [*whole, token]  # as if an end token stood behind it
+            self.mask[self.start :] = [False] * (len(whole) + 1)
+            ended = True
         if not ended and self.written < (rules.question_tokens if self.asks else rules.new_tokens):
             return True
         goes_on = self._asked(ended, rules) if self.asks else self._answered(ended, rules)
@@ -119,11 +121,8 @@ class Conversation:
     def _asked(self, ended: bool, rules: Rules) -> bool:
         """The template's tokens take the place of what ended the question. One that is not usable is dropped, with the
         conversation where it is the first."""
-        by_token = self.tokens[-1] in rules.question_ends
-        question = self.tokens[self.start : -1] if by_token else rules.tidied(self.tokens[self.start :])
-        if ended and rules.usable(question):
-            self.tokens[self.start :] = question
-            self.mask[self.start :] = [False] * len(question)
+        if ended and rules.usable(self.tokens[self.start : -1]):
+            del self.tokens[-1], self.mask[-1]
             self._given(rules.template.answer)
             return True
         size = len(self.mask) - self.mask[::-1].index(True) if self.turn else 0
@@ -194,25 +193,22 @@ def _picked(logits: Tensor, at: list[int], rows: list[Conversation], rules: Rule
     return picked
 
 
-def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], bool]:
-    """Whether a question ends behind a blank line, announces nothing and leaves no code block open."""
+def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], list[int] | None]:
+    """`Rules.completed` of a question that ends behind a blank line, and leaves no colon and no code block open."""
     every = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     breaks = {token for token, text in enumerate(every) if text.endswith("\n")}
 
-    def whole(question: list[int]) -> bool:
+    def completed(question: list[int]) -> list[int] | None:
         if question[-1] not in breaks:
-            return False
+            return None
         text = str(tokenizer.decode(question))
         opens = text.rstrip().endswith(":") or text.count("```") % 2
-        return text.endswith("\n\n") and not opens and usable(question, tokenizer)
+        if not text.endswith("\n\n") or opens or not usable(question, tokenizer):
+            return None
+        last = every[question[-1]].rstrip("\n")  # the tokens before it were read already
+        return question[:-1] + list(tokenizer(last, add_special_tokens=False)["input_ids"] if last else [])
 
-    return whole
-
-
-def without_breaks(question: list[int], tokenizer: Tokenizer) -> list[int]:
-    """A question whose last token loses the line breaks at its end; the tokens before it were read already."""
-    last = str(tokenizer.decode(question[-1:])).rstrip("\n")
-    return question[:-1] + list(tokenizer(last, add_special_tokens=False)["input_ids"] if last else [])
+    return completed
 
 
 def usable(question: list[int], tokenizer: Tokenizer) -> bool:

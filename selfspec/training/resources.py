@@ -24,7 +24,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
 _USUAL = 20  # steps that show what a step usually takes
 _SLOW = 3.0  # times what is usual
 _PATIENCE = 5  # slow steps in a row before something is said
-_TIMED = 10  # steps after which the end of a run is told
+_TIMED = 10  # steps after which the time of a run's end is printed
 
 
 def reuse_memory() -> None:

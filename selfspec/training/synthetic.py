@@ -31,15 +31,7 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
-from selfspec.training.conversations import (
-    Conversation,
-    Rules,
-    Template,
-    first_paragraph,
-    usable,
-    without_breaks,
-    write_conversations,
-)
+from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, usable, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, write_text
@@ -204,8 +196,7 @@ def _written(
         ends,
         config.question_temperature,
         lambda question: usable(question, tokenizer),
-        whole=first_paragraph(tokenizer) if config.paragraph else lambda question: False,
-        tidied=lambda question: without_breaks(question, tokenizer),
+        first_paragraph(tokenizer) if config.paragraph else lambda question: None,
     )
 
     def begun(i: int) -> Conversation:
