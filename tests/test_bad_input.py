@@ -310,6 +310,7 @@ REFUSED = [
     ("compare", "compare.questions=[edit]", "questions='edit' is none of instructions, edits, source, human_eval"),
     ("compare", "compare.methods=[hf_assisted]", "compare.methods holds hf_assisted, but compare.draft_model is null"),
     ("train", f"{AT_ONCE} data=synthetic_code data.edits=2", "data.edits=2 must lie in [0, 1]"),
+    ("train", f"{AT_ONCE} data=synthetic_code data.paragraph=maybe", "data.paragraph='maybe' must be true or false"),
     ("decode", "drafter=tiny-meduza", "no drafter at 'tiny-meduza' (did you mean 'tiny-medusa'?)"),
     ("decode", "drafter=tiny-medusa/", "no drafter at 'tiny-medusa/' (did you mean 'tiny-medusa'?)"),
     ("decode", "drafter=[a]", "drafter=['a'] must be a text"),

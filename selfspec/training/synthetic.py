@@ -89,6 +89,9 @@ class Synthetic:
             raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
         shares(self, "data", "sampled", "edits")
         shares(self, "data", "validation_share", ends="()")
+        for name in ("int8", "paragraph"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"data.{name}={getattr(self, name)!r} must be true or false")
         integer("data.seed", self.seed)
         if self.folder is not None and not isinstance(self.folder, str):
             raise ValueError(f"data.folder={self.folder!r} must be a path, or null for the cache folder")
