@@ -77,22 +77,20 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         counts = "conversations", "turns", "question_tokens", "new_tokens", "batch"
-        for name in counts:
+        for name in (*counts, "seed"):
             integer(f"data.{name}", getattr(self, name))
         at_least(self, "data", 1, *counts)
         whole = isinstance(self.openings, Sequence) and not isinstance(self.openings, str)  # Hydra has lists of its own
         if not whole or not self.openings or not all(isinstance(words, str) for words in self.openings):
             raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
         object.__setattr__(self, "openings", tuple(self.openings))
-        warmth = self.question_temperature
-        if not isinstance(warmth, (int, float)) or not 0 < warmth <= 2:
+        if not isinstance(warmth := self.question_temperature, (int, float)) or not 0 < warmth <= 2:
             raise ValueError(f"data.question_temperature={warmth!r} must lie above 0, at most 2")
         shares(self, "data", "sampled", "edits")
         shares(self, "data", "validation_share", ends="()")
         for name in ("int8", "paragraph"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"data.{name}={getattr(self, name)!r} must be true or false")
-        integer("data.seed", self.seed)
         if self.folder is not None and not isinstance(self.folder, str):
             raise ValueError(f"data.folder={self.folder!r} must be a path, or null for the cache folder")
 
