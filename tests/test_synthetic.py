@@ -16,9 +16,10 @@ from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
+from selfspec.data.own_questions import Template, first_paragraph
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
-from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, write_conversations
+from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.synthetic import Synthetic, synthetic, usable
 from tests.conftest import compose_config, tiny_model
 

@@ -20,7 +20,7 @@ from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
 from selfspec.checkpoints.formats.files import compare_names, read_tensors
 from selfspec.checkpoints.named import same_model
-from selfspec.checkpoints.weights_hash import target_hash, tokenizer_hash
+from selfspec.checkpoints.weights_hash import parts_hash, same_weights, target_hash, tokenizer_hash
 from selfspec.core.support import quantized_by
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration, Drafter, DrafterConfig
@@ -83,6 +83,7 @@ def save_drafter(
                 "name": target_name,
                 "revision": getattr(target.model.config, "_commit_hash", None),
                 "weights_hash": target_hash(target),
+                "parts_hash": parts_hash(target),
                 "layers": target.n_layers,
                 "hidden_size": target.hidden_size,
                 "vocab_size": target.vocab_size,
@@ -170,12 +171,14 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
     files, and tensors that are missing, unknown or of another shape.
     """
     meta = read_meta(folder)
-    theirs, ours = meta["target"], target_hash(target)
-    if theirs["weights_hash"] != ours:
+    theirs = meta["target"]
+    if not (known := same_weights(theirs, target)):
+        ours = target_hash(target)
         origin = f"made for target {theirs['name']!r} (weights {theirs['weights_hash'][:12]})"
         quantized, sizes = quantized_by(target.model), {key: theirs.get(key) for key in _SIZES}
         same = same_model(theirs["name"], target.name)
-        if not same and not (quantized and sizes == {key: getattr(target, of) for key, of in _SIZES.items()}):
+        fits = sizes == {key: getattr(target, of) for key, of in _SIZES.items()}
+        if not same and not ((quantized or known is None) and fits):
             raise ValueError(f"the drafter in {folder} was {origin}, not for {target.name!r} (weights {ours[:12]})")
         here = f"weights that {quantized} has quantized" if quantized else "others of the same model"
         print(

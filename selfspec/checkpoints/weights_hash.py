@@ -12,12 +12,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.target import Target
+from selfspec.utils.files import Figures
+
+PARTS = "parts:"  # before the hash of a target whose layers were not in memory
 
 
-def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
-    """SHA-256 over names, shapes and values of all weights (a shared tensor once), in `dtype` or as they are;
-    quantized weights by what they store, saved buffers (where some formats keep theirs) included."""
-    digest = hashlib.sha256()
+def weights_hash(model: nn.Module, dtype: torch.dtype | None = None, without: nn.Module | None = None) -> str:
+    """SHA-256 over names, shapes and values of all weights (a shared tensor once) that are in memory, in `dtype` or as
+    they are; quantized weights by what they store, saved buffers (where some formats keep theirs) included. without: a
+    part of the model that is left out."""
+    digest, left = hashlib.sha256(), set[int]()
+    if without is not None:
+        left = {id(tensor) for tensor in (*without.parameters(), *without.buffers())}
     buffers = (
         (f"{path}.{name}", buffer)
         for path, module in model.named_modules()
@@ -25,6 +31,8 @@ def weights_hash(model: nn.Module, dtype: torch.dtype | None = None) -> str:
         if name not in module._non_persistent_buffers_set
     )
     for name, tensor in (*model.named_parameters(), *buffers):
+        if tensor.is_meta or id(tensor) in left:
+            continue
         for part in _stored(tensor.detach()):
             values = part.to(dtype or part.dtype) if part.is_floating_point() else part
             digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
@@ -50,5 +58,26 @@ def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:
 
 
 def target_hash(target: Target) -> str:
-    """The weights hash of a target rounded to bfloat16, the same whatever dtype it is loaded in."""
+    """The weights hash of a target rounded to bfloat16, the same whatever dtype it is loaded in; of one without its
+    layers, `parts_hash`, marked as such."""
+    if target.partial:
+        return PARTS + parts_hash(target)
     return target.saved_hash or weights_hash(target.model, torch.bfloat16)
+
+
+def parts_hash(target: Target) -> str:
+    """The same of what stands outside the layers: embeddings, final norm, lm_head."""
+    return weights_hash(target.model, torch.bfloat16, target.layers)
+
+
+def same_weights(saved: Figures, target: Target) -> bool | None:
+    """Whether a target is the one that a drafter's file names, by the parts that both know; None where they know no
+    part in common."""
+    theirs, ours = str(saved["weights_hash"]), target_hash(target)
+    if theirs == ours:
+        return True
+    if not (theirs.startswith(PARTS) or target.partial):
+        return False
+    if "parts_hash" not in saved or target.int8:
+        return None
+    return bool(saved["parts_hash"] == parts_hash(target))

@@ -76,5 +76,13 @@ COMMANDS = {
     ),
     "compile": Command("compile what a drafter needs, for later processes", "--drafter tiny-medusa --nodes 8 16"),
     "export": Command("write a drafter in the form that another engine serves", "runs/mine --to vllm --out mine-vllm"),
+    "serve-target": Command(
+        "the command of a vLLM that hands a target's hidden states to a trainer",
+        "smollm2 --drafter eagle3 --folder states",
+    ),
+    "states": Command("what a folder of hidden states holds", "--check states --target smollm2"),
+    "acceptance": Command(
+        "what a vLLM server accepts of its drafter", "http://localhost:8000 --questions chat.jsonl --target smollm2"
+    ),
     "push": Command("upload a drafter to the hub", "runs/mine user/mine --dry-run card"),
 }

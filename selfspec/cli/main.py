@@ -62,9 +62,10 @@ def _start(name: str) -> None:
     command, arguments = COMMANDS[name], sys.argv[1:]
     if not command.config:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from selfspec.cli import terminal
+        from selfspec.cli import servers, terminal
 
-        getattr(terminal, name)(arguments)
+        called = name.replace("-", "_")
+        getattr(terminal if hasattr(terminal, called) else servers, called)(arguments)
     elif "--help" in arguments or "-h" in arguments:
         from selfspec.cli.help import text
 

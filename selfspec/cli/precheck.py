@@ -237,22 +237,25 @@ def _check_added(config: DictConfig, added: list[Override], composed: str) -> No
             raise ValueError(f"there is no {key}{meant(key, every)}")
 
 
-def _check_data(data: DictConfig | None) -> None:
-    """Raises ValueError for a key that the source of text has not."""
+def _check_data(data: DictConfig | None, place: str = "data") -> None:
+    """Raises ValueError for a key that the source of text, which stands at `place`, has not."""
     if data is None or not (path := str(data.get("_target_", ""))).startswith("selfspec."):
         return
     module, _, source = path.rpartition(".")
     kind = names_of(module)[source]
-    known = [f"data.{part.name}" for part in fields(kind)]
+    known = [f"{place}.{part.name}" for part in fields(kind)]
     for name in (str(name) for name in data if name != "_target_"):
-        if f"data.{name}" not in known:
-            raise ValueError(f"there is no data.{name}{meant(f'data.{name}', known)}")
+        if f"{place}.{name}" not in known:
+            raise ValueError(f"there is no {place}.{name}{meant(f'{place}.{name}', known)}")
         if not OmegaConf.is_missing(data, name) and data[name] == "":
-            raise ValueError(f"data.{name} is empty; give a value")
+            raise ValueError(f"{place}.{name} is empty; give a value")
+    _check_data(data.get("source"), f"{place}.source")
     given: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]
     if "???" not in given.values():
         given = {name: value for name, value in given.items() if name != "_target_"}
-        kind(**given, **{name: None for name in ("tokenizer", "ends") if f"data.{name}" in known})  # checks its values
+        kind(
+            **given, **{name: None for name in ("tokenizer", "ends") if f"{place}.{name}" in known}
+        )  # checks its values
     if given.get("path", "???") != "???":
         names_of("selfspec.data.records")["files_of"](given["path"])
 

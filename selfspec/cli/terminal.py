@@ -32,13 +32,13 @@ def _nodes(text: str) -> int | str:
     raise argparse.ArgumentTypeError(f"{text} must be auto, or lie between 1 and 1024")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
     return int(text)
 
 
-def _temperature(text: str) -> float:
+def as_temperature(text: str) -> float:
     try:
         if (value := float(text)) == 0 or 1e-30 <= value < float("inf"):
             return value
@@ -59,7 +59,7 @@ def _named(drafter: str, target: str | None, dtype: str, device: str | None = No
     names_of("selfspec.engine.engine")["check_engine"](engine)
 
 
-def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
+def new_parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"selfspec {name}",
         description=what,
@@ -73,7 +73,7 @@ def _parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
 
 def export(arguments: list[str]) -> None:
     """selfspec export DIR --to vllm --out DIR"""
-    parser = _parser(
+    parser = new_parser(
         "export",
         "Write a trained drafter in the form that another engine serves.",
         "runs/mine --to vllm --out mine-vllm",
@@ -97,7 +97,9 @@ def export(arguments: list[str]) -> None:
 
 def push(arguments: list[str]) -> None:
     """selfspec push DIR user/repo"""
-    parser = _parser("push", "Upload a trained drafter to the hub.", "runs/mine user/mine --results runs/mine-measured")
+    parser = new_parser(
+        "push", "Upload a trained drafter to the hub.", "runs/mine user/mine --results runs/mine-measured"
+    )
     parser.add_argument("drafter", help="run folder or drafter's folder")
     parser.add_argument("repo", help="user/name; made where there is none")
     parser.add_argument("--results", nargs="*", default=[], help="run folders of selfspec decode, for the card")
@@ -123,7 +125,7 @@ def push(arguments: list[str]) -> None:
 
 def compile(arguments: list[str]) -> None:
     """selfspec compile --target smollm2 --drafter prompt_lookup"""
-    parser = _parser(
+    parser = new_parser(
         "compile",
         "Compile what a drafter and its target need for texts of up to 900 tokens, and keep it on disk: later "
         "processes read it in a second.",
@@ -132,9 +134,9 @@ def compile(arguments: list[str]) -> None:
     parser.add_argument("--drafter", default="tiny-medusa", help="as selfspec.load takes it")
     parser.add_argument("--target", help="for drafters that name none, and to override theirs")
     parser.add_argument("--dtype", default="auto", help="of the target: auto, int8, bfloat16, float32 or float64")
-    parser.add_argument("--nodes", type=_positive, nargs="+", default=[16], help="sizes of draft trees")
-    parser.add_argument("--temperatures", type=_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
-    parser.add_argument("--rows", type=_positive, default=1, help="prompts of a batch, at most")
+    parser.add_argument("--nodes", type=positive, nargs="+", default=[16], help="sizes of draft trees")
+    parser.add_argument("--temperatures", type=as_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
+    parser.add_argument("--rows", type=positive, default=1, help="prompts of a batch, at most")
     args = parser.parse_args(arguments)
     with one_line_errors():
         _named(args.drafter, args.target, args.dtype)
@@ -171,7 +173,7 @@ def compile(arguments: list[str]) -> None:
 
 def complete(arguments: list[str]) -> None:
     """selfspec complete "def fib(n):\""""
-    parser = _parser(
+    parser = new_parser(
         "complete",
         "Complete a prompt by speculative decoding.",
         "'Which is larger, 9 or 7?' --chat --drafter tiny-medusa+prompt_lookup --color",
@@ -187,9 +189,9 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help=f"of the target: {dtypes}")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (auto: CUDA where it works, else the CPU)")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, through the target's chat template")
-    parser.add_argument("--max-new-tokens", type=_positive, default=128, help="at most so many")
-    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=_positive, help="draw among the k likeliest tokens")
+    parser.add_argument("--max-new-tokens", type=positive, default=128, help="at most so many")
+    parser.add_argument("--temperature", type=as_temperature, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=positive, help="draw among the k likeliest tokens")
     parser.add_argument("--top-p", type=float, help="draw among the likeliest tokens of this probability together")
     parser.add_argument("--min-p", type=float, help="draw among tokens of at least this share of the likeliest's")
     parser.add_argument("--stop", action="append", help="text behind which it ends; may be given several times")

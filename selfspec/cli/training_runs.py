@@ -21,10 +21,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
+from selfspec.checkpoints.target_parts import load_parts
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
+from selfspec.data.server import Server
 from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
@@ -172,9 +174,13 @@ def as_plain(config: DictConfig) -> Figures:
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, target: Target) -> Any:
-    """The data group's documents; those that need a chat template get the tokenizer and the target's end tokens."""
+    """The data group's documents; those that need a chat template get the tokenizer and the target's end tokens, and
+    those that read others' questions get their source."""
     wanted = {f.name for f in fields(get_class(config._target_))}
-    beside = {"tokenizer": tokenizer, "ends": end_tokens(target)}
+    beside: Figures = {"tokenizer": tokenizer, "ends": end_tokens(target)}
+    if (source := config.get("source")) is not None:
+        beside["source"] = build_data(source, tokenizer, target)
+        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "source"])
     return instantiate(config, _convert_="all", **{name: value for name, value in beside.items() if name in wanted})
 
 
@@ -270,7 +276,13 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
         end = data.template.prompt_end if hasattr(data, "template") else ()
         return tokenize(data.train(), tokenizer, end), tokenize(data.validation(), tokenizer, end)
     state, problem = shard.group(str(target.device)), None
-    if state.is_local_main_process:
+    if isinstance(data, Server) and state.is_main_process:
+        try:
+            data.write()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    state.wait_for_everyone()
+    if problem is None and state.is_local_main_process:
         try:
             stored(data, tokenizer, cache_folder() / "texts")
         except ValueError as error:
@@ -283,14 +295,19 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
 def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     """A training's target, tokenizer and data."""
     device = _device(run.target.device)
-    if "path" in config.data:
-        files_of(as_plain(config.data)["path"])  # before a target is fetched
+    for data in (config.data, config.data.get("source")):
+        if data is not None and "path" in data:
+            files_of(as_plain(data)["path"])  # before a target is fetched
     divide = None
     if shard.wanted():
         shard.group(device)
         divide = partial(shard.divide, device=device)
-    target, tokenizer_found = load_target(run.target.name, run.target.dtype, device, run.target.revision, divide=divide)
-    tokenizer = tokenizer_of(target, tokenizer_found)
+    asked, found = (run.target.name, run.target.dtype, device, run.target.revision), None
+    if run.train.states is None:
+        target, found = load_target(*asked, divide=divide)
+    else:
+        target, found = load_parts(*asked)
+    tokenizer = tokenizer_of(target, found)
     return target, tokenizer, build_data(config.data, tokenizer, target)
 
 

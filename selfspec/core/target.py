@@ -64,6 +64,7 @@ class Target:
         if frozen:
             model.requires_grad_(False)
         self.name = str(model.config.name_or_path or type(model).__name__)
+        self.partial = any(p.is_meta for p in layer_stack(model).parameters())  # whether its layers are not in memory
         self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
         self.decoder: nn.Module = decoder_of(model)
         self.lm_head: nn.Linear = model.get_output_embeddings()
@@ -329,12 +330,12 @@ class Target:
         cache = TextCache(self.n_layers) if cache is None else cache
         if documents is not None:
             masks, positions = self.per_type(partial(within, documents, self.dtype)), restarting(documents)
-        if self.recurrent:
+        start, stop = layers or (0, self.n_layers)
+        if self.recurrent and start < self.n_layers:
             full = masks["full_attention"] if isinstance(masks, dict) else masks
             cache.see(None if full is None else (full[:, 0] == 0).expand(len(tokens), -1, -1))
             if all(pair is None for pair in self._one_token()[0]):  # no layer attends
                 masks = None
-        start, stop = layers or (0, self.n_layers)
         whole = logits and stop == self.n_layers
         cache.entering, cache.outputs = hidden, {}
         part = self.part(start, stop, reads, whole)

@@ -59,10 +59,12 @@ _SKIPPED = ("encodings/", "pydoc_data/", "lib2to3/tests/data/", "site-packages/"
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `spans` are the (text, counts in the loss) parts whose concatenation is the document."""
+    """One text. `spans` are the (text, counts in the loss) parts whose concatenation is the document; tokens: the token
+    ids that an engine read and wrote, and which of them count, where these are known."""
 
     name: str
     spans: tuple[tuple[str, bool], ...]
+    tokens: tuple[list[int], list[bool]] | None = None
 
     @property
     def text(self) -> str:
@@ -71,7 +73,8 @@ class Document:
     @property
     def conversation(self) -> bool:
         """Whether this is a conversation: it begins outside the loss, and answers in it count."""
-        return any(counts for _, counts in self.spans[1:]) and not self.spans[0][1]
+        counts = [counts for _, counts in self.spans] if self.tokens is None else self.tokens[1]
+        return any(counts) and not counts[0]
 
 
 def _read(path: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
@@ -85,6 +85,14 @@ class Instructions:
     @property
     def template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer, self.ends, self.chat_template_kwargs)
+
+    def chats(self) -> Iterator[Chat]:
+        """The instructions that train, as conversations."""
+        for one in instructions(pool(PythonSource(self.root).train(), "train"), list(TASKS), self.count, seed=0):
+            yield Chat(messages([one]))
+
+    def fingerprint(self) -> str:
+        return f"instructions of {self.root}"
 
     def _with_source(self, source: list[Document], split: str, count: int) -> list[Document]:
         chosen = instructions(pool(source, split), list(TASKS), count, seed=0)

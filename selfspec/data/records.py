@@ -23,6 +23,7 @@ from selfspec.data.corpus import Document
 
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
+_IDS, _MASK = "input_ids", "loss_mask"  # of records whose tokens an engine has written
 _NAMED = 10  # broken records whose reasons are listed
 
 
@@ -42,7 +43,9 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True)
 class Records(ABC):
-    """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart one by one.
+    """A record is an object with ShareGPT `conversations`, OpenAI `messages`, or plain `text`, told apart one by one;
+    or with `input_ids` and `loss_mask`, tokens that an engine has read and written, which then are taken as they are
+    (`tokens` is a list of such objects, of which one conversation consists).
 
     Conversations go through the chat template of `tokenizer`, and only what the assistant says counts in the loss (see
     `ChatTemplate`). ends: token ids at which generation stops; chat_template_kwargs: arguments of the template, such as
@@ -132,6 +135,8 @@ class Records(ABC):
         if not isinstance(line, dict):
             raise ValueError(f"{place}: expected an object, found {type(line).__name__}")
         record = without_nulls(line)
+        if _IDS in record or isinstance(record.get("tokens"), list):
+            return self._of_tokens(record.get("tokens", [record]), place)
         forms = {name: record[name] for name in _FORMS if name in record}
         text, turns = forms.get("text"), forms.get("messages") or forms.get("conversations") or []
         if not forms or not isinstance(text, str | None) or not isinstance(turns, list):
@@ -151,6 +156,31 @@ class Records(ABC):
         for document in documents:
             _encodable(document.text, place)
         return documents
+
+    def _of_tokens(self, parts: list[Any], place: str) -> list[Document]:
+        documents = []
+        for part in parts:
+            sides = [part.get(name) if isinstance(part, dict) else None for name in (_IDS, _MASK)]
+            ids, mask = (side if isinstance(side, list) else [] for side in sides)
+            if not ids or len(ids) != len(mask) or not all(isinstance(x, int) for x in (*ids, *mask)):
+                raise ValueError(f"{place}: {_IDS} and {_MASK} must be two lists of integers, of one length")
+            text = str(self.tokenizer.decode(ids))
+            documents.append(Document(place, ((text, True),), (ids, [bool(counts) for counts in mask])))
+        return documents
+
+    def chats(self) -> Iterator[Chat]:
+        """The conversations among the records, which may be as broken as `tolerate` says."""
+        broken = 0
+        for place, record in self.records():
+            try:
+                if isinstance(record, ValueError):
+                    raise record
+                if isinstance(record, dict) and (record.get("messages") or record.get("conversations")):
+                    yield Chat.of(record, place)
+            except ValueError:
+                broken += 1
+                if broken > self.tolerate:
+                    raise
 
     def train(self) -> list[Document]:
         return [document for document, part in self.documents() if part == "train"]

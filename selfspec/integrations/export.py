@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.drafter_folder import save_drafter
+from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.formats import block, eagle3, medusa, mtp
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import EXPORTED, load_pair, members_of
+from selfspec.checkpoints.target_parts import load_parts
+from selfspec.checkpoints.weights_hash import PARTS
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.block import BlockDrafter
@@ -25,7 +28,8 @@ from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.mtp import Mtp
 from selfspec.integrations.hf_serve import OWN
-from selfspec.utils.files import atomic
+from selfspec.training.states import behind_layers
+from selfspec.utils.files import Figures, atomic
 
 FORMATS = ("vllm", "sglang", "speculators", "medusa", "transformers")
 _TEXT = 96  # tokens of the text that a written file is checked on
@@ -78,11 +82,31 @@ def export(
         raise ValueError(f"--out {str(out)!r}: the folder {folder.absolute().parent} does not exist")
     if nodes is not None and (to != "transformers" or not (nodes == "auto" or (isinstance(nodes, int) and nodes > 0))):
         raise ValueError(f"--nodes {nodes}: a number above 0 or auto, with --to transformers; engines set their own")
-    loaded, drafter, tokenizer, _ = load_pair(name, target, dtype, None)
+    loaded, drafter, tokenizer = _pair(name, target, dtype)
     if to == "transformers":
         with atomic(folder) as scratch:
             write_transformers(name, drafter, loaded, tokenizer, scratch, nodes)
         return [f"{folder}: {_size(folder):.1f} MB with the target", *_transformers_commands(folder)]
+    return write_engine_files(drafter, loaded, tokenizer, to, folder)
+
+
+def _pair(name: str, target: str | None, dtype: str) -> tuple[Target, Drafter, Tokenizer | None]:
+    """A drafter on its target, of which only parts are read where it was trained on parts."""
+    if not Path(name).is_dir() or "+" in name or not _of_parts(folder := drafter_folder(name)):
+        return load_pair(name, target, dtype, None)[:3]
+    loaded, tokenizer = load_parts(target or str(read_meta(folder)["target"]["name"]), dtype, "cpu")
+    return loaded, load_drafter(folder, loaded, tokenizer), tokenizer
+
+
+def _of_parts(folder: Path) -> bool:
+    ours = (folder / "drafter.json").is_file()
+    return ours and str(read_meta(folder)["target"]["weights_hash"]).startswith(PARTS)
+
+
+def write_engine_files(
+    drafter: Drafter, loaded: Target, tokenizer: Tokenizer | None, to: str, folder: Path
+) -> list[str]:
+    """As `export`, of a drafter that is loaded, for another engine."""
     refuse(drafter, loaded, to)
     where = resolve(loaded.name)
     where = str(Path(where).absolute()) if Path(where).is_dir() else where
@@ -121,7 +145,12 @@ def _checked(folder: Path, drafter: Drafter, target: Target, tokens: Tensor) -> 
     again = mtp.read(target, folder) if isinstance(drafter, Mtp) else read_published(folder, target).eval()
     assert isinstance(drafter, Trained)
     assert isinstance(again, Trained)
-    out = target.text(tokens[None].to(target.device), False, reads=tuple(sorted({*drafter.reads, *again.reads})))
+    reads, ids = tuple(sorted({*drafter.reads, *again.reads, target.n_layers - 1})), tokens[None].to(target.device)
+    if target.partial:  # what a drafter computes can be held against its file on any states
+        shape = *ids.shape, target.hidden_size
+        out = behind_layers(target, ids, {i: torch.randn(shape).to(target.lm_head.weight) for i in reads})
+    else:
+        out = target.text(ids, False, reads=reads)
     sample = Sample(tokens, 2, out.hidden[0], {layer: part[0] for layer, part in out.features.items()}, 0.0, None)
     depths = min(drafter.depth, again.depth)
     at = torch.arange(2, len(tokens) - depths - 2, device=target.device)
@@ -253,18 +282,24 @@ def refuse(drafter: Drafter, target: Target, to: str) -> None:
         )
 
 
+def spoken(drafter: Drafter, folder: Path) -> Figures:
+    """vLLM's speculative config of a drafter's files. A chain is drafted as deep as the drafter was trained for."""
+    assert isinstance(drafter, Trained)
+    kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
+    method: Figures = {"method": kind, "model": str(folder.absolute()), "num_speculative_tokens": drafter.depth}
+    if isinstance(drafter, Eagle3) and drafter.config.parallel:
+        method["parallel_drafting"] = True
+    return method
+
+
 def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
-    """What serves the folder. A chain is drafted as deep as the drafter was trained for."""
+    """What serves the folder."""
     assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa, Mtp))
     at, name = folder.absolute(), shlex.quote(target)
     if isinstance(drafter, Mtp):
         whole = {"method": "mtp", "num_speculative_tokens": drafter.depth}
         return [f"vllm serve {shlex.quote(str(at))} --speculative-config {shlex.quote(json.dumps(whole))}"]
-    inner = at / "vllm" if to == "medusa" else at
-    kind = ("dspark" if drafter.config.correction else "dflash") if isinstance(drafter, BlockDrafter) else drafter.kind
-    method: dict[str, object] = {"method": kind, "model": str(inner), "num_speculative_tokens": drafter.depth}
-    if isinstance(drafter, Eagle3) and drafter.config.parallel:
-        method["parallel_drafting"] = True
+    method = spoken(drafter, at / "vllm" if to == "medusa" else at)
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"
     if isinstance(drafter, Medusa):
         lines = [f"{vllm}   # vLLM up to 0.32"]

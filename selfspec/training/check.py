@@ -21,7 +21,7 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
-from selfspec.training.draft_loss import DraftLoss, states_dtype
+from selfspec.training.draft_loss import DraftLoss, states_dtype, try_states
 from selfspec.training.drafter_data import DrafterTraining, check_sizes, rows_of, writer_of
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
@@ -41,6 +41,12 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     """Raises ValueError for settings that would fail only once training has begun."""
     if isinstance(loss := getattr(drafter.config, "loss", None), str):
         try_rule(loss)
+    if target.partial:
+        if not isinstance(drafter, Trained):
+            raise ValueError(
+                f"drafter={drafter.kind} has nothing to train; train.states is for drafters that are trained"
+            )
+        try_states(target, drafter, loop)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
     if target.max_positions is not None and config.length > target.max_positions:
@@ -148,6 +154,9 @@ def costs(
     """What a step takes: memory, and the time of one of its rows times their number. per_epoch: rows."""
     yield memory_line(target, drafter, loop.batch_size * config.length // loop.accumulate)
     if not isinstance(drafter, Trained) or not drafter.trained():
+        return
+    if target.partial:
+        yield "the time of a step is not told: hidden states come from elsewhere"
         return
     row = {key: value[:1] for key, value in batch.items()}
     cost = relative_cost(DraftLoss(drafter, target), target, row, autocast(target.device, loop), 3, most=_SECONDS)

@@ -14,6 +14,7 @@ from selfspec.drafters.base import Batch, Drafter, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
+from selfspec.training.states import States, behind_layers
 from selfspec.training.step import autocast
 
 
@@ -27,11 +28,13 @@ class DraftLoss(nn.Module):
         target: Target,
         average: Callable[[Tensor], Tensor] = no_reduce,
         hidden: HiddenStates | None = None,
+        states: States | None = None,
     ) -> None:
         """average: the mean of a tensor over all processes, each of which has a part of the batch in training; hidden:
-        what the target said of rows that are read again."""
+        what the target said of rows that are read again; states: hidden states from elsewhere, where the target has no
+        layers here."""
         super().__init__()
-        self.drafter, self.average, self.hidden = drafter, average, hidden
+        self.drafter, self.average, self.hidden, self.elsewhere = drafter, average, hidden, states
         self.target = target  # not a module
 
     def forward(self, batch: dict[str, Tensor], counts: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,12 +58,38 @@ class DraftLoss(nn.Module):
         with torch.no_grad():
             if self.hidden is not None and "rows" in batch:
                 out = self.hidden.states(batch)
+            elif self.elsewhere is not None:
+                out = behind_layers(self.target, batch["tokens"], self.elsewhere.features(batch))
             else:
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         assert out.logits is not None
         seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
         return Batch(*seen, documents, average)
+
+
+class _Random(States):
+    """States of no text, to try a loss on."""
+
+    def of(self, tokens: Tensor) -> Tensor:
+        return torch.randn(len(tokens), len(self.layers), self.target.hidden_size)
+
+
+def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
+    """Raises ValueError for a drafter that needs more of a target than hidden states, embeddings, norm and lm_head."""
+    size = 4 * (drafter.depth + 4)
+    tokens = torch.arange(size, device=target.device)[None] % target.vocab_size
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
+    try:
+        if any(p.is_meta for p in drafter.parameters()):
+            raise NotImplementedError
+        with torch.no_grad(), autocast(target.device, loop):
+            DraftLoss(drafter, target, states=_Random(target, drafter.reads, None))(batch)
+    except (NotImplementedError, RuntimeError, AttributeError) as error:  # of weights that are not here
+        raise ValueError(
+            f"drafter={drafter.kind} runs layers of the target, which train.states leaves where they are; train "
+            "drafter=eagle3, medusa, sequential, mtp or block"
+        ) from error
 
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
@@ -72,6 +101,8 @@ def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
 def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:
     """The dtype of hidden states that are kept. Raises ValueError where the drafter's loss needs more than those."""
     assert isinstance(drafter, Trained)
+    if target.partial:
+        return target.dtype
     tokens = corpus.tokens[: 4 * (drafter.depth + 4)].long()[None].to(target.device)
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
     with torch.no_grad(), autocast(target.device, loop):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -18,7 +19,9 @@ from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
 from selfspec.training.loop_config import LoopConfig
+from selfspec.training.states import SERVER, FromFolder, FromServer, States
 from selfspec.utils.checks import above_zero, at_least
+from selfspec.utils.server import Servers, server_urls
 
 
 @dataclass
@@ -29,7 +32,12 @@ class DrafterTraining:
     weight_decay: of AdamW; validation_rows: rows of validation text for the loss; prompts: texts that the target
     writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each such text;
     distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same kind and
-    shapes (an embedded name, a run folder or a hub id) whose weights training begins with."""
+    shapes (an embedded name, a run folder or a hub id) whose weights training begins with.
+
+    states: null runs the target here; `server` asks a vLLM for its hidden states, a folder reads those that one has
+    written; of the target, embeddings, final norm and lm_head alone are then read (docs/large_targets.md); states_url:
+    the server, or a list of servers; states_layers: whose states they are, in the server's counting (null: as
+    `selfspec serve-target` has them written); states_gb: of states that are asked for in advance, at most."""
 
     length: int = 512
     packed: bool = True
@@ -42,6 +50,10 @@ class DrafterTraining:
     new_tokens: int = 128
     distill: DistillConfig = field(default_factory=DistillConfig)
     init_from: str | None = None
+    states: str | None = None
+    states_url: Any = None
+    states_layers: list[int] | None = None
+    states_gb: float = 8.0
 
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "length", "validation_rows", "prompts", "new_tokens")
@@ -52,6 +64,23 @@ class DrafterTraining:
             raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
         if self.cache != "none" and not self.packed and not self.distill.rows:
             raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
+        above_zero(self, "train", "states_gb")
+        if self.states is None:
+            if self.states_url is not None or self.states_layers is not None:
+                raise ValueError(
+                    "train.states_url and train.states_layers are read with train.states=server or a folder"
+                )
+            return
+        if self.distill.rows:
+            raise ValueError("train.distill.rows: no target is here to write with train.states; take data=server")
+        if not self.packed:
+            raise ValueError("train.packed=false: states are found by documents, which windows cut; leave it out")
+        if (self.states == SERVER) != (self.states_url is not None):
+            raise ValueError("train.states=server and train.states_url=http://host:port go together")
+        if self.states == SERVER:
+            server_urls("train.states_url", self.states_url)
+        elif not Path(self.states).is_dir():
+            raise ValueError(f"train.states={self.states} is no folder; give one, or train.states=server")
 
 
 def rows_of(
@@ -74,6 +103,20 @@ def distilled_size(config: DrafterTraining, loop: LoopConfig) -> int:
     """Rows of self-distillation data in a step."""
     length = config.distill.prompt_tokens + config.distill.new_tokens
     return max(1, loop.batch_size * config.length // length)
+
+
+def states_of(
+    config: DrafterTraining, target: Target, reads: tuple[int, ...], train: Corpus, validation: Corpus
+) -> tuple[States | None, Corpus, Corpus]:
+    """Where hidden states come from (None: from the target here), and the documents whose states there are."""
+    if config.states is None:
+        return None, train, validation
+    if config.states == SERVER:
+        servers = Servers(server_urls("train.states_url", config.states_url))
+        return FromServer(target, reads, servers, config.states_layers, config.states_gb), train, validation
+    folder = FromFolder(target, reads, Path(config.states), config.states_layers, config.length)
+    known = folder.covered(train, config.length, "training"), folder.covered(validation, config.length, "validation")
+    return folder, *known
 
 
 def check_sizes(config: DrafterTraining, loop: LoopConfig, world: int) -> None:

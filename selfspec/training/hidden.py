@@ -18,6 +18,7 @@ from selfspec.core.passes import Pass
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
+from selfspec.training.states import States, behind_layers
 from selfspec.utils.files import cache_folder, disk_room
 
 PLACES = ("none", "memory", "disk")
@@ -62,9 +63,18 @@ class HiddenStates:
     """
 
     def __init__(
-        self, target: Target, reads: tuple[int, ...], rows: int, length: int, dtype: torch.dtype, folder: Path | None
+        self,
+        target: Target,
+        reads: tuple[int, ...],
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        folder: Path | None,
+        elsewhere: States | None = None,
     ) -> None:
-        """folder: where the files lie, None for memory. Raises ValueError where there is no room for them."""
+        """folder: where the files lie, None for memory; elsewhere: where states come from, if not from the target here.
+        Raises ValueError where there is no room for them."""
+        self.elsewhere = elsewhere
         self.target, self.reads = target, tuple(sorted({*reads, target.n_layers - 1}))
         shape = rows, length, target.hidden_size
         size = rows * length * target.hidden_size * dtype.itemsize
@@ -87,18 +97,19 @@ class HiddenStates:
     def states(self, batch: dict[str, Tensor]) -> Pass:
         """The pass of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows: logits [B, S, V], hidden
         states and features [B, S, H] on the device of its tokens."""
-        rows, tokens, last = batch["rows"].cpu(), batch["tokens"], self.target.n_layers - 1
+        rows, tokens = batch["rows"].cpu(), batch["tokens"]
         numbers = rows.tolist()
         if not all(layer.holds(row) for layer in self.layers.values() for row in numbers):
-            out = self.target.text(tokens, reads=self.reads, documents=batch["documents"])
+            if self.elsewhere is not None:
+                out = behind_layers(self.target, tokens, self.elsewhere.features(batch))
+            else:
+                out = self.target.text(tokens, reads=self.reads, documents=batch["documents"])
             for number, layer in self.layers.items():
                 for row, states in zip(numbers, out.features[number].to("cpu", layer.states.dtype), strict=True):
                     layer.write(row, states)
             return out
         features = {number: layer.states[rows].to(tokens.device) for number, layer in self.layers.items()}
-        layers = self.target.n_layers, self.target.n_layers
-        out = self.target.text(tokens, layers=layers, hidden=features[last])
-        return Pass(out.logits, out.hidden, features)
+        return behind_layers(self.target, tokens, features)
 
 
 def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:

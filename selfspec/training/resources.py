@@ -43,7 +43,7 @@ def memory_line(target: Target, drafter: Drafter, tokens: int, parts: int = 1) -
     Counted are weights, gradients and AdamW's moments, and logits: the target's, and with their gradients those of
     every depth that is trained at once. Hidden states and what a framework needs are not.
     """
-    frozen = list({id(p): p for p in target.model.parameters()}.values())
+    frozen = [p for p in {id(p): p for p in target.model.parameters()}.values() if not (p.is_meta and target.partial)]
     trained = list(drafter.trained().values())
     frozen_bytes = sum(p.numel() * p.element_size() for p in frozen) / parts
     moved = 4 * sum(p.numel() * p.element_size() for p in trained)  # with gradients and AdamW's two moments

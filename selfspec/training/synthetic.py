@@ -29,9 +29,10 @@ from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
+from selfspec.data.own_questions import Template, first_paragraph, usable
 from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
-from selfspec.training.conversations import Conversation, Rules, Template, first_paragraph, usable, write_conversations
+from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, write_text

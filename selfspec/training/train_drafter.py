@@ -31,13 +31,16 @@ from selfspec.training.drafter_data import (
     distilled,
     distilled_rows,
     rows_of,
+    states_of,
     texts_folder,
     writer_of,
 )
 from selfspec.training.hidden import HiddenStates, states_folder
 from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import LoopConfig
+from selfspec.training.recorded import recorded_samples
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
+from selfspec.training.states import Ahead, FromServer, States
 from selfspec.training.step import autocast
 from selfspec.utils.files import NOTHING, Figures, mean
 from selfspec.utils.progress import progress
@@ -50,7 +53,8 @@ class DrafterRun:
 
     accelerator: of all processes; part, parts: this process's number among those that divide validation and prompts
     between them, and how many these are. Processes among which a target is FSDP-sharded have to run the same passes, so
-    each does all of it. prompts: that calibration texts begin with; samples: those texts, by decoding mode.
+    each does all of it. states: where hidden states come from, if not from the target here. prompts: that calibration
+    texts begin with; samples: those texts, by decoding mode.
     """
 
     target: Target
@@ -66,6 +70,7 @@ class DrafterRun:
     accelerator: Accelerator = field(init=False)
     part: int = field(init=False)
     parts: int = field(init=False)
+    states: States | None = field(init=False)
     prompts: list[list[int]] = field(init=False)
     samples: dict[str, list[Sample]] = field(init=False)
 
@@ -145,18 +150,28 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
     check_sizes(run.config, run.loop, run.world)
     if run.config.cache != "none" and run.trained:
         states_dtype(run.target, run.drafter, run.train, run.loop)
+    found = states_of(run.config, run.target, run.drafter.reads, run.train, run.validation)
+    run.states, run.train, run.validation = found
     rows = _validation_rows(run.validation, run.config, run.loop)
     lengths = run.config.prompts, run.config.prompt_tokens, run.config.new_tokens
-    run.prompts = sample_prompts(run.validation, run.tokenizer, *lengths, run.target.max_positions)
+    run.prompts = []
+    if run.states is None:
+        run.prompts = sample_prompts(run.validation, run.tokenizer, *lengths, run.target.max_positions)
     if run.trained:
         per_epoch = rows_of(run.train, run.config, run.loop, run.rank, run.world).per_epoch
-        warnings = config_warnings(run.config, run.loop, run.train, per_epoch, len(run.prompts))
+        prompts = len(run.prompts) if run.states is None else run.config.prompts
+        warnings = config_warnings(run.config, run.loop, run.train, per_epoch, prompts)
         run.say(f"warning: {line}" for line in warnings)
         run.say(examples(run.train, run.tokenizer, 1))
     return rows
 
 
 def _write_calibration_texts(run: DrafterRun) -> None:
+    if run.states is not None:
+        lengths = run.config.prompts, run.config.new_tokens, run.config.length
+        whole = recorded_samples(run.target, run.validation, run.states, *lengths)
+        run.samples = {mode: samples[run.part :: run.parts] for mode, samples in whole.items()}
+        return
     seeds = range(run.loop.seed + run.part, run.loop.seed + len(run.prompts), run.parts)
     openings, quiet = (run.prompts[run.part :: run.parts], run.config.new_tokens), not run.accelerator.is_main_process
     run.samples = {
@@ -186,7 +201,11 @@ def _trained(
     """The training itself: its figures, a note for the card, and what it took."""
     target, drafter, loop = run.target, run.drafter, run.loop
     assert isinstance(drafter, Trained)
-    module = DraftLoss(drafter, target, average(run.accelerator), _hidden_states(run, batches))
+    module = DraftLoss(drafter, target, average(run.accelerator), _hidden_states(run, batches), run.states)
+    batch = batches.batch
+    if isinstance(run.states, FromServer):
+        assert isinstance(batches, Packed)
+        batch = Ahead(batches, run.states).batch
 
     def validate() -> Figures:
         figures: Figures = dict(_calibration(run))
@@ -208,14 +227,17 @@ def _trained(
     run.say([memory_line(target, drafter, at_once, run.world if shard.wanted() else 1)])
     settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(drafter.trained().values(), **settings)]
-    arguments = module, optimizers, batches.batch, validate, loop, run.folder, run.log, "tau16"
+    arguments = module, optimizers, batch, validate, loop, run.folder, run.log, "tau16"
     data = run.train.key, run.validation.key
     figures = fit(run.accelerator, *arguments, data, drafter.saved_buffers(), best=True)
-    piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-    most = 20.0 if run.world == 1 else math.inf  # several processes make the same number of rounds
-    figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
-    for mode in TEMPERATURES:
-        figures[mode]["decoded"] = decoded(target, drafter, mode, run.samples[mode], run.config.new_tokens, run.total)
+    if run.states is None:
+        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
+        most = 20.0 if run.world == 1 else math.inf  # several processes make the same number of rounds
+        figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
+        for mode, samples in run.samples.items():
+            figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.config.new_tokens, run.total)
+    elif isinstance(run.states, FromServer):
+        run.say([run.states.summary])
     note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
     note += f"; the weights of step {figures['kept_step']} are kept."
     took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
@@ -231,7 +253,7 @@ def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates |
     place = None
     if run.config.cache == "disk":
         place = states_folder(run.target, run.train, batches, f"{dtype} {run.loop.precision}")
-    hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place)
+    hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     run.say([hidden.summary])
     return hidden
 

@@ -21,6 +21,7 @@ from selfspec.core.quantized import Int8Linear, in_8_bits, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.layer_form import put_form
+from selfspec.drafters.parts.weights import own_weight
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:
@@ -201,7 +202,7 @@ class Tail(Block):
                     "take drafter.train=lora, or drafter.prefix=false for sequential heads"
                 )
             for path, (module, name) in owners.items():
-                setattr(module, name, nn.Parameter(whole[path].detach().to(dtype, copy=True)))
+                setattr(module, name, nn.Parameter(own_weight(whole[path], dtype, target.device)))
         elif rank > 0:
             inject(model, rank, list(linear_maps(model, head)), adapter, dtype)
         self.adapters = {adapter: model} if rank > 0 and not full else {}

@@ -14,13 +14,24 @@ def start_linear(module: nn.Linear, into: Tensor, theirs: nn.Module | None, std:
     """Initial weights: `into`, a part of its weights or all of them, begins as those of a target's module, the rest at
     zero. Where there is no such module of that shape, all begin at random. A bias begins at zero."""
     weight = getattr(theirs, "weight", None)
-    if isinstance(weight, Tensor) and weight.shape == into.shape and weight.is_floating_point():
+    plain = isinstance(weight, Tensor) and weight.shape == into.shape and weight.is_floating_point()
+    if isinstance(weight, Tensor) and plain and not weight.is_meta:
         module.weight.zero_()
         into.copy_(weight)
     else:
         nn.init.normal_(module.weight, std=std)
     if module.bias is not None:
         module.bias.zero_()
+
+
+def own_weight(theirs: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of a target's weight to train. Where its layers are not in memory, a norm's scale begins at one, a matrix
+    at random."""
+    if not theirs.is_meta:
+        return theirs.detach().to(dtype, copy=True)
+    if theirs.ndim < 2:
+        return torch.ones(theirs.shape, dtype=dtype, device=device)
+    return nn.init.normal_(torch.empty(theirs.shape, dtype=dtype, device=device), std=theirs.shape[-1] ** -0.5)
 
 
 def norm_before_mlp(layer: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -31,7 +42,7 @@ def norm_before_mlp(layer: Mapping[str, nn.Module]) -> nn.Module | None:
 def copy_scale(norm: nn.Module, theirs: nn.Module | None, dtype: torch.dtype) -> None:
     """The scale of a target's norm as it acts. Some families keep it less one, some take the mean away, some add a
     bias; numbers of size one and mean zero, and their opposites, show the scale alone."""
-    if theirs is None:
+    if theirs is None or any(p.is_meta for p in theirs.parameters()):
         return
     into = next(norm.parameters())
     signs = torch.ones(1, 1, len(into), device=into.device, dtype=dtype)

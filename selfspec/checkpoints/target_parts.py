@@ -1,0 +1,174 @@
+"""A target without its layers: embeddings, final norm and lm_head read from its checkpoint, for drafters that are
+trained on hidden states which come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.find import check_target_name
+from selfspec.checkpoints.formats.files import weight_map
+from selfspec.checkpoints.hub import fetch
+from selfspec.checkpoints.loading import load_tokenizer
+from selfspec.checkpoints.target_files import check_config
+from selfspec.core.support import layer_stack
+from selfspec.core.target import Target
+from selfspec.utils.machine import default_device, dtype_name
+
+
+class Shards:
+    """A checkpoint's safetensors files by the tensors they hold; of a hub id, each file is fetched when it is read."""
+
+    def __init__(self, name: str, revision: str | None = None) -> None:
+        """Raises FileNotFoundError where there are none."""
+        check_target_name(name, resolve(name))
+        self.name, self.revision, place = name, revision, Path(resolve(name))
+        self.hub = None if place.is_dir() else name
+        if self.hub is not None:
+            place = fetch(self.hub, revision, "*.json")
+        self.folder, index = place, place / SAFE_WEIGHTS_INDEX_NAME
+        if index.is_file():
+            self.files = weight_map(index)
+            return
+        single = self._path(SAFE_WEIGHTS_NAME)
+        if not single.is_file():
+            raise FileNotFoundError(f"target {name!r} has no safetensors files in {place}, from which parts are read")
+        with safe_open(single, "pt") as file:
+            self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+    def _path(self, file: str) -> Path:
+        if self.hub is not None:
+            fetch(self.hub, self.revision, file)
+        return self.folder / file
+
+    def find(self, parameter: str) -> str | None:
+        """A parameter's name in the files, which may have another prefix there."""
+        if parameter in self.files:
+            return parameter
+        ends = [parameter.removeprefix("model."), ".".join(parameter.split(".")[-2:])]
+        for end in ends:
+            found = [name for name in self.files if f".{name}".endswith(f".{end}")]
+            if len(found) == 1:
+                return found[0]
+        return None
+
+    def read(self, name: str) -> Tensor:
+        """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
+        path = self._path(self.files[name])
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, which the checkpoint's index names; copy it again")
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+
+    @property
+    def bytes(self) -> int:
+        """Of all files that are here."""
+        paths = [self.folder / file for file in set(self.files.values())]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def load_parts(
+    name: str, dtype: str = "auto", device: str | None = None, revision: str | None = None
+) -> tuple[Target, Tokenizer]:
+    """A target of which all but the layers is in memory; these stay on the meta device. Raises ValueError for a model
+    whose parts are not found by their names, FileNotFoundError for a checkpoint without safetensors files."""
+    shards = Shards(name, revision)
+    check_config(str(shards.folder), {"trust_remote_code": False}, False)
+    config = AutoConfig.from_pretrained(shards.folder)
+    config = config.get_text_config() if hasattr(config, "vision_config") else config
+    config.name_or_path = name
+    if hasattr(config, "quantization_config"):  # of the layers; what is read here is saved plain
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):  # buffers, such as rotary frequencies, are computed
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    wanted = None if dtype_name(dtype) == "auto" else getattr(torch, dtype_name(dtype))
+    place = torch.device(default_device() if device in (None, "auto") else str(device))
+    inside = {id(p) for p in layer_stack(model).parameters()}
+    outside = {n: p for n, p in model.named_parameters() if id(p) not in inside}
+    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    missing = []
+    for parameter, empty in outside.items():
+        found = shards.find(parameter)
+        if found is None and parameter.startswith(f"{head}."):
+            continue  # the embeddings serve
+        tensor = None if found is None else shards.read(found)
+        if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
+            missing.append(parameter)
+            continue
+        put(model, parameter, tensor.to(place, wanted or tensor.dtype))
+    if missing:
+        raise ValueError(f"target {name!r}: its files hold no {', '.join(missing)} of the shape that its config says")
+    if model.get_output_embeddings().weight.is_meta:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight  # one parameter, hashed once
+    for module in model.modules():
+        for buffer, value in module.named_buffers(recurse=False):
+            if not value.is_meta:
+                module._buffers[buffer] = value.to(place)
+    return _checked(model), load_tokenizer(name)
+
+
+def put(model: nn.Module, parameter: str, tensor: Tensor) -> None:
+    """A tensor in the place of a parameter, frozen."""
+    path, _, last = parameter.rpartition(".")
+    setattr(model.get_submodule(path), last, nn.Parameter(tensor.detach(), requires_grad=False))
+
+
+@torch.no_grad()
+def _checked(model: PreTrainedModel) -> Target:
+    """The target, whose final norm and lm_head are reached past its layers, whatever these return."""
+    for returns in (0, 1, 2):
+        target = Target(model, returns=returns)
+        states = torch.randn(1, 3, target.hidden_size, device=target.device, dtype=target.dtype)
+        tokens, end = torch.zeros(1, 3, dtype=torch.long, device=target.device), target.n_layers
+        try:
+            out = target.text(tokens, layers=(end, end), hidden=states)
+        except (TypeError, IndexError, AttributeError, RuntimeError):
+            continue
+        if out.hidden.shape == states.shape:
+            return target
+    raise ValueError(f"{type(model).__name__} can not be run without its layers; train with the whole target")
+
+
+@contextmanager
+def _one_layer(target: Target, shards: Shards, layer: int) -> Iterator[None]:
+    """A layer's own weights, for as long as the block runs. Raises ValueError where the files name them otherwise."""
+    stack = layer_stack(target.model)
+    prefix = next(n for n, m in target.model.named_modules() if m is stack)
+    names = [f"{prefix}.{layer}.{n}" for n, _ in stack[layer].named_parameters()]
+    if unknown := [n for n in names if shards.find(n) is None]:
+        raise ValueError(f"the files of {shards.name!r} hold no {unknown[0]}, so its layers can not be run one by one")
+    old = {n: target.model.get_parameter(n) for n in names}
+    try:
+        for n in names:
+            put(target.model, n, shards.read(str(shards.find(n))).to(target.device, target.dtype))
+        yield
+    finally:
+        for n, empty in old.items():
+            path, _, last = n.rpartition(".")
+            setattr(target.model.get_submodule(path), last, empty)
+        target.check()
+
+
+@torch.no_grad()
+def layer_by_layer(target: Target, tokens: Tensor, shards: Shards) -> Iterator[tuple[int, Tensor]]:
+    """Outputs [1, S, H] of the target's layers on a text, tokens int64 [1, S], with one layer in memory at a time."""
+    hidden = None
+    for layer in range(target.n_layers):
+        with _one_layer(target, shards, layer):
+            target.check()  # views are built anew
+            span = (layer, layer + 1)
+            hidden = target.text(tokens, False, span, hidden, reads=(layer,)).features[layer].clone()
+        yield layer, hidden

@@ -1,0 +1,150 @@
+"""The commands around a served target: serve-target, states, acceptance."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from selfspec.cli.source import names_of
+from selfspec.cli.terminal import as_temperature, new_parser, positive
+from selfspec.utils.errors import one_line_errors
+from selfspec.utils.server import server_urls
+
+_KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
+
+
+def _vllm_python() -> str:
+    """The Python of vLLM's environment: of SELFSPEC_VLLM, of `make serving`, else the one on the path."""
+    places = [Path(os.environ[name]) for name in ("SELFSPEC_VLLM",) if os.environ.get(name)] + [Path(".venv-vllm")]
+    return next((str(place / "bin/python") for place in places if (place / "bin/python").is_file()), "python")
+
+
+def _layers(text: str) -> list[int]:
+    return [int(part) for part in text.replace(",", " ").split()]
+
+
+def serve_target(arguments: list[str]) -> None:
+    """selfspec serve-target TARGET --drafter eagle3 --folder states"""
+    parser = new_parser(
+        "serve-target",
+        "Print the command of a vLLM that hands out a target's hidden states to a trainer (train.states=server).",
+        "smollm2 --drafter eagle3 --folder states",
+    )
+    parser.add_argument("target", help="folder or hub id")
+    parser.add_argument("--drafter", default="eagle3", choices=_KINDS, help="the kind to be trained")
+    parser.add_argument("--layers", type=_layers, help="that it reads, as drafter.layers (unset: its own choice)")
+    parser.add_argument("--folder", default="states", help="where the server writes states; both need to reach it")
+    parser.add_argument("--port", type=positive, default=8000, help="of the server")
+    parser.add_argument("--length", type=positive, default=4096, help="tokens of a request, at most")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--python", default=_vllm_python(), help="of the environment in which vLLM is installed")
+    parser.add_argument("--plain", action="store_true", help="a server for text (data=server), without hidden states")
+    parser.add_argument(
+        "--dry-run",
+        metavar="DIR",
+        help="write an untrained drafter's files to this new folder, and print the server that loads them",
+    )
+    parser.add_argument("--run", action="store_true", help="start the server instead of only printing its command")
+    args = parser.parse_args(arguments)
+    with one_line_errors():
+        names_of("selfspec.utils.machine")["dtype_name"](args.dtype)
+        if args.dry_run is not None and Path(args.dry_run).exists():
+            raise ValueError(f"--dry-run {args.dry_run} exists; give a new folder")
+
+        from selfspec.checkpoints.find import check_target_name
+
+        check_target_name(args.target)
+
+        from selfspec.core.target import Target
+        from selfspec.integrations import serve_target as server
+        from selfspec.integrations.export import spoken, write_engine_files
+        from selfspec.training.states import wanted_layers, write_about
+
+        plan = server.Server(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
+        if args.plain:
+            environment, words = plan.command(None)
+        else:
+            target, _, drafter = server.untrained(args.target, args.drafter, args.layers)
+            assert isinstance(target, Target)
+            layers = wanted_layers(drafter.reads, target.n_layers)
+            environment, words = plan.command(layers)
+            if args.dry_run is not None:
+                written = write_engine_files(drafter.eval(), target, None, "vllm", Path(args.dry_run))
+                print("\n".join(written[:-1]))
+                environment, words = plan.command(None, spoken(drafter, Path(args.dry_run)))
+            else:
+                write_about(Path(args.folder), layers, args.target)
+                print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
+                print(
+                    f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl "
+                    f"train.states=server train.states_url=http://localhost:{args.port} name=mine"
+                )
+        print(server.shown_command(environment, words), flush=True)
+        if args.run:
+            server.start(environment, words)
+
+
+def states(arguments: list[str]) -> None:
+    """selfspec states --check FOLDER --target TARGET"""
+    parser = new_parser(
+        "states",
+        "What a folder of hidden states holds, and whether they are a target's.",
+        "--check states --target smollm2",
+    )
+    parser.add_argument("--check", metavar="FOLDER", required=True, help="of files as vLLM and speculators write them")
+    parser.add_argument("--target", help="hold one text against this target's own layers, read one at a time")
+    parser.add_argument("--layers", type=_layers, help="that they are of, 0 the embeddings (unset: as recorded there)")
+    args = parser.parse_args(arguments)
+    with one_line_errors():
+        folder = Path(args.check)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"--check {args.check}: there is no such folder")
+
+        from selfspec.integrations import serve_target as server
+
+        for line in server.described(folder):
+            print(line)
+        if args.target is None:
+            return
+
+        from selfspec.checkpoints.find import check_target_name
+
+        check_target_name(args.target)
+
+        from selfspec.checkpoints.target_parts import Shards, load_parts
+        from selfspec.training.states import FromFolder
+
+        target, _ = load_parts(args.target, device="cpu")
+        known = FromFolder(target, (), folder, args.layers, 2**31)
+        print(f"they train: {', '.join(server.serves(known.layers, target)) or 'no kind that is known here'}")
+        print(server.likelihood(known))
+        print("\n".join(server.probe(known, known.first, Shards(args.target))))
+
+
+def acceptance(arguments: list[str]) -> None:
+    """selfspec acceptance http://localhost:8000 --questions questions.jsonl --target TARGET"""
+    parser = new_parser(
+        "acceptance",
+        "How many drafted tokens a vLLM server accepts, by its own counters.",
+        "http://localhost:8000 --questions chat.jsonl --target smollm2",
+    )
+    parser.add_argument("url", help="of a server with a drafter")
+    parser.add_argument("--questions", required=True, help="a file that selfspec decode takes, or human_eval")
+    parser.add_argument("--target", required=True, help="whose tokenizer reads the questions")
+    parser.add_argument("--prompts", type=positive, default=64, help="questions, at most")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="of each answer")
+    parser.add_argument("--temperature", type=as_temperature, default=0.0, help="0 is greedy")
+    parser.add_argument("--at-once", type=positive, default=1, help="requests at a time")
+    args = parser.parse_args(arguments)
+    with one_line_errors():
+        url = server_urls("URL", args.url)[0]
+        names_of("selfspec.data.questions")["file_of"](args.questions)
+
+        from selfspec.checkpoints.loading import load_tokenizer
+        from selfspec.data.questions import Asking, read_questions
+        from selfspec.integrations import serve_target as server
+
+        asking = Asking(questions=args.questions, prompts=args.prompts)
+        questions = read_questions(asking, load_tokenizer(args.target), list)
+        figures = server.acceptance(url, questions, args.max_new_tokens, args.temperature, args.at_once)
+        print("\n".join(server.acceptance_lines(figures)))

@@ -1,0 +1,65 @@
+"""Questions that a chat model asks itself, behind what its template puts before a question (arXiv 2406.08464)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.data.chat import Chat, ChatTemplate
+
+_MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
+_LETTERS = 8  # that a question has at least
+
+
+@dataclass(frozen=True)
+class Template:
+    """Token ids that a chat template puts before the first question, before an answer, and between an answer and the
+    next question."""
+
+    opening: list[int]
+    answer: list[int]
+    again: list[int]
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> Template:
+        """Raises ValueError for a tokenizer without a chat template, or one that does not keep turns as they are."""
+        roles, tokenizer = ("user", "assistant", "user"), template.tokenizer
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+        rest, parts = template.text(Chat(turns), "data=synthetic", True), list[list[int]]()
+        for mark in (*_MARKS, None):
+            before, _, rest = (rest, "", "") if mark is None else rest.partition(mark)
+            parts.append(list(tokenizer(before, add_special_tokens=False)["input_ids"]))
+        opening, _, again, answer = parts
+        if not opening or not answer or not again:
+            raise ValueError(
+                "data=synthetic: the chat template marks no turns; take data=jsonl with conversations, or data=text "
+                "with plain text"
+            )
+        return cls(opening, answer, again)
+
+
+def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], list[int] | None]:
+    """`Rules.completed` of a question that ends behind a blank line, and leaves no colon and no code block open."""
+    every = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    breaks = {token for token, text in enumerate(every) if text.endswith("\n")}
+
+    def completed(question: list[int]) -> list[int] | None:
+        if question[-1] not in breaks:
+            return None
+        text = str(tokenizer.decode(question))
+        opens = text.rstrip().endswith(":") or text.count("```") % 2
+        if not text.endswith("\n\n") or opens or not usable(question, tokenizer):
+            return None
+        last = every[question[-1]].rstrip("\n")  # the tokens before it were read already
+        return question[:-1] + list(tokenizer(last, add_special_tokens=False)["input_ids"] if last else [])
+
+    return completed
+
+
+def usable(question: list[int], tokenizer: Tokenizer) -> bool:
+    """Whether a question holds some letters, and no special token."""
+    if any(token in tokenizer.all_special_ids for token in question):
+        return False
+    return sum(map(str.isalpha, tokenizer.decode(question))) >= _LETTERS

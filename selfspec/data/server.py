@@ -1,0 +1,335 @@
+"""Answers of a model that an engine serves, to the questions of other data or to its own: text for drafters of targets
+too large to run here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.own_questions import Template, usable
+from selfspec.data.records import Records
+from selfspec.utils.checks import at_least, shares
+from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
+from selfspec.utils.progress import progress
+from selfspec.utils.server import Refused, Servers, first_choice, server_urls
+
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly
+_EXACT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # else a server takes the model's own
+_COMPARED = 16  # conversations whose prompts are held against the template here
+_SPOKEN = ("content", "reasoning", "reasoning_content", "tool_calls")  # of an answer, as templates read it
+_TRIES = 8  # questions that are drawn where the model's are not usable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(Records):
+    """Conversations whose answers an OpenAI-compatible server writes. url: of a server, or a list of servers that share
+    the work; model: by which name it is served (null: the only one); source: where questions come from, `jsonl`,
+    `parquet`, `hub` or `instructions` (null: the model asks itself); conversations: at most so many (needed without a
+    source); openings: words that the model's own questions begin with, taken in turn; question_temperature,
+    question_tokens: of these; new_tokens: of an answer, at most; sampled: share of conversations answered at
+    temperature 1, the others greedily; seed: of sampling; at_once: requests that each server has at a time; errors:
+    conversations that may fail, one more ends the run; patience: seconds that servers may be silent; folder: where the
+    answers are kept (null: in the cache folder).
+
+    Every question of a conversation is asked behind the model's own answers to those before. Turns with tool calls and
+    tools' results stay as they are. Where the server returns token ids, these are what training reads."""
+
+    questions: ClassVar[str] = "source"
+    url: Any
+    model: str | None = None
+    source: Any = None
+    conversations: int | None = None
+    openings: Sequence[str] = ("",)
+    question_temperature: float = 1.0
+    question_tokens: int = 160
+    new_tokens: int = 512
+    sampled: float = 0.5
+    seed: int = 0
+    at_once: int = 32
+    errors: int = 20
+    patience: float = 120.0
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        server_urls("data.url", self.url)
+        at_least(self, "data", 1, "new_tokens", "question_tokens", "at_once", "conversations")
+        at_least(self, "data", 0, "errors", "patience", "seed")
+        shares(self, "data", "sampled")
+        if self.source is None and self.conversations is None:
+            raise ValueError("data.conversations: without data.source the model asks itself; say how many questions")
+        if not 0 < self.question_temperature <= 2:
+            raise ValueError(f"data.question_temperature={self.question_temperature!r} must lie above 0, at most 2")
+        if isinstance(self.openings, str) or not self.openings:
+            raise ValueError(f"data.openings={self.openings!r} must list texts; [''] for none")
+
+    def __str__(self) -> str:
+        return f"data.url={self.url!r}"
+
+    def evaluation(self) -> NoReturn:
+        """Raises ValueError: what is written here is for training."""
+        raise ValueError("data=server is for training; measure with files of questions, decode.questions=[file.jsonl]")
+
+    @cached_property
+    def _servers(self) -> Servers:
+        return Servers(server_urls("data.url", self.url), self.model, self.patience)
+
+    @cached_property
+    def place(self) -> Path:
+        """The folder of these answers, whose name follows from what was asked of whom."""
+        asked = "its own" if self.source is None else self.source.fingerprint()
+        own = self.openings, self.question_temperature, self.question_tokens
+        parts = [
+            asked,
+            self._servers.model,
+            self.new_tokens,
+            self.sampled,
+            self.seed,
+            *(own if asked == "its own" else ()),
+        ]
+        text = json.dumps([*parts, sorted(self.chat_template_kwargs.items())], default=list)
+        return Path(self.folder or cache_folder() / "served") / hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def path(self) -> Path:
+        return self.place / "answers.jsonl"
+
+    def write(self, quiet: bool = False) -> None:
+        """Have every question answered that is not yet. Raises ConnectionError where no server answers, ValueError for
+        more failures than `errors`, for another model, and for a template that is not the tokenizer's; what was
+        answered is kept."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        done = set(self._lines())
+        asked = ((i, chat) for i, chat in self._asked() if i not in done)
+        first = next(asked, None)
+        if first is None:
+            return
+        kinds, failed, tokens, begun = Counter[str](), 0, 0, time.perf_counter()
+        total = None if self.conversations is None else self.conversations - len(done)
+        bar = progress(total=total, desc="answers by server", unit=" conversations", disable=quiet)
+        with bar, self.path.open("ab") as file, (self.place / "failed.jsonl").open("w") as failures:
+            most = self.at_once * len(self._servers.urls)
+            for i, result in _at_once(self._conversation, chain([first], asked), most):
+                if isinstance(result, Refused):
+                    failed += 1
+                    failures.write(json.dumps({"id": i, "why": str(result)}) + "\n")
+                    failures.flush()
+                    if failed > self.errors:
+                        raise ValueError(
+                            f"{failed} conversations failed, more than data.errors={self.errors}, the last: {result}; "
+                            f"{self.path} keeps what was answered, failed.jsonl beside it says why others were not"
+                        ) from result
+                else:
+                    with disk_room(self.path):
+                        file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                        file.flush()
+                    kinds.update(result["finish"])
+                    tokens += result["new_tokens"]
+                bar.update()
+                rate = tokens / (time.perf_counter() - begun)
+                bar.set_postfix({"tokens": tokens, "rate": f"{rate:.0f}/s", "failed": failed}, refresh=False)
+        self._card(len(done), kinds, failed, tokens, time.perf_counter() - begun, quiet)
+
+    def _card(self, before: int, kinds: Counter[str], failed: int, tokens: int, seconds: float, quiet: bool) -> None:
+        figures: Figures = {"model": self._servers.model, "answers": dict(kinds), "failed": failed, "before": before}
+        figures |= {"tokens": tokens, "seconds": round(seconds, 1), "sampled": self.sampled}
+        write_text(self.place / "card.json", json.dumps(figures, indent=1) + "\n")
+        if not quiet:
+            cut = f", {kinds['length']} of them cut at data.new_tokens={self.new_tokens}" if kinds["length"] else ""
+            lost = f"; {failed} conversations failed: {self.place / 'failed.jsonl'}" if failed else ""
+            print(
+                f"{kinds.total()} answers, {tokens} tokens, {tokens / seconds:.0f}/s{cut}{lost}; kept in {self.path}",
+                file=sys.stderr,
+            )
+
+    def _asked(self) -> Iterator[tuple[int, Chat | None]]:
+        """Conversations by their numbers, in their order; None: the model's own."""
+        if self.source is None:
+            return ((i, None) for i in range(self.conversations or 0))
+        if not hasattr(self.source, "chats"):
+            raise ValueError(f"data.source: {type(self.source).__name__} has no questions; take jsonl, parquet or hub")
+        return islice(enumerate(self.source.chats()), self.conversations)
+
+    def _conversation(self, i: int, chat: Chat | None) -> Figures:
+        """A conversation with the server's answers. Raises Refused where it gives none."""
+        chat = self._invented(i) if chat is None else chat
+        temperature = float(i * _GOLDEN % 1 < self.sampled)
+        history, turns, finish, wrote = list[dict[str, Any]](), list[tuple[list[int], list[int]]](), list[str](), 0
+        for message in [*chat.messages, {"role": "assistant", "content": ""}]:
+            asks = bool(history) and history[-1]["role"] in ("user", "tool")
+            if message["role"] != "assistant" or message.get("tool_calls") or not asks:
+                history += [message] if message.get("content") or message.get("tool_calls") else []
+                continue
+            try:
+                said, ids, why, new = self._answer(i, Chat(history, chat.beside), temperature)
+            except Refused:
+                if not finish:
+                    raise
+                break  # too long by now, as a rule: the turns before it are whole
+            history.append(said)
+            turns += [ids] if ids is not None else []
+            finish.append(why)
+            wrote += new
+            if why != "stop":
+                break
+        if not finish:
+            raise Refused("the conversation asks nothing")
+        while history[-1]["role"] != "assistant":  # a question that was not answered
+            history.pop()
+        record: Figures = {"id": i, "messages": history, **chat.beside}
+        if len(turns) == len(finish):
+            record["tokens"] = merged(turns)
+        return {**record, "temperature": temperature, "finish": finish, "new_tokens": wrote}
+
+    def _answer(
+        self, i: int, chat: Chat, temperature: float
+    ) -> tuple[dict[str, Any], tuple[list[int], list[int]] | None, str, int]:
+        """The message, its token ids behind those of the prompt (None: the server tells none), why it ended, and how
+        many tokens it has."""
+        body: Figures = {"messages": chat.messages, "max_tokens": self.new_tokens, "temperature": temperature}
+        body |= {"seed": self.seed + i, "return_token_ids": True, **_EXACT}
+        arguments = {**self.chat_template_kwargs, **{k: v for k, v in chat.beside.items() if k != "tools"}}
+        body |= {"chat_template_kwargs": arguments} if arguments else {}
+        body |= {"tools": chat.beside["tools"]} if "tools" in chat.beside else {}
+        answer = self._servers.post("/v1/chat/completions", body)
+        if answer.get("kv_transfer_params"):
+            raise ValueError(
+                "this server hands out hidden states, and what it samples is not the model's own text; have answers "
+                "written by a plain one (selfspec serve-target --plain)"
+            )
+        choice = first_choice(answer)
+        message, why = choice.get("message") or {}, str(choice.get("finish_reason"))
+        said = {"role": "assistant", "content": "", **{k: message[k] for k in _SPOKEN if message.get(k)}}
+        prompt, ids = answer.get("prompt_token_ids"), choice.get("token_ids")
+        if not any(said[k] for k in _SPOKEN if k in said):
+            raise Refused(f"conversation {i}: the answer is empty ({why})")
+        usage = answer.get("usage") or {}
+        if i < _COMPARED:
+            self._compare(chat, prompt, usage.get("prompt_tokens"))
+        if not isinstance(prompt, list) or not isinstance(ids, list) or not ids:
+            return said, None, why, int(usage.get("completion_tokens") or 0)
+        if why == "stop" and self.ends and ids[-1] not in self.ends:  # the server leaves it out
+            own = self.tokenizer.eos_token_id
+            ids = [*ids, own if own in self.ends else min(self.ends)]
+        return said, (prompt, ids), why, len(ids)
+
+    def _compare(self, chat: Chat, prompt: list[int] | None, size: int | None) -> None:
+        """Raises ValueError where the server's template or tokenizer gives another prompt than the one here."""
+        ours = self.template.opening(chat, "data=server")
+        if isinstance(prompt, list) and prompt != ours:
+            at = next(
+                (k for k, (a, b) in enumerate(zip(prompt, ours, strict=False)) if a != b), min(len(prompt), len(ours))
+            )
+            theirs, here = (str(self.tokenizer.decode(ids[at : at + 8])) for ids in (prompt, ours))
+            raise ValueError(
+                f"the server's prompt differs from the chat template here at token {at}: {theirs!r} there, {here!r} "
+                "here; give the served model's own folder as target.name, or the same data.chat_template_kwargs"
+            )
+        if prompt is None and size is not None and size != len(ours):
+            raise ValueError(
+                f"the server counts {size} tokens of a prompt that has {len(ours)} by the chat template here; give the "
+                "served model's own folder as target.name, or the same data.chat_template_kwargs"
+            )
+
+    @cached_property
+    def _turns(self) -> Template:
+        return Template.of(ChatTemplate(self.tokenizer, self.ends, self.chat_template_kwargs))
+
+    def _invented(self, i: int) -> Chat:
+        """A question of the model's own: what it writes behind the template's opening."""
+        words = self.openings[i % len(self.openings)]
+        ids = [*self._turns.opening, *self.tokenizer(words, add_special_tokens=False)["input_ids"]]
+        ends = sorted(self.ends | {self._turns.answer[0]})
+        for attempt in range(_TRIES):
+            body: Figures = {"prompt": ids, "max_tokens": self.question_tokens, "seed": self.seed + i + (attempt << 32)}
+            body |= {"temperature": self.question_temperature, "stop_token_ids": ends, **_EXACT}
+            choice = first_choice(self._servers.post("/v1/completions", body))
+            question = words + str(choice.get("text") or "")
+            known = list(self.tokenizer(question, add_special_tokens=False)["input_ids"])
+            if choice.get("finish_reason") == "stop" and known and usable(known, self.tokenizer):
+                return Chat([{"role": "user", "content": question.strip()}])
+        raise Refused(f"question {i}: {_TRIES} that the model began with {words!r} came out empty or endless")
+
+    # -- what was written
+
+    def _lines(self) -> dict[int, int]:
+        """Where each answered conversation begins in the file, by its number; a line that was cut off is dropped."""
+        found = dict[int, int]()
+        if not self.path.is_file():
+            return found
+        with self.path.open("rb+") as file:
+            at = 0
+            for line in file:
+                number = None
+                with suppress(ValueError, LookupError, TypeError):
+                    number = int(json.loads(line)["id"])
+                if number is None or not line.endswith(b"\n"):
+                    file.truncate(at)
+                    print(
+                        f"{self.path}: what stands behind byte {at} was cut off; it is asked for again", file=sys.stderr
+                    )
+                    break
+                found[number] = at
+                at += len(line)
+        return found
+
+    def records(self) -> Iterator[tuple[str, object]]:
+        lines = {i: at for i, at in self._lines().items() if self.conversations is None or i < self.conversations}
+        with self.path.open("rb") as file:
+            for i in sorted(lines):
+                file.seek(lines[i])
+                yield f"{self.path}, conversation {i}", json.loads(file.readline())
+
+    def fingerprint(self) -> str:
+        whole = hashlib.sha256()
+        for _, record in self.records():
+            whole.update(json.dumps(record).encode())
+        return whole.hexdigest()
+
+
+def merged(turns: Sequence[tuple[list[int], list[int]]]) -> list[dict[str, list[int]]]:
+    """Documents of a conversation's (prompt, answer) in token ids; answers count in the loss. A turn whose prompt goes
+    on from the one before lies in the same document; templates that rewrite earlier turns begin another."""
+    documents = list[dict[str, list[int]]]()
+    for prompt, answer in turns:
+        ids, mask = ([], []) if not documents else documents[-1].values()
+        if not documents or prompt[: len(ids)] != ids:
+            documents.append({"input_ids": (ids := []), "loss_mask": (mask := [])})
+        mask += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
+        ids += [*prompt[len(ids) :], *answer]
+    return documents
+
+
+def _at_once(
+    run: Callable[[int, Any], Figures], questions: Iterator[tuple[int, Any]], most: int
+) -> Iterator[tuple[int, Figures | Refused]]:
+    """Results of work on numbered questions, as they end, with so many of them at once and none queued behind."""
+    going = dict[Future[Figures], int]()
+    with ThreadPoolExecutor(most) as pool:
+        try:
+            while True:
+                for i, chat in islice(questions, most - len(going)):
+                    going[pool.submit(run, i, chat)] = i
+                if not going:
+                    return
+                ended, _ = wait(going, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    i, error = going.pop(future), future.exception()
+                    if error is not None and not isinstance(error, Refused):
+                        raise error
+                    yield i, error if isinstance(error, Refused) else future.result()
+        finally:
+            for future in going:
+                future.cancel()

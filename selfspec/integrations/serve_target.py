@@ -1,0 +1,250 @@
+"""A vLLM that serves a target for training elsewhere: its command for text, for hidden states and for an untrained
+drafter's files, what a folder of states holds, and what the server of a drafter counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from selfspec.checkpoints.embedded import resolve
+from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
+from selfspec.core.target import Target
+from selfspec.data.questions import Question
+from selfspec.drafters.base import Drafter
+from selfspec.drafters.registry import build, config_class, drafter_class
+from selfspec.training.states import ABOUT, FromFolder, States, behind_layers, wanted_layers
+from selfspec.utils.files import Figures, mean, read_json, shown
+from selfspec.utils.progress import progress
+from selfspec.utils.server import Servers
+
+KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")  # that are trained on states alone
+_CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_PROBED = 64  # tokens of the text on which states are held against the target's own
+_CLOSE = {torch.float32: 1e-3}  # relative error of states of the same layer, by dtype of the record
+_ROUGH = 0.05
+_COUNTERS = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Server:
+    """target: a folder or a hub id; folder: that hidden states are written into; python: of vLLM's environment; length:
+    tokens of a request at most."""
+
+    target: str
+    folder: Path
+    python: str = "python"
+    port: int = 8000
+    length: int = 4096
+    dtype: str = "auto"
+
+    def command(self, layers: Sequence[int] | None, drafter: Figures | None = None) -> tuple[dict[str, str], list[str]]:
+        """Environment and command of a server. layers: whose states it hands out, in its own counting (None: of none,
+        for text); drafter: vLLM's speculative config of a drafter that it serves."""
+        place = Path(resolve(self.target))
+        words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        words += ["--model", str(place.absolute()) if place.is_dir() else self.target, "--port", str(self.port)]
+        words += ["--served-model-name", self.target, "--dtype", self.dtype, "--max-model-len", str(self.length)]
+        gpus, environment = torch.cuda.device_count(), dict[str, str]()
+        if gpus > 1:
+            words += ["--tensor-parallel-size", str(2 ** (gpus.bit_length() - 1) if layers is None else _beside(gpus))]
+        if not gpus:
+            words += ["--enforce-eager", "--max-num-seqs", "8"]
+            environment = dict(_CPU)
+        if drafter is not None:
+            words += ["--speculative-config", json.dumps(drafter)]
+        if layers is not None:
+            ids = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+            drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": ids}
+            connector: Figures = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
+            if not gpus:
+                connector["kv_connector"] = "CpuHiddenStatesConnector"
+                connector["kv_connector_module_path"] = "selfspec_cpu_connector"
+                environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm"))
+            connector["kv_connector_extra_config"] = {"shared_storage_path": str(self.folder.absolute())}
+            # States of a prompt are whole only where it is read in one pass, and not from a cache
+            words += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
+            words += ["--max-num-batched-tokens", str(max(self.length, 2048))]
+            words += ["--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
+        return environment, words
+
+
+def _beside(gpus: int) -> int:
+    """GPUs for a server where one is the trainer's: a power of two, which divides attention heads."""
+    return 2 ** ((gpus - 1).bit_length() - 1)
+
+
+def shown_command(environment: dict[str, str], words: Sequence[str]) -> str:
+    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
+
+
+def untrained(target: str, kind: str, layers: Sequence[int] | None = None) -> tuple[Target, Tokenizer, Drafter]:
+    """A drafter of this kind with the weights that its training begins with, on a target without its layers. layers:
+    whose outputs it reads, as `drafter.layers` (None: the kind's own choice). Raises ValueError."""
+    if kind not in KINDS:
+        raise ValueError(f"--drafter {kind}: {', '.join(KINDS)} are trained on hidden states; others run the target")
+    loaded, tokenizer = load_parts(target, device="cpu")
+    config = config_class(drafter_class(kind))
+    torch.manual_seed(0)
+    return loaded, tokenizer, build(drafter_class(kind), loaded, config(**({"layers": list(layers)} if layers else {})))
+
+
+# -- folders of states
+
+
+def described(folder: Path) -> Iterator[str]:
+    """What a folder of states holds, as lines. Raises ValueError for one without any."""
+    shapes, tokens, size, odd = Counter[tuple[int, int, str]](), 0, 0, 0
+    paths = sorted(folder.rglob("*.safetensors"))
+    for path in progress(paths, desc=f"states in {folder}", unit=" files"):
+        try:
+            with safe_open(path, "pt") as file:
+                part = file.get_slice("hidden_states")
+                count, columns, width = part.get_shape()
+                shapes[columns, width, part.get_dtype()] += 1
+        except Exception:  # safetensors' own kinds: cut off, being written, or no file of states
+            odd += 1
+            continue
+        tokens, size = tokens + count, size + path.stat().st_size
+    if not shapes:
+        raise ValueError(f"{folder} holds no file of token_ids and hidden_states")
+    yield f"{shapes.total()} texts of {tokens} tokens, {size / 1e9:.3f} GB, {size / tokens:.0f} bytes a token"
+    for (columns, width, dtype), count in shapes.most_common():
+        yield f"  {count} files: {columns} layers of width {width}, {dtype}"
+    if len(shapes) > 1:
+        yield "  they differ: training takes files of one form alone"
+    if odd:
+        yield f"  {odd} files are being written, cut off, or none of states: they are left out"
+    if (folder / ABOUT).is_file():
+        about = read_json(folder / ABOUT)
+        yield f"  layers {about.get('layers')} (0 is the embeddings) of {about.get('model')!r}"
+    else:
+        yield "  which layers they are of is not recorded; training takes them for what the drafter reads, and the last"
+
+
+def serves(layers: Sequence[int], target: Target) -> list[str]:
+    """The kinds of drafters that states of these layers train."""
+    have, found = set(layers), []
+    for kind in KINDS:
+        try:
+            drafter = build(drafter_class(kind), target, config_class(drafter_class(kind))())
+        except ValueError:
+            continue
+        if set(wanted_layers(drafter.reads, target.n_layers)) <= have:
+            found.append(kind)
+    return found
+
+
+def probe(states: States, tokens: Tensor, shards: Shards) -> list[str]:
+    """Hold states of one text, int64 [n], against those of the target's own layers, of which one at a time is read from
+    the checkpoint. Returns what was found; raises ValueError where a column holds another layer than it should."""
+    target, tokens = states.target, tokens[:_PROBED]
+    recorded = states.of(tokens)
+    close = _CLOSE.get(recorded.dtype, _ROUGH)
+    errors = dict[int, list[float]]()
+    bar = progress(layer_by_layer(target, tokens[None].to(target.device), shards), total=target.n_layers, desc="probe")
+    for layer, outputs in bar:
+        own = outputs[0].float().cpu()
+        errors[layer + 1] = [
+            float((recorded[:, c].float() - own).norm() / own.norm()) for c in range(len(states.layers))
+        ]
+    lines, wrong = [], []
+    for column, said in enumerate(states.layers):
+        nearest = min(errors, key=lambda layer: errors[layer][column])
+        error = errors[said][column] if said in errors else float("inf")
+        lines.append(f"column {column}: layer {said}, relative error {error:.1e}")
+        if error > close:
+            wrong.append(
+                f"column {column} should be layer {said} and is nearest to {nearest}: {errors[nearest][column]:.1e}"
+            )
+    if wrong:
+        raise ValueError(
+            f"hidden states are not those of {target.name!r} ({'; '.join(wrong)}). Layers are counted from 0, the "
+            "embeddings, so that the output of layer l is l + 1; numbers that are one off, or another checkpoint, show so"
+        )
+    return lines
+
+
+def likelihood(states: FromFolder) -> str:
+    """How likely the target finds a recorded text by its last layer's states. Raises ValueError where these are no
+    states of the last layer before the final norm."""
+    target, tokens = states.target, states.first
+    features = states.features({"tokens": tokens[None].to(target.device)})
+    out = behind_layers(target, tokens[None].to(target.device), features)
+    assert out.logits is not None
+    loss = torch.nn.functional.cross_entropy(out.logits[0, :-1].float(), tokens[1:].to(target.device))
+    if len(tokens) > 1 and not float(loss) < torch.tensor(float(target.vocab_size)).log():
+        raise ValueError(
+            f"the last column gives a loss of {float(loss):.2f} nats a token: no states before the final norm"
+        )
+    return f"the target's loss on a text of {len(tokens)} tokens, by the last column: {float(loss):.2f} nats a token"
+
+
+# -- a drafter that is served
+
+
+def acceptance(url: str, questions: Sequence[Question], new_tokens: int, temperature: float, at_once: int) -> Figures:
+    """What a server counts of its drafter on these questions. Raises ValueError for a server that drafts nothing."""
+    servers = Servers((url,))
+    before = servers.metrics((_COUNTERS,))
+
+    def ask(question: Question) -> int:
+        messages: list[dict[str, str]] = []
+        messages += [] if question.system is None else [{"role": "system", "content": question.system}]
+        messages.append({"role": "user", "content": question.turns[0]})
+        body = {"messages": messages, "max_tokens": new_tokens, "temperature": temperature, "seed": 0}
+        answer = servers.post("/v1/chat/completions", body)
+        return int((answer.get("usage") or {}).get("completion_tokens") or 0)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        tokens = sum(progress(pool.map(ask, questions), total=len(questions), desc="questions"))
+    after = servers.metrics((_COUNTERS,))
+
+    def change(name: str) -> dict[str, float]:
+        found = after.get(f"{_COUNTERS}{name}_total", {})
+        return {
+            labels: value - before.get(f"{_COUNTERS}{name}_total", {}).get(labels, 0.0)
+            for labels, value in found.items()
+        }
+
+    drafts, accepted = (sum(change(name).values()) for name in ("drafts", "accepted_tokens"))
+    if not drafts:
+        raise ValueError(f"{url} has drafted nothing; serve the drafter with it: selfspec export prints the command")
+    positions = dict[int, float]()
+    for labels, value in change("accepted_tokens_per_pos").items():
+        at = int(labels.partition('position="')[2].partition('"')[0])
+        positions[at] = positions.get(at, 0.0) + value
+    rates = [positions[at] / drafts for at in sorted(positions)]
+    return {
+        "questions": len(questions),
+        "tokens": tokens,
+        "drafts": drafts,
+        "per_position": rates,
+        "tau": 1 + accepted / drafts,
+    }
+
+
+def acceptance_lines(figures: Figures) -> list[str]:
+    rates = [*figures["per_position"]]
+    given = [mean(rate, before) for rate, before in zip(rates, [1.0, *rates], strict=False)]
+    return [
+        f"acceptance length {shown(figures['tau'])} over {figures['drafts']:.0f} drafts; {figures['questions']} answers "
+        f"of {figures['tokens']} tokens",
+        f"accepted by position {' '.join(shown(rate, 3) for rate in rates)}",
+        f"given the one before {' '.join(shown(rate, 3) for rate in given)}",
+    ]
+
+
+def start(environment: dict[str, str], words: list[str]) -> None:
+    """This process becomes the server."""
+    os.execvpe(words[0], words, {**os.environ, **environment})

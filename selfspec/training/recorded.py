@@ -1,0 +1,80 @@
+"""Texts for calibration, from held-out documents whose hidden states are recorded: no target is here to write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from selfspec.core.sampling import gumbel, noise_bits
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus
+from selfspec.drafters.base import Sample
+from selfspec.training.states import States, behind_layers
+
+_GREEDY = 0.98  # share of tokens that are the target's likeliest, from which on a text is taken for greedy
+
+
+def posterior_noise(target: Target, outputs: Tensor, tokens: Tensor, seed: int) -> Callable[[Tensor], Tensor]:
+    """The Gumbel noise with which a text may have been sampled at temperature 1: positions int64 [n] -> float64 [n, V],
+    drawn given that each of its tokens was the pick (the top-down construction of Maddison et al., arXiv 1411.0030).
+
+    outputs: [S, H] of the target's last layer; tokens: int64 [S].
+    """
+    ids = torch.arange(target.vocab_size, device=target.device)
+    number = torch.tensor(seed, device=target.device)
+
+    @torch.no_grad()
+    def at(positions: Tensor) -> Tensor:
+        where = positions.to(target.device)
+        picked = tokens.to(target.device)[where][None]
+        logits = behind_layers(target, picked, {target.n_layers - 1: outputs[where - 1][None]}).logits
+        assert logits is not None
+        scores, picked = logits[0].double(), picked[0, :, None]
+        free = gumbel(noise_bits(number, torch.zeros_like(number), where[:, None], ids))
+        top = scores.logsumexp(-1, keepdim=True) + free.gather(1, picked)
+        below = -torch.logaddexp(-top, -(scores + free))  # truncated at the top
+        return below.scatter(1, picked, top) - scores
+
+    return at
+
+
+@torch.no_grad()
+def recorded_samples(
+    target: Target, corpus: Corpus, states: States, count: int, new_tokens: int, length: int
+) -> dict[str, list[Sample]]:
+    """Held-out answers by decoding mode, at most `count` of each. A document of which nearly every token is the
+    target's likeliest counts as greedy, every other as sampled at temperature 1; where there is none of one kind, all
+    serve. length: tokens of a row, at which documents are cut."""
+    found: dict[str, list[Sample]] = {"greedy": [], "sampled": []}
+    every = list[Sample]()
+    for i in range(len(corpus.is_chat)):
+        if min(map(len, found.values())) >= count:
+            break
+        document = corpus.document(i)
+        tokens, mask = document.tokens[:length], document.mask[:length]
+        begins = mask[2:].nonzero()
+        if not len(begins):
+            continue
+        start = int(begins[0]) + 2
+        behind = (~mask[start:]).nonzero()
+        stop = min(start + new_tokens, start + int(behind[0]) if len(behind) else len(tokens))
+        batch = {"tokens": tokens[None].to(target.device)}
+        features = {layer: part[:, :stop] for layer, part in states.features(batch).items()}
+        out = behind_layers(target, batch["tokens"][:, :stop], features)
+        assert out.logits is not None
+        likeliest = (out.logits[0, start - 1 : stop - 1].argmax(-1).cpu() == tokens[start:stop]).float().mean()
+        mode = "greedy" if likeliest >= _GREEDY else "sampled"
+        every.append(
+            Sample(tokens[:stop], start, out.hidden[0], {i: part[0] for i, part in features.items()}, 0.0, None)
+        )
+        if len(found[mode]) < count:
+            found[mode].append(every[-1])
+    found = {mode: samples or every[:count] for mode, samples in found.items()}
+    last = target.n_layers - 1
+    for i, sample in enumerate(found["sampled"]):
+        noise = posterior_noise(target, sample.features[last], sample.tokens, i)
+        found["sampled"][i] = replace(sample, temperature=1.0, noise=noise)
+    return found

@@ -1,0 +1,290 @@
+"""Hidden states of a target that runs elsewhere: asked of a vLLM server while training goes on, or read from folders
+that one has written. A document's states are found by its tokens."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from selfspec.core.passes import Pass
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus, joined
+from selfspec.data.windows import Packed
+from selfspec.utils.files import read_json
+from selfspec.utils.progress import progress
+from selfspec.utils.server import Servers, first_choice
+
+ABOUT = "states.json"  # in a folder of states: which layers its files hold
+SERVER = "server"  # the value of train.states that asks one
+_AT_ONCE = 16  # requests that a server has at a time
+_AHEAD = 64  # steps that are asked for in advance, at most
+_AGAIN = 3  # requests for states whose file a server did not write
+
+
+def wanted_layers(reads: Sequence[int], n_layers: int) -> list[int]:
+    """The layers that a server has to hand out, in its own counting (0 the embeddings, l the output of layer l - 1):
+    those that a drafter reads, and the last."""
+    return sorted({layer + 1 for layer in (*reads, n_layers - 1)})
+
+
+class States(ABC):
+    """Hidden states by documents. layers: what the columns of a record are, in a server's counting (see
+    `wanted_layers`)."""
+
+    def __init__(self, target: Target, reads: Sequence[int], layers: Sequence[int] | None) -> None:
+        """Raises ValueError where a layer is missing that is needed."""
+        self.target, needed = target, wanted_layers(reads, target.n_layers)
+        self.layers = list(needed if layers is None else layers)
+        if missing := sorted(set(needed) - set(self.layers)):
+            raise ValueError(
+                f"the states are of layers {self.layers}, but this drafter reads {needed} (0 is the embeddings, "
+                f"{target.n_layers} the last layer): {missing} are missing; record them anew (selfspec serve-target)"
+            )
+        self.columns = {layer - 1: self.layers.index(layer) for layer in needed}
+
+    @abstractmethod
+    def of(self, tokens: Tensor) -> Tensor:
+        """States [n, layers, H] of one document, int64 [n]. Raises ValueError where there are none."""
+
+    def features(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
+        """Outputs [B, S, H] of layers on a batch (see `DraftLoss`), zero where rows are filled up."""
+        tokens = batch["tokens"]
+        like = torch.zeros((), device=tokens.device, dtype=self.target.dtype)
+        out = {i: like.new_zeros(*tokens.shape, self.target.hidden_size) for i in self.columns}
+        for row, start, piece in documents_of(batch):
+            states = self.of(piece)
+            for layer, column in self.columns.items():
+                out[layer][row, start : start + len(piece)] = states[:, column].to(like)
+        return out
+
+    def check(self, states: Tensor, tokens: Tensor, where: str) -> Tensor:
+        """States as they came. Raises ValueError, with `where`, for those of another target, layers, or no numbers."""
+        wanted = len(tokens), len(self.layers), self.target.hidden_size
+        if states.shape != wanted:
+            raise ValueError(
+                f"{where}: states are {list(states.shape)} (tokens, layers, width), expected {list(wanted)} for layers "
+                f"{self.layers} of {self.target.name!r}; start the server by selfspec serve-target, or say which "
+                "layers were recorded: train.states_layers"
+            )
+        if not states.is_floating_point() or not states.isfinite().all():
+            raise ValueError(f"{where}: states hold values that are no finite numbers ({states.dtype})")
+        return states
+
+
+def documents_of(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """(row, start, tokens int64 [n]) of the documents in a batch."""
+    for row, tokens in enumerate(batch["tokens"].cpu()):
+        ids = batch["documents"][row].cpu() if "documents" in batch else torch.zeros_like(tokens)
+        edges = [0, *((ids[1:] != ids[:-1]).nonzero()[:, 0] + 1).tolist(), len(ids)]
+        for start, stop in itertools.pairwise(edges):
+            if ids[start] >= 0:
+                yield row, start, tokens[start:stop].long()
+
+
+def behind_layers(target: Target, tokens: Tensor, features: dict[int, Tensor]) -> Pass:
+    """The pass over whole texts of which the layers' outputs are known."""
+    end = target.n_layers
+    out = target.text(tokens, layers=(end, end), hidden=features[end - 1])
+    return Pass(out.logits, out.hidden, features)
+
+
+def _key(tokens: Tensor) -> bytes:
+    return hashlib.blake2b(tokens.long().numpy().tobytes(), digest_size=16).digest()
+
+
+class FromServer(States):
+    """States that a vLLM writes for every prompt (its method extract_hidden_states), each file deleted when it is read.
+
+    waited, began: seconds that the trainer has waited for them, and when it first asked.
+    """
+
+    def __init__(
+        self, target: Target, reads: Sequence[int], servers: Servers, layers: Sequence[int] | None, gigabytes: float
+    ) -> None:
+        """gigabytes: of states that are asked for in advance, at most."""
+        super().__init__(target, reads, layers)
+        self.servers, self.most, self.held = servers, int(gigabytes * 1e9), 0
+        self.waited, self.began = 0.0, 0.0
+        self._pool = ThreadPoolExecutor(_AT_ONCE * len(servers.urls), thread_name_prefix="states")
+        self._coming: dict[bytes, Future[Tensor]] = {}
+
+    def _bytes(self, tokens: Tensor) -> int:
+        return len(tokens) * len(self.layers) * self.target.hidden_size * self.target.dtype.itemsize
+
+    def ask(self, tokens: Tensor) -> bool:
+        """Ask for a document in advance. Returns whether there was room."""
+        if (key := _key(tokens)) in self._coming:
+            return True
+        if self.held and self.held + self._bytes(tokens) > self.most:
+            return False
+        self.held += self._bytes(tokens)
+        self._coming[key] = self._pool.submit(self._fetched, tokens)
+        return True
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Raises ConnectionError where the server is gone."""
+        self.began = self.began or time.perf_counter()
+        coming = self._coming.pop(_key(tokens), None)
+        if coming is not None:
+            self.held -= self._bytes(tokens)
+        start = time.perf_counter()
+        states = (coming or self._pool.submit(self._fetched, tokens)).result()
+        self.waited += time.perf_counter() - start
+        return states
+
+    @property
+    def summary(self) -> str:
+        """Which of the two waits for the other."""
+        share = self.waited / max(1e-9, time.perf_counter() - self.began) if self.began else 0.0
+        slower = "the server is slower than the trainer" if share > 0.1 else "the trainer is slower than the server"
+        return f"the trainer waited {share:.0%} of the time for hidden states: {slower}"
+
+    def _fetched(self, tokens: Tensor) -> Tensor:
+        body = {"prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        for attempt in range(_AGAIN):
+            answer = self.servers.post("/v1/completions", body)
+            told = answer.get("kv_transfer_params")
+            if not isinstance(told, dict) or "hidden_states_path" not in told:
+                raise ValueError(
+                    f"{self.servers.urls[0]} hands out no hidden states; start it by selfspec serve-target"
+                )
+            path, read = Path(str(told["hidden_states_path"])), first_choice(answer).get("prompt_token_ids")
+            if read is not None and read != tokens.tolist():
+                raise ValueError(
+                    f"{self.servers.urls[0]} has read other tokens than it was given: another model's server"
+                )
+            try:
+                return self._read(path, tokens)
+            except FileNotFoundError:  # it died before it wrote, and came back
+                if attempt == _AGAIN - 1:
+                    raise ValueError(
+                        f"{path} is not here, where the server says it wrote hidden states; its folder has to be on a "
+                        "disk that this machine shares with it"
+                    ) from None
+                time.sleep(1.0)
+        raise AssertionError
+
+    def _read(self, path: Path, tokens: Tensor) -> Tensor:
+        lock = path.with_name(path.name + ".lock")
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)  # until the server has written
+            with safe_open(path, "pt") as file:
+                ids, states = file.get_tensor("token_ids"), file.get_tensor("hidden_states")
+        for done in (path, lock):
+            done.unlink(missing_ok=True)
+        if not torch.equal(ids.long(), tokens):
+            raise ValueError(f"{path}: the states are of other tokens than were asked for")
+        return self.check(states, tokens, str(path))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Ahead:
+    """Batches whose states are asked for some steps before they are read."""
+
+    def __init__(self, batches: Packed, states: FromServer) -> None:
+        self.batches, self.states, self.asked = batches, states, -1
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        for ahead in range(max(step, self.asked), step + _AHEAD):
+            pieces = [piece for _, _, piece in documents_of(self.batches.batch(ahead))]
+            if not all(map(self.states.ask, pieces)):
+                break  # this step is asked for again when there is room
+            self.asked = ahead + 1
+        return self.batches.batch(step)
+
+
+class FromFolder(States):
+    """States in safetensors files of `token_ids` [S] and `hidden_states` [S, layers, H], as vLLM's connector and
+    speculators write them, in a folder and those below it. Documents that rows cut are found too."""
+
+    def __init__(
+        self, target: Target, reads: Sequence[int], folder: Path, layers: Sequence[int] | None, length: int
+    ) -> None:
+        """length: tokens of a row. Raises ValueError for a folder without such files."""
+        about = folder / ABOUT
+        if layers is None and about.is_file():
+            layers = [int(layer) for layer in read_json(about).get("layers", [])]
+        super().__init__(target, reads, layers)
+        self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
+        self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
+        paths = sorted(folder.rglob("*.safetensors"))
+        for path in progress(paths, desc=f"states in {folder}", unit=" files"):
+            ids = _ids_of(path)
+            if ids is None:
+                self.unread.append(path)
+                continue
+            self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
+            self.tokens += len(ids)
+            for start in range(0, len(ids), length):
+                self.places[_key(ids[start : start + length])] = path, start
+        if not self.places:
+            odd = f"; {len(self.unread)} files are being written, or are none of states" if self.unread else ""
+            raise ValueError(
+                f"train.states={folder}: no file here holds token_ids and hidden_states{odd}; have them written by the "
+                "server of selfspec serve-target"
+            )
+        self.of(self.first[:length])
+
+    def knows(self, tokens: Tensor) -> bool:
+        return _key(tokens) in self.places
+
+    def of(self, tokens: Tensor) -> Tensor:
+        if (place := self.places.get(_key(tokens))) is None:
+            raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
+        path, start = place
+        try:
+            with safe_open(path, "pt") as file:
+                states = file.get_slice("hidden_states")[start : start + len(tokens)]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} was there when training began, and is no whole file now: {error}") from error
+        return self.check(states, tokens, str(path))
+
+    def covered(self, corpus: Corpus, length: int, name: str) -> Corpus:
+        """The documents whose states are here. Raises ValueError where these are none."""
+        documents = [corpus.document(i) for i in range(len(corpus.is_chat))]
+        have = [i for i, one in enumerate(documents) if all(map(self.knows, one.tokens.split(length)))]
+        if not have:
+            raise ValueError(
+                f"{self.folder} holds states of none of the {len(documents)} {name} documents; they are of other "
+                f"texts, of another tokenizer, or were cut at another length than train.length={length}"
+            )
+        if len(have) < len(documents):
+            print(f"states of {len(have)} of {len(documents)} {name} documents are there; the others are left out")
+        kept = [documents[i] for i in have]
+        starts = torch.tensor([0, *(len(one.tokens) for one in kept)]).cumsum(0)
+        tokens, mask = (torch.cat(parts) for parts in zip(*((s.tokens, s.mask) for s in kept), strict=True))
+        return joined(tokens, mask, starts, corpus.is_chat[have])
+
+
+def _ids_of(path: Path) -> Tensor | None:
+    """The tokens of a file of states, int64 [S]; None for one that is being written, or is no such file."""
+    lock = path.with_name(path.name + ".lock")
+    with suppress(OSError, SafetensorError, KeyError, ValueError):
+        if lock.is_file():
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with safe_open(path, "pt") as file:
+            ids = file.get_tensor("token_ids")
+            if ids.ndim == 1 and len(ids) and file.get_slice("hidden_states").get_shape()[0] == len(ids):
+                return ids.long()
+    return None
+
+
+def write_about(folder: Path, layers: Sequence[int], model: str) -> None:
+    """Say in a folder which layers its files will hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ABOUT).write_text(json.dumps({"layers": list(layers), "model": model}) + "\n")
