@@ -124,6 +124,12 @@ def _report(figures: Figures, folder: Path) -> None:
     print(f"peak memory {figures['peak_memory_mb']:.0f} MB; target unchanged (SHA-256 {figures['target_hash'][:12]})")
     if "kept_step" in figures:
         print(f"kept: the weights of step {figures['kept_step']} of {figures['steps']}, the best validation")
+    if figures.get("partial"):
+        print(
+            f"saved to {folder / 'drafter'}; serve it: selfspec export {shlex.quote(str(folder))} "
+            "--to vllm --out served"
+        )
+        return
     trust = " --trust-code" if "." in read_meta(folder / "drafter")["kind"] else ""
     at = shlex.quote(str(folder))
     prompt = "'Which is larger, 9 or 7?' --chat" if figures.get("chat") else "'def main():'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
@@ -76,8 +77,8 @@ def serve_target(arguments: list[str]) -> None:
                 write_about(Path(args.folder), layers, args.target)
                 print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
                 print(
-                    f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl "
-                    f"train.states=server train.states_url=http://localhost:{args.port} name=mine"
+                    f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl"
+                    f" train.states=server train.states_url=http://localhost:{args.port} name=mine"
                 )
         print(server.shown_command(environment, words), flush=True)
         if args.run:
@@ -86,39 +87,72 @@ def serve_target(arguments: list[str]) -> None:
 
 def states(arguments: list[str]) -> None:
     """selfspec states --check FOLDER --target TARGET"""
-    parser = new_parser(
-        "states",
-        "What a folder of hidden states holds, and whether they are a target's.",
-        "--check states --target smollm2",
-    )
-    parser.add_argument("--check", metavar="FOLDER", required=True, help="of files as vLLM and speculators write them")
-    parser.add_argument("--target", help="hold one text against this target's own layers, read one at a time")
+    what = "Folders of hidden states: have a server write one, or say what it holds and whether they are a target's."
+    parser = new_parser("states", what, "--check states --target smollm2")
+    does = parser.add_mutually_exclusive_group(required=True)
+    does.add_argument("--check", metavar="FOLDER", help="of files as vLLM and speculators write them")
+    does.add_argument("--write", metavar="FOLDER", help="have a server write it, for the texts of --path")
+    parser.add_argument("--target", help="with --check: hold a text against its own layers, read one at a time")
     parser.add_argument("--layers", type=_layers, help="that they are of, 0 the embeddings (unset: as recorded there)")
+    parser.add_argument("--drafter", default="eagle3", choices=_KINDS, help="with --write: the kind to be trained")
+    parser.add_argument("--url", help="with --write: of the server of selfspec serve-target")
+    parser.add_argument("--path", help="with --write: texts or conversations, as data=jsonl takes them")
+    parser.add_argument("--length", type=positive, default=2048, help="with --write: tokens of a text, at most")
     args = parser.parse_args(arguments)
     with one_line_errors():
-        folder = Path(args.check)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"--check {args.check}: there is no such folder")
+        if args.write is not None:
+            _write_states(args)
+        else:
+            _check_states(args)
 
-        from selfspec.integrations import serve_target as server
 
-        for line in server.described(folder):
-            print(line)
-        if args.target is None:
-            return
+def _check_states(args: argparse.Namespace) -> None:
+    folder = Path(args.check)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--check {args.check}: there is no such folder")
 
-        from selfspec.checkpoints.find import check_target_name
+    from selfspec.integrations import serve_target as server
 
-        check_target_name(args.target)
+    for line in server.described(folder):
+        print(line)
+    if args.target is None:
+        return
 
-        from selfspec.checkpoints.target_parts import Shards, load_parts
-        from selfspec.training.states import FromFolder
+    from selfspec.checkpoints.find import check_target_name
 
-        target, _ = load_parts(args.target, device="cpu")
-        known = FromFolder(target, (), folder, args.layers, 2**31)
-        print(f"they train: {', '.join(server.serves(known.layers, target)) or 'no kind that is known here'}")
-        print(server.likelihood(known))
-        print("\n".join(server.probe(known, known.first, Shards(args.target))))
+    check_target_name(args.target)
+
+    from selfspec.checkpoints.target_parts import Shards, load_parts
+    from selfspec.training.states import FromFolder
+
+    target, _ = load_parts(args.target, server.dtype_of(folder), "cpu")
+    known = FromFolder(target, (), folder, args.layers, 2**31)
+    print(f"they train: {', '.join(server.serves(known.layers, target)) or 'no kind that is known here'}")
+    print(server.likelihood(known))
+    print("\n".join(server.probe(known, known.first, Shards(args.target))))
+
+
+def _write_states(args: argparse.Namespace) -> None:
+    if missing := [name for name in ("target", "url", "path") if getattr(args, name) is None]:
+        raise ValueError(f"--write needs --{missing[0]} too")
+    urls = server_urls("--url", args.url)
+    names_of("selfspec.data.records")["files_of"](args.path)
+
+    from selfspec.core.options import end_tokens
+    from selfspec.data.records import JsonLines
+    from selfspec.data.store import tokenize
+    from selfspec.integrations import serve_target as server
+    from selfspec.training.states import FromServer
+    from selfspec.utils.server import Servers
+
+    target, tokenizer, drafter = server.untrained(args.target, args.drafter)
+    texts = JsonLines(path=args.path, tokenizer=tokenizer, ends=end_tokens(target))
+    corpus = tokenize([document for document, _ in texts.documents()], tokenizer)
+    documents = [corpus.document(i).tokens[: args.length] for i in range(len(corpus.is_chat))]
+    source = FromServer(target, drafter.reads, Servers(urls), args.layers, 1.0)
+    count = server.record(source, documents, Path(args.write))
+    source.close()
+    print(f"states of {count} texts were written to {args.write}, {len(documents)} are there")
 
 
 def acceptance(arguments: list[str]) -> None:

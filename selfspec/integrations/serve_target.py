@@ -4,11 +4,15 @@ drafter's files, what a folder of states holds, and what the server of a drafter
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
+import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +27,15 @@ from selfspec.core.target import Target
 from selfspec.data.questions import Question
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, config_class, drafter_class
-from selfspec.training.states import ABOUT, FromFolder, States, behind_layers, wanted_layers
-from selfspec.utils.files import Figures, mean, read_json, shown
+from selfspec.training.states import ABOUT, FromFolder, FromServer, States, behind_layers, wanted_layers, write_about
+from selfspec.utils.files import Figures, atomic, disk_room, mean, read_json, shown
 from selfspec.utils.progress import progress
 from selfspec.utils.server import Servers
 
 KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")  # that are trained on states alone
 _CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _PROBED = 64  # tokens of the text on which states are held against the target's own
-_CLOSE = {torch.float32: 1e-3}  # relative error of states of the same layer, by dtype of the record
-_ROUGH = 0.05
+_CLOSE = 0.2  # relative error of states up to which they can be of the same layer, in any dtype
 _COUNTERS = "vllm:spec_decode_num_"
 
 
@@ -132,6 +135,14 @@ def described(folder: Path) -> Iterator[str]:
         yield "  which layers they are of is not recorded; training takes them for what the drafter reads, and the last"
 
 
+def dtype_of(folder: Path) -> str:
+    """In which dtype a target is held against states: the record's own."""
+    for path in sorted(folder.rglob("*.safetensors")):
+        with suppress(Exception), safe_open(path, "pt") as file:  # safetensors' own kinds
+            return {"F32": "float32", "F16": "float16"}.get(file.get_slice("hidden_states").get_dtype(), "bfloat16")
+    return "auto"
+
+
 def serves(layers: Sequence[int], target: Target) -> list[str]:
     """The kinds of drafters that states of these layers train."""
     have, found = set(layers), []
@@ -149,30 +160,55 @@ def probe(states: States, tokens: Tensor, shards: Shards) -> list[str]:
     """Hold states of one text, int64 [n], against those of the target's own layers, of which one at a time is read from
     the checkpoint. Returns what was found; raises ValueError where a column holds another layer than it should."""
     target, tokens = states.target, tokens[:_PROBED]
-    recorded = states.of(tokens)
-    close = _CLOSE.get(recorded.dtype, _ROUGH)
-    errors = dict[int, list[float]]()
+    recorded, errors = states.of(tokens), dict[int, list[float]]()
     bar = progress(layer_by_layer(target, tokens[None].to(target.device), shards), total=target.n_layers, desc="probe")
     for layer, outputs in bar:
         own = outputs[0].float().cpu()
-        errors[layer + 1] = [
-            float((recorded[:, c].float() - own).norm() / own.norm()) for c in range(len(states.layers))
-        ]
+        apart = [recorded[:, column].float() - own for column in range(len(states.layers))]
+        errors[layer + 1] = [float(difference.norm() / own.norm()) for difference in apart]
     lines, wrong = [], []
     for column, said in enumerate(states.layers):
-        nearest = min(errors, key=lambda layer: errors[layer][column])
-        error = errors[said][column] if said in errors else float("inf")
-        lines.append(f"column {column}: layer {said}, relative error {error:.1e}")
-        if error > close:
+        of_layers = {layer: found[column] for layer, found in errors.items()}
+        nearest = min(of_layers, key=lambda layer: of_layers[layer])
+        lines.append(f"column {column}: layer {said}, relative error {of_layers.get(said, math.inf):.1e}")
+        if nearest != said or of_layers[said] > _CLOSE:
             wrong.append(
-                f"column {column} should be layer {said} and is nearest to {nearest}: {errors[nearest][column]:.1e}"
+                f"column {column} should be layer {said}, nearest is {nearest} ({of_layers[nearest]:.1e} away)"
             )
     if wrong:
         raise ValueError(
-            f"hidden states are not those of {target.name!r} ({'; '.join(wrong)}). Layers are counted from 0, the "
-            "embeddings, so that the output of layer l is l + 1; numbers that are one off, or another checkpoint, show so"
+            f"hidden states are not those of {target.name!r}: {'; '.join(wrong)}. Layers are counted from 0, the "
+            "embeddings, so the output of layer l is l + 1; numbers that are one off, or another checkpoint, show so"
         )
     return lines
+
+
+def record(states: FromServer, documents: Sequence[Tensor], folder: Path) -> int:
+    """Have the states of documents, int64 [n] each, written into a folder, for training without the server. Returns
+    how many were written now: files that are there stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places = [(folder / f"hs_{i}.safetensors", tokens) for i, tokens in enumerate(documents)]
+    missing = [(place, tokens) for place, tokens in places if not place.is_file()]
+
+    def write(job: tuple[Path, Tensor]) -> int:
+        place, tokens = job
+        path, found = states.recorded(tokens)
+        states.check(found, tokens, str(path))
+        with disk_room(place), atomic(place) as scratch:
+            shutil.move(path, scratch)
+        path.with_name(path.name + ".lock").unlink(missing_ok=True)
+        return len(tokens)
+
+    with ThreadPoolExecutor(states.at_once) as pool, progress(total=len(missing), desc="states", unit=" texts") as bar:
+        tokens, begun = 0, time.perf_counter()
+        for count in pool.map(write, missing):
+            tokens += count
+            bar.update()
+            bar.set_postfix(
+                {"tokens": tokens, "rate": f"{tokens / (time.perf_counter() - begun):.0f}/s"}, refresh=False
+            )
+    write_about(folder, states.layers, states.target.name)
+    return len(missing)
 
 
 def likelihood(states: FromFolder) -> str:
@@ -238,8 +274,8 @@ def acceptance_lines(figures: Figures) -> list[str]:
     rates = [*figures["per_position"]]
     given = [mean(rate, before) for rate, before in zip(rates, [1.0, *rates], strict=False)]
     return [
-        f"acceptance length {shown(figures['tau'])} over {figures['drafts']:.0f} drafts; {figures['questions']} answers "
-        f"of {figures['tokens']} tokens",
+        f"acceptance length {shown(figures['tau'])} over {figures['drafts']:.0f} drafts; "
+        f"{figures['questions']} answers of {figures['tokens']} tokens",
         f"accepted by position {' '.join(shown(rate, 3) for rate in rates)}",
         f"given the one before {' '.join(shown(rate, 3) for rate in given)}",
     ]

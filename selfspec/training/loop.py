@@ -145,6 +145,12 @@ class _Loop:
         before = state.seconds
         try:
             loss, parts, norm, tokens = optimizer_step(*arguments, state.step, before)
+        except ConnectionError as error:  # of a server that hands out hidden states
+            self.saved()
+            again = command_line(self.accelerator.num_processes)
+            raise ConnectionError(
+                f"{error}; saved at step {state.step}, it goes on from there with: {again}"
+            ) from error
         except FloatingPointError as error:
             kept = self.checkpoint.path
             where = f"; {kept} keeps what was trained before" if kept.is_file() else ""

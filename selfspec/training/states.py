@@ -117,7 +117,8 @@ class FromServer(States):
         super().__init__(target, reads, layers)
         self.servers, self.most, self.held = servers, int(gigabytes * 1e9), 0
         self.waited, self.began = 0.0, 0.0
-        self._pool = ThreadPoolExecutor(_AT_ONCE * len(servers.urls), thread_name_prefix="states")
+        self.at_once = _AT_ONCE * len(servers.urls)
+        self._pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="states")
         self._coming: dict[bytes, Future[Tensor]] = {}
 
     def _bytes(self, tokens: Tensor) -> int:
@@ -152,6 +153,13 @@ class FromServer(States):
         return f"the trainer waited {share:.0%} of the time for hidden states: {slower}"
 
     def _fetched(self, tokens: Tensor) -> Tensor:
+        path, states = self.recorded(tokens)
+        for done in (path, path.with_name(path.name + ".lock")):
+            done.unlink(missing_ok=True)
+        return self.check(states, tokens, str(path))
+
+    def recorded(self, tokens: Tensor) -> tuple[Path, Tensor]:
+        """The file that the server has written for a document, and its states."""
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         for attempt in range(_AGAIN):
             answer = self.servers.post("/v1/completions", body)
@@ -166,7 +174,13 @@ class FromServer(States):
                     f"{self.servers.urls[0]} has read other tokens than it was given: another model's server"
                 )
             try:
-                return self._read(path, tokens)
+                with path.with_name(path.name + ".lock").open() as held:
+                    fcntl.flock(held, fcntl.LOCK_SH)  # until the server has written
+                    with safe_open(path, "pt") as file:
+                        ids, states = file.get_tensor("token_ids").long(), file.get_tensor("hidden_states")
+                if not torch.equal(ids, tokens):
+                    raise ValueError(f"{path}: the states are of other tokens than were asked for")
+                return path, states
             except FileNotFoundError:  # it died before it wrote, and came back
                 if attempt == _AGAIN - 1:
                     raise ValueError(
@@ -175,18 +189,6 @@ class FromServer(States):
                     ) from None
                 time.sleep(1.0)
         raise AssertionError
-
-    def _read(self, path: Path, tokens: Tensor) -> Tensor:
-        lock = path.with_name(path.name + ".lock")
-        with lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_SH)  # until the server has written
-            with safe_open(path, "pt") as file:
-                ids, states = file.get_tensor("token_ids"), file.get_tensor("hidden_states")
-        for done in (path, lock):
-            done.unlink(missing_ok=True)
-        if not torch.equal(ids.long(), tokens):
-            raise ValueError(f"{path}: the states are of other tokens than were asked for")
-        return self.check(states, tokens, str(path))
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

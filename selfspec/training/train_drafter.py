@@ -126,6 +126,7 @@ def train_drafter(run: DrafterRun) -> Figures:
     whole_hash = target_hash(run.target) if shard.wanted() else before  # `before` is of this process's part
     memory = peak_memory_mb(run.target.device)
     summary = {**figures, "finished": run.loop.steps, "target_hash": whole_hash, "peak_memory_mb": memory}
+    summary["partial"] = run.target.partial
     summary["chat"] = run.tokenizer.chat_template is not None
     summary |= {} if run.loop.minutes is None else {"minutes": run.loop.minutes}
     place = run.folder / "drafter"
