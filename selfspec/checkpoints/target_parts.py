@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -26,6 +27,13 @@ from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
 
 
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+
+
 class Shards:
     """A checkpoint's safetensors files by the tensors they hold; of a hub id, each file is fetched when it is read."""
 
@@ -43,7 +51,7 @@ class Shards:
         single = self._path(SAFE_WEIGHTS_NAME)
         if not single.is_file():
             raise FileNotFoundError(f"target {name!r} has no safetensors files in {place}, from which parts are read")
-        with safe_open(single, "pt") as file:
+        with _opened(single) as file:
             self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
     def _path(self, file: str) -> Path:
@@ -67,11 +75,9 @@ class Shards:
         path = self._path(self.files[name])
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing, which the checkpoint's index names; copy it again")
-        try:
-            with safe_open(path, "pt") as file:
-                return file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     @property
     def bytes(self) -> int:

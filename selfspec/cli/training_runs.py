@@ -32,6 +32,7 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_synthetic, check_training
+from selfspec.training.draft_loss import needs_layers
 from selfspec.training.drafter_data import distilled, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import LoopConfig
@@ -200,7 +201,10 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     """The drafter that a training begins with."""
     kind, config = drafter_of(run.drafter)
     torch.manual_seed(run.loop.seed)
-    drafter = build(kind, target, config)
+    try:
+        drafter = build(kind, target, config)
+    except (RuntimeError, NotImplementedError) as error:  # of weights that are not here
+        raise needs_layers(kind.__module__.rsplit(".", 1)[-1]) if target.partial else error from error
     if not kind.__module__.startswith("selfspec."):  # those of this package are tested
         try_out(drafter, target)
     if (name := run.train.init_from) is not None:

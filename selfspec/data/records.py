@@ -164,6 +164,11 @@ class Records(ABC):
             ids, mask = (side if isinstance(side, list) else [] for side in sides)
             if not ids or len(ids) != len(mask) or not all(isinstance(x, int) for x in (*ids, *mask)):
                 raise ValueError(f"{place}: {_IDS} and {_MASK} must be two lists of integers, of one length")
+            if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+                raise ValueError(
+                    f"{place}: {_IDS} reach from {min(ids)} to {max(ids)}, but tokenizer "
+                    f"{self.tokenizer.name_or_path!r} has {len(self.tokenizer)}; they were made by another"
+                )
             text = str(self.tokenizer.decode(ids))
             documents.append(Document(place, ((text, True),), (ids, [bool(counts) for counts in mask])))
         return documents

@@ -86,8 +86,6 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_En
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has neither a BOS nor an EOS token to separate texts")
     left = iter(documents)
     while batch := list(islice(left, _BATCH)):
-        for known in (document.tokens for document in batch if document.tokens is not None):
-            _check_known(known[0], tokenizer)
         texts = ["" if document.tokens else document.text for document in batch]
         if tokenizer.is_fast:
             encoding = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
@@ -99,15 +97,6 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_En
             if ids[:1] != [separator] and not document.conversation:
                 ids, mask = [separator, *ids], [False, *mask]
             yield _Encoded(ids, mask, document.conversation, len(document.text.encode()))
-
-
-def _check_known(ids: list[int], tokenizer: Tokenizer) -> None:
-    """Raises ValueError for token ids that the tokenizer has not."""
-    if ids and not 0 <= min(ids) <= max(ids) < len(tokenizer):
-        raise ValueError(
-            f"recorded token ids reach from {min(ids)} to {max(ids)}, but tokenizer {tokenizer.name_or_path!r} has "
-            f"{len(tokenizer)}; they were made by another"
-        )
 
 
 def _by_span(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[tuple[int, int]]]:

@@ -75,6 +75,13 @@ class _Random(States):
         return torch.randn(len(tokens), len(self.layers), self.target.hidden_size)
 
 
+def needs_layers(kind: str) -> ValueError:
+    return ValueError(
+        f"drafter={kind} runs layers of the target, which train.states leaves where they are; train drafter=eagle3, "
+        "medusa, sequential, mtp or block"
+    )
+
+
 def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
     """Raises ValueError for a drafter that needs more of a target than hidden states, embeddings, norm and lm_head."""
     size = 4 * (drafter.depth + 4)
@@ -86,10 +93,7 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
         with torch.no_grad(), autocast(target.device, loop):
             DraftLoss(drafter, target, states=_Random(target, drafter.reads, None))(batch)
     except (NotImplementedError, RuntimeError, AttributeError) as error:  # of weights that are not here
-        raise ValueError(
-            f"drafter={drafter.kind} runs layers of the target, which train.states leaves where they are; train "
-            "drafter=eagle3, medusa, sequential, mtp or block"
-        ) from error
+        raise needs_layers(drafter.kind) from error
 
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,277 @@
+"""Text from a served model: answers to other data's questions and to its own, resumable, counted, refused where the
+server is not what it should be."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import FakeServer
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.checkpoints.loading import load_target
+from selfspec.core.options import end_tokens
+from selfspec.core.target import Target
+from selfspec.data import server as module
+from selfspec.data.records import JsonLines
+from selfspec.data.server import Server, merged
+from selfspec.data.store import stored, tokenize
+from selfspec.utils import server as client
+from tests.conftest import write_lines
+
+Pair = tuple[Target, PreTrainedTokenizerFast]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_folder: str) -> Pair:
+    target, tokenizer = load_target(tiny_folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return target, tokenizer
+
+
+@pytest.fixture
+def fake(pair: Pair, tmp_path: Path) -> Any:
+    made = FakeServer(*pair, tmp_path / "states")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_FIRST", 0.01)
+
+
+def source(pair: Pair, folder: Path, count: int = 6, turns: int = 2) -> JsonLines:
+    lines = []
+    for i in range(count):
+        messages = [{"role": "system", "content": "be brief"}] if i % 2 else []
+        for turn in range(turns):
+            messages += [{"role": "user", "content": f"question {i} {turn}"}, {"role": "assistant", "content": "old"}]
+        lines.append({"messages": messages})
+    return JsonLines(path=write_lines(folder / "asked.jsonl", lines), tokenizer=pair[1])
+
+
+def asking(pair: Pair, fake: FakeServer, folder: Path, **changes: Any) -> Server:
+    settings = {"url": fake.url, "tokenizer": pair[1], "ends": end_tokens(pair[0]), "new_tokens": 8, "at_once": 3}
+    settings |= {"folder": str(folder / "kept"), "patience": 0.2, "validation_share": 0.4}
+    if "source" not in changes:
+        settings["source"] = source(pair, folder)
+    return Server(**{**settings, **changes})
+
+
+def test_answers_are_the_targets_own_tokens(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    data = asking(pair, fake, tmp_path, sampled=0.0)
+    data.write()
+    records = [record for _, record in data.records()]
+    assert [record["id"] for record in records] == list(range(6))
+    for record in records:
+        assert all(turn["content"] != "old" for turn in record["messages"])
+        ids, mask = record["tokens"][-1]["input_ids"], record["tokens"][-1]["loss_mask"]
+        assert sum(mask) > 0
+        assert len(ids) == len(mask)
+    train, validation = stored(data, pair[1], tmp_path / "texts")
+    assert train.is_chat.all()
+    assert train.counted + validation.counted == sum(sum(t["loss_mask"]) for r in records for t in r["tokens"])
+    first = train.document(0)
+    start = int(first.mask.int().argmax())  # greedy text: each token is the likeliest behind those before it
+    logits = pair[0].text(first.tokens[None]).logits
+    assert logits is not None
+    assert logits[0, start - 1 : -1].argmax(-1)[first.mask[start:]].tolist() == first.tokens[first.mask].tolist()
+
+
+def test_history_is_the_models_own(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.finish = "stop"
+    asking(pair, fake, tmp_path, at_once=1).write()
+    second = next(body for body in fake.asked if len(body["messages"]) > 3)
+    assert second["messages"][-2]["role"] == "assistant"
+    assert second["messages"][-2]["content"] != "old"
+    assert {body["temperature"] for body in fake.asked} == {0.0, 1.0}
+
+
+def test_an_answer_that_was_cut_ends_its_conversation(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.finish = "length"
+    data = asking(pair, fake, tmp_path)
+    data.write()
+    assert len(fake.asked) == 6
+    assert {tuple(record["finish"]) for _, record in data.records()} == {("length",)}
+    assert json.loads((data.place / "card.json").read_text())["answers"] == {"length": 6}
+
+
+def test_without_token_ids_the_text_is_tokenized(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.ids, fake.said = False, {"content": "four words of answer"}
+    data = asking(pair, fake, tmp_path)
+    data.write()
+    train, _ = stored(data, pair[1], tmp_path / "texts")
+    assert "four words of answer" in pair[1].decode(train.document(0).tokens)
+    assert train.counted > 0
+
+
+def test_a_killed_run_goes_on_without_asking_twice(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.dies_after, fake.finish = 7, "stop"
+    data = asking(pair, fake, tmp_path, at_once=1)
+    with pytest.raises(ConnectionError, match="does not answer"):
+        data.write()
+    kept = [record["id"] for _, record in data.records()]
+    assert 0 < len(kept) < 6
+    with data.path.open("ab") as file:
+        file.write(b'{"id": 5, "messa')  # cut off in the middle
+    fake.dies_after, before = None, len(fake.asked)
+    again = asking(pair, fake, tmp_path, at_once=1)
+    again.write()
+    assert [record["id"] for _, record in again.records()] == list(range(6))
+    assert len(fake.asked) - before == 2 * (6 - len(kept))
+    count = len(fake.asked)
+    again.write()
+    assert len(fake.asked) == count
+
+
+def test_work_is_shared_and_tried_again(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    other = FakeServer(*pair, tmp_path)
+    fake.refuse, fake.finish, other.finish = [503, 429, 500], "length", "length"
+    data = asking(pair, fake, tmp_path, url=[fake.url + "/v1", other.url], patience=5.0)
+    data.write()
+    other.close()
+    assert len(list(data.records())) == 6
+    assert fake.asked
+    assert other.asked
+
+
+def test_failures_are_counted_and_kept_beside(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.refuse, fake.finish = [400, 400], "length"
+    data = asking(pair, fake, tmp_path, errors=2)
+    data.write()
+    failed = [json.loads(line) for line in (data.place / "failed.jsonl").read_text().splitlines()]
+    assert len(failed) == 2
+    assert "status 400" in failed[0]["why"]
+    assert len(list(data.records())) == 4
+    fake.refuse = [400]
+    with pytest.raises(ValueError, match=r"more than data.errors=0"):
+        asking(pair, fake, tmp_path, errors=0).write()
+
+
+def test_its_own_questions(pair: Pair, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable", lambda question, tokenizer: True)
+    fake.finish = "stop"
+    data = asking(pair, fake, tmp_path, source=None, conversations=3, openings=["Write", ""], question_tokens=6)
+    data.write()
+    asked = [record["messages"][0]["content"] for _, record in data.records()]
+    assert [question.startswith("Write") for question in asked] == [True, False, True]
+    fake.finish = "length"
+    endless = asking(pair, fake, tmp_path, source=None, conversations=2, errors=0, seed=1)
+    with pytest.raises(ValueError, match="came out empty or endless"):
+        endless.write()
+
+
+def test_tools_stay_as_they_are(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    turns = [
+        {"role": "user", "content": "look it up"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "found"},
+        {"role": "assistant", "content": "old"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    lines = write_lines(tmp_path / "tools.jsonl", [{"messages": turns, "tools": tools}])
+    data = asking(pair, fake, tmp_path, source=JsonLines(path=lines, tokenizer=pair[1]))
+    data.write()
+    assert len(fake.asked) == 1
+    assert fake.asked[0]["tools"] == tools
+    record = next(record for _, record in data.records())
+    assert record["messages"][1]["tool_calls"] == [call]
+    assert record["messages"][-1]["content"] != "old"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"name": "other"}, "answers as 'other'"),
+        ({"layers": [1]}, None),
+        ({"said": {"content": ""}}, "the answer is empty"),
+    ],
+)
+def test_another_server_is_refused(
+    pair: Pair, fake: FakeServer, tmp_path: Path, wrong: dict[str, Any], said: str | None
+) -> None:
+    for name, value in wrong.items():
+        setattr(fake, name, value)
+    data = asking(pair, fake, tmp_path, errors=0)
+    if said is None:  # chat answers carry no states here
+        data.write()
+        return
+    with pytest.raises(ValueError, match=said):
+        data.write()
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_another_template_is_refused(pair: Pair, fake: FakeServer, tmp_path: Path, ids: bool) -> None:
+    fake.template, fake.ids = copy.deepcopy(pair[1]), ids
+    fake.template.chat_template = "{% for m in messages %}[{{ m['role'] }}]: {{ m['content'] }} {% endfor %}"
+    with pytest.raises(ValueError, match="the chat template here"):
+        asking(pair, fake, tmp_path).write()
+
+
+def test_no_server_and_no_model(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"serves tiny, not 'large'"):
+        asking(pair, fake, tmp_path, model="large").write()
+    fake.close()
+    with pytest.raises(ConnectionError, match="does not answer"):
+        asking(pair, fake, tmp_path, source=None, conversations=1).write()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": "http://user:secret@host:8000"}, "OPENAI_API_KEY"),
+        ({"url": "https://host/v1?key=secret"}, "OPENAI_API_KEY"),
+        ({"url": "localhost:8000"}, "no address"),
+        ({"url": []}, "names no server"),
+        ({"url": "http://h", "source": None}, "data.conversations"),
+        ({"url": "http://h", "new_tokens": 0}, "data.new_tokens=0"),
+        ({"url": "http://h", "sampled": 2}, "data.sampled=2"),
+        ({"url": "http://h", "openings": "Write"}, "data.openings"),
+    ],
+)
+def test_wrong_settings(pair: Pair, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        Server(**{"source": object(), "tokenizer": pair[1], **settings})
+    assert "secret" not in str(error.value)
+
+
+def test_the_key_is_sent_and_written_nowhere(
+    pair: Pair, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(client.KEY, "sesame")
+    data = asking(pair, fake, tmp_path)
+    data.write()
+    assert fake.keys == {"Bearer sesame"}
+    assert not any("sesame" in path.read_text(errors="replace") for path in data.place.rglob("*") if path.is_file())
+
+
+def test_merged_turns() -> None:
+    one = merged([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])])
+    assert one == [{"input_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 1, 0, 1]}]
+    two = merged([([1, 2], [3, 4]), ([1, 2, 4, 5], [6])])
+    assert [part["input_ids"] for part in two] == [[1, 2, 3, 4], [1, 2, 4, 5, 6]]
+
+
+def test_records_of_token_ids(pair: Pair, tmp_path: Path) -> None:
+    """As speculators regenerates them."""
+    lines = [{"input_ids": [5, 6, 7, i], "loss_mask": [0, 0, 1, 1]} for i in range(8, 14)]
+    data = JsonLines(path=write_lines(tmp_path / "ids.jsonl", lines), tokenizer=pair[1])
+    corpus = tokenize(data.train(), pair[1])
+    assert corpus.document(0).tokens[:3].tolist() == [5, 6, 7]
+    assert corpus.document(0).mask.tolist() == [False, False, True, True]
+    for wrong, said in (
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "of one length"),
+        ({"input_ids": [1, "a"], "loss_mask": [1, 1]}, "lists of integers"),
+    ):
+        data = JsonLines(path=write_lines(tmp_path / "wrong.jsonl", [*lines, wrong]), tokenizer=pair[1])
+        with pytest.raises(ValueError, match=said):
+            data.train()
+    beyond = [{"input_ids": [0, 100_000 + i], "loss_mask": [0, 1]} for i in range(4)]
+    data = JsonLines(path=write_lines(tmp_path / "beyond.jsonl", beyond), tokenizer=pair[1])
+    with pytest.raises(ValueError, match="they were made by another"):
+        data.train()

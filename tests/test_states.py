@@ -1,0 +1,466 @@
+"""Drafters trained without the target's layers: states of a server or of a folder, the target as three tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_server import FakeServer
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
+from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
+from selfspec.checkpoints.weights_hash import parts_hash
+from selfspec.cli.training_runs import run_training
+from selfspec.core.generate import autoregressive
+from selfspec.core.options import Options
+from selfspec.core.sampling import Sampling, gumbel, noise_bits
+from selfspec.core.target import Target
+from selfspec.data.store import joined
+from selfspec.data.windows import Packed
+from selfspec.drafters.base import Trained
+from selfspec.drafters.registry import build, config_class, drafter_class
+from selfspec.integrations.export import export
+from selfspec.integrations.serve_target import Server, acceptance, described, probe, record, serves, untrained
+from selfspec.training.draft_loss import DraftLoss
+from selfspec.training.recorded import posterior_noise, recorded_samples
+from selfspec.training.states import Ahead, FromFolder, FromServer, behind_layers, wanted_layers, write_about
+from selfspec.utils import server as client
+from selfspec.utils.server import Servers
+from tests.conftest import compose_config, save_tiny, write_lines
+
+KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    return save_tiny(tmp_path_factory.mktemp("states") / "tiny", tokenizer, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: str) -> tuple[Target, PreTrainedTokenizerFast]:
+    target, tokenizer = load_target(folder)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return target, tokenizer
+
+
+@pytest.fixture(scope="module")
+def parts(folder: str) -> Target:
+    return load_parts(folder, device="cpu")[0]
+
+
+@pytest.fixture
+def fake(whole: tuple[Target, PreTrainedTokenizerFast], tmp_path: Path) -> Any:
+    made = FakeServer(*whole, tmp_path / "states", list(range(1, LAYERS + 1)))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_FIRST", 0.01)
+
+
+def drafter_on(target: Target, kind: str, **settings: Any) -> Trained:
+    torch.manual_seed(3)
+    made = build(drafter_class(kind), target, config_class(drafter_class(kind))(**settings))
+    assert isinstance(made, Trained)
+    return made
+
+
+def lines(tmp_path: Path, count: int = 24) -> str:
+    talk = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {i}"},
+                {"role": "assistant", "content": f"answer {i} is {i * i}"},
+            ]
+        }
+        for i in range(count)
+    ]
+    return write_lines(tmp_path / "chat.jsonl", talk)
+
+
+# -- the target as three tensors
+
+
+def test_parts_are_the_targets_own(whole: tuple[Target, Any], parts: Target, folder: str) -> None:
+    target, tokens = whole[0], torch.tensor([[3, 7, 11, 2, 9]])
+    full = target.text(tokens, reads=tuple(range(LAYERS)))
+    out = behind_layers(parts, tokens, {LAYERS - 1: full.features[LAYERS - 1]})
+    assert torch.equal(out.logits, full.logits)
+    assert torch.equal(out.hidden, full.hidden)
+    assert parts.partial
+    assert not target.partial
+    assert parts_hash(parts) == parts_hash(target)
+    in_memory = sum(p.numel() for p in {id(p): p for p in parts.model.parameters()}.values() if not p.is_meta)
+    assert in_memory == 2 * target.vocab_size * target.hidden_size + target.hidden_size
+    for layer, states in layer_by_layer(parts, tokens, Shards(folder)):
+        assert torch.allclose(states, full.features[layer], atol=1e-5)
+    assert all(p.is_meta for p in parts.layers.parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "granite", "gpt2"])
+def test_parts_of_other_families(family: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Logits scaled, embeddings scaled or tied, learned positions."""
+    place = save_tiny(tmp_path / family, tokenizer, family)
+    target, parts, tokens = load_target(place)[0], load_parts(place, device="cpu")[0], torch.tensor([[3, 7, 11, 2]])
+    last = target.n_layers - 1
+    full = target.text(tokens, reads=(last,))
+    assert torch.allclose(behind_layers(parts, tokens, full.features).logits, full.logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_the_whole_target(kind: str, whole: tuple[Target, Any], parts: Target) -> None:
+    tokens = torch.randint(whole[0].vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
+    ours, theirs = (drafter_on(target, kind) for target in (parts, whole[0]))
+    with torch.no_grad():
+        for name, p in theirs.trained().items():
+            p.copy_(ours.trained()[name])
+
+    class Known(FromServer):
+        def __init__(self) -> None:
+            super(FromServer, self).__init__(parts, ours.reads, None)
+
+        def of(self, piece: torch.Tensor) -> torch.Tensor:
+            found = whole[0].text(piece[None], False, reads=tuple(self.columns)).features
+            return torch.stack([found[layer][0] for layer in self.columns], 1)
+
+    losses = []
+    for module in (DraftLoss(ours, parts, states=Known()), DraftLoss(theirs, whole[0])):
+        torch.manual_seed(0)
+        losses.append(float(module(batch)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "mask"])
+def test_kinds_that_run_the_targets_layers_are_refused(kind: str, folder: str, tmp_path: Path) -> None:
+    config = training(tmp_path, folder, "http://localhost:1", kind)
+    with pytest.raises(ValueError, match=rf"drafter={kind}.*eagle3, medusa"):
+        run_training(config, tmp_path / "run")
+
+
+def test_a_checkpoint_without_its_parts(folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    place = Path(save_tiny(tmp_path / "odd", tokenizer))
+    weights = load_file(place / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if "norm.weight" not in k}, place / "model.safetensors")
+    with pytest.raises(ValueError, match=r"hold no model\.norm\.weight"):
+        load_parts(str(place))
+    (place / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        load_parts(str(place))
+    (place / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no safetensors files"):
+        load_parts(str(place))
+
+
+# -- training
+
+
+def training(tmp_path: Path, folder: str, states: str | None, kind: str = "eagle3", *more: str) -> Any:
+    url = [f"train.states_url={states}"] if states is not None and states.startswith("http") else []
+    source = "server" if url else states
+    given = [] if states is None else [f"train.states={source}", *url]
+    few = "train.prompts=4 train.new_tokens=8 train.prompt_tokens=4 train.validation_rows=2 train.length=48"
+    loop = "loop.steps=20 loop.batch_size=2 loop.validate_every=20 loop.log_every=1 loop.precision=no loop.warmup=2"
+    return compose_config(
+        "train",
+        *[f"drafter={kind}", "name=states", f"target.name={folder}", "target.dtype=float32", "target.device=cpu"],
+        *["data=jsonl", f"data.path={lines(tmp_path)}", "data.validation_share=0.3", *few.split(), *loop.split()],
+        *["logger=none", *given, *more],
+    )
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
+    return [record["train"]["loss"] for record in records if "train" in record]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_server_folder_and_target_train_alike(
+    kind: str, folder: str, parts: Target, whole: tuple[Target, Any], fake: FakeServer, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    save_drafter(drafter_on(parts, kind), first / "drafter", parts, folder, whole[1], "untrained")
+    begin = f"train.init_from={first}"
+    runs = {name: tmp_path / name for name in ("server", "folder", "here")}
+    fake.layers = wanted_layers(drafter_on(parts, kind).reads, LAYERS)
+    figures = run_training(training(tmp_path, folder, fake.url, kind, begin), runs["server"])
+    assert not list(fake.folder.glob("*.safetensors*"))  # each was read and deleted
+    kept = tmp_path / "kept"
+    documents = texts_of(tmp_path, whole[1])
+    source = FromServer(parts, drafter_on(parts, kind).reads, Servers((fake.url,)), None, 1.0)
+    assert record(source, documents, kept) == len(documents)
+    assert record(source, documents, kept) == 0
+    fake.close()  # a folder needs no server
+    run_training(training(tmp_path, folder, str(kept), kind, begin), runs["folder"])
+    run_training(training(tmp_path, folder, None, kind, begin), runs["here"])
+    found = [losses(run) for run in runs.values()]
+    assert len(found[0]) == 20
+    assert found[0] == pytest.approx(found[2], abs=1e-3)
+    assert found[1] == pytest.approx(found[2], abs=1e-3)
+    assert found[0][-1] < found[0][0]
+    assert math.isfinite(figures["greedy"]["tau"]["16"])
+    drafter = load_drafter(runs["server"] / "drafter", whole[0], whole[1])  # serves on the whole target
+    assert drafter.kind == kind
+    assert read_meta(runs["server"] / "drafter")["target"]["weights_hash"].startswith("parts:")
+
+
+def texts_of(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    from selfspec.data.records import JsonLines
+    from selfspec.data.store import tokenize
+
+    data = JsonLines(path=lines(tmp_path), tokenizer=tokenizer)
+    corpus = tokenize([document for document, _ in data.documents()], tokenizer)
+    return [corpus.document(i).tokens for i in range(len(corpus.is_chat))]
+
+
+def test_a_server_that_dies_loses_nothing(
+    folder: str, whole: tuple[Target, Any], fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.training.drafter_data.Servers", lambda urls: Servers(urls, patience=0.1))
+    fake.layers = wanted_layers((1, 2), LAYERS)
+    more = "drafter.layers=[1,2]", "train.states_gb=0.00001"
+    whole_run, broken = tmp_path / "whole", tmp_path / "broken"
+    run_training(training(tmp_path, folder, fake.url, "eagle3", *more), whole_run)
+    fake.dies_after = len(fake.asked) + 40
+    config = training(tmp_path, folder, fake.url, "eagle3", *more)
+    with pytest.raises(ConnectionError, match=r"saved at step \d+, it goes on"):
+        run_training(config, broken)
+    assert 0 < len(losses(broken)) < 20
+    fake.dies_after = None
+    run_training(config, broken)
+    assert losses(broken) == losses(whole_run)
+    one, two = (load_file(run / "drafter" / "drafter.safetensors") for run in (whole_run, broken))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_export_reads_parts_alone(folder: str, parts: Target, whole: tuple[Target, Any], tmp_path: Path) -> None:
+    save_drafter(drafter_on(parts, "eagle3"), tmp_path / "run/drafter", parts, folder, whole[1], "untrained")
+    said = export(str(tmp_path / "run"), "vllm", tmp_path / "out")
+    assert any("read back" in line for line in said)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3]
+
+
+def test_another_checkpoint_of_the_same_shape(
+    parts: Target, folder: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    save_drafter(drafter_on(parts, "medusa"), tmp_path / "drafter", parts, folder, tokenizer, "untrained")
+    place = Path(save_tiny(tmp_path / "other", tokenizer, num_hidden_layers=LAYERS))
+    weights = load_file(place / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5
+    save_file(weights, place / "model.safetensors", {"format": "pt"})
+    for load in (load_target, load_parts):
+        with pytest.raises(ValueError, match="not for"):
+            load_drafter(tmp_path / "drafter", load(str(place))[0], tokenizer)
+
+
+# -- states
+
+
+def test_prefetching_is_bounded(parts: Target, fake: FakeServer) -> None:
+    tokens = torch.arange(400) % 50
+    corpus = joined(
+        tokens, torch.ones(400, dtype=torch.bool), torch.arange(0, 401, 20), torch.ones(20, dtype=torch.bool)
+    )
+    fake.layers = wanted_layers((1,), LAYERS)
+    one = 20 * 2 * parts.hidden_size * 4  # bytes of a document's states
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 3.5 * one / 1e9)
+    batches = Ahead(Packed(corpus, 20, 1, 0), states)
+    for step in range(30):
+        features = states.features(batches.batch(step))
+        assert states.held <= 3.5 * one
+        assert set(features) == {1, LAYERS - 1}
+        assert all(part.any() for part in features.values())
+    states.close()
+    assert len(fake.asked) <= 30 + 3
+    assert states.summary.startswith("the trainer waited")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda states: states[:, :1], r"\[\d+, 1, 32\] \(tokens, layers, width\)"),
+        (lambda states: states[:, :, :8], r"\[\d+, 2, 8\] \(tokens, layers, width\)"),
+        (lambda states: states * math.nan, "no finite numbers"),
+        (lambda states: states.long(), "no finite numbers"),
+    ],
+)
+def test_wrong_states_are_refused(parts: Target, fake: FakeServer, change: Any, said: str) -> None:
+    fake.layers, fake.change = wanted_layers((1,), LAYERS), change
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
+    with pytest.raises(ValueError, match=said):
+        states.of(torch.arange(6))
+
+
+def test_a_server_without_states(parts: Target, fake: FakeServer) -> None:
+    fake.layers = None
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
+    with pytest.raises(ValueError, match="hands out no hidden states"):
+        states.of(torch.arange(6))
+
+
+def test_states_on_a_disk_that_is_not_shared(
+    parts: Target, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.training.states.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(fake, "write", lambda prompt: tmp_path / "elsewhere.safetensors")
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
+    with pytest.raises(ValueError, match="shares with it"):
+        states.of(torch.arange(6))
+
+
+@pytest.fixture
+def recorded(parts: Target, fake: FakeServer, whole: tuple[Target, Any], tmp_path: Path) -> Path:
+    """Greedy and sampled texts of the target with their states."""
+    fake.layers = wanted_layers((1, 2), LAYERS)
+    texts = []
+    for temperature in (0.0, 1.0):
+        for i in range(4):
+            prompt = [1 + i, 2 + i, 3]
+            options = Options(20, Sampling(temperature), [i], frozenset())
+            texts.append(torch.tensor(prompt + autoregressive(whole[0], [prompt], options).token_ids[0]))
+    source = FromServer(parts, (1, 2), Servers((fake.url,)), None, 1.0)
+    record(source, texts, tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+def test_what_a_folder_holds(recorded: Path, parts: Target, folder: str) -> None:
+    said = "\n".join(described(recorded))
+    assert "8 texts of 184 tokens" in said
+    assert f"layers [2, 3, {LAYERS}]" in said
+    assert set(serves([2, 3, LAYERS], parts)) >= {"medusa", "mtp", "sequential"}
+    assert "eagle3" not in serves([LAYERS], parts)
+    states = FromFolder(parts, (1, 2), recorded, None, 64)
+    assert len(probe(states, states.first, Shards(folder))) == 3
+
+
+def test_a_number_that_is_one_off_is_found(recorded: Path, parts: Target, folder: str) -> None:
+    states = FromFolder(parts, (0, 2), recorded, [1, 3, LAYERS], 64)  # as one who counts layers from 0 says
+    with pytest.raises(ValueError, match="column 0 should be layer 1, nearest is 2"):
+        probe(states, states.first, Shards(folder))
+
+
+def test_folders_that_do_not_serve(recorded: Path, parts: Target, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"reads \[1, 4\].*\[1\] are missing"):
+        FromFolder(parts, (0,), recorded, None, 64)
+    write_about(tmp_path / "none", [LAYERS], "tiny")
+    with pytest.raises(ValueError, match="no file here holds token_ids"):
+        FromFolder(parts, (), tmp_path / "none", None, 64)
+    with pytest.raises(ValueError, match="holds no file"):
+        list(described(tmp_path / "none"))
+    states = FromFolder(parts, (1,), recorded, None, 64)
+    other = joined(torch.arange(30), torch.ones(30, dtype=torch.bool), torch.tensor([0, 30]), torch.ones(1).bool())
+    with pytest.raises(ValueError, match="states of none of the 1 training documents"):
+        states.covered(other, 64, "training")
+    path = next(recorded.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:200])  # cut off: it is left out, and told
+    again = FromFolder(parts, (1,), recorded, None, 64)
+    assert again.unread == [path]
+    assert "1 files are being written, cut off" in "\n".join(described(recorded))
+
+
+def test_a_cut_document_is_found_by_its_pieces(recorded: Path, parts: Target) -> None:
+    states = FromFolder(parts, (1,), recorded, None, 10)
+    whole_text = load_file(next(recorded.glob("*.safetensors")))
+    for start in (0, 10, 20):
+        piece = whole_text["token_ids"][start : start + 10]
+        assert torch.equal(states.of(piece), whole_text["hidden_states"][start : start + 10])
+
+
+def test_samples_of_recorded_states(recorded: Path, parts: Target) -> None:
+    states = FromFolder(parts, (1, 2), recorded, None, 64)
+    texts = [load_file(path)["token_ids"] for path in sorted(recorded.glob("*.safetensors"))]
+    starts = torch.tensor([0, *map(len, texts)]).cumsum(0)
+    mask = torch.cat([torch.arange(len(text)) >= 3 for text in texts])
+    corpus = joined(torch.cat(texts), mask, starts, torch.ones(len(texts), dtype=torch.bool))
+    samples = recorded_samples(parts, corpus, states, 3, 12, 64)
+    assert {mode: len(found) for mode, found in samples.items()} == {"greedy": 3, "sampled": 3}
+    assert all(sample.noise is None for sample in samples["greedy"])
+    for sample in samples["sampled"]:
+        assert sample.start == 3
+        assert len(sample.tokens) == 15
+        assert sample.noise is not None
+        at = torch.arange(sample.start, len(sample.tokens))
+        logits = parts.lm_head(sample.hidden[at - 1]).double()
+        assert torch.equal((logits + sample.noise(at)).argmax(-1), sample.tokens[at])  # the text is its pick
+
+
+def test_posterior_noise_is_gumbel_noise(parts: Target) -> None:
+    """Over texts that are sampled, noise given the pick is noise: mean, variance and tails of a standard Gumbel."""
+    torch.manual_seed(0)
+    count, vocab = 4000, parts.vocab_size
+    outputs = torch.randn(1, parts.hidden_size).expand(count + 1, -1)
+    logits = (
+        behind_layers(parts, torch.zeros(1, 1, dtype=torch.long), {LAYERS - 1: outputs[None, :1]}).logits[0, 0].double()
+    )
+    free = gumbel(noise_bits(torch.tensor(5), torch.tensor(0), torch.arange(count)[:, None], torch.arange(vocab)))
+    tokens = torch.cat([torch.zeros(1, dtype=torch.long), (logits + free).argmax(-1)])
+    noise = posterior_noise(parts, outputs, tokens, 9)(torch.arange(1, count + 1))
+    assert torch.equal((logits + noise).argmax(-1), tokens[1:])
+    for values in (noise.flatten(), noise[:, int(logits.argmax())]):
+        assert float(values.mean()) == pytest.approx(0.5772, abs=0.08)
+        assert float(values.var()) == pytest.approx(math.pi**2 / 6, rel=0.1)
+        assert float((values > 3).double().mean()) == pytest.approx(1 - math.exp(-math.exp(-3)), abs=0.012)
+
+
+# -- commands
+
+
+def test_commands_of_a_server(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Server(folder, tmp_path / "states", "python", 8001, 512, "float32")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    environment, words = plan.command([2, 3, 4])
+    assert "selfspec_cpu_connector" in " ".join(words)
+    assert (Path(environment["PYTHONPATH"]) / "selfspec_cpu_connector.py").is_file()
+    assert json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 4]
+    }
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    environment, words = plan.command([2, 3, 4])
+    assert words[words.index("--tensor-parallel-size") + 1] == "4"  # one GPU is the trainer's
+    assert "ExampleHiddenStatesConnector" in " ".join(words)
+    assert "--no-enable-chunked-prefill" in words
+    assert not environment
+    _, words = plan.command(None)
+    assert words[words.index("--tensor-parallel-size") + 1] == "8"
+    assert "--kv-transfer-config" not in words
+    with pytest.raises(ValueError, match="--drafter mask"):
+        untrained(folder, "mask")
+
+
+def test_acceptance_by_the_servers_counters(fake: FakeServer, tmp_path: Path, whole: tuple[Target, Any]) -> None:
+    from selfspec.data.questions import Asking, read_questions
+
+    path = write_lines(tmp_path / "q.jsonl", [{"question": f"what is {i}"} for i in range(5)])
+    questions = read_questions(Asking(questions=path), whole[1], list)
+    figures = acceptance(fake.url, questions, 6, 0.0, 2)
+    assert figures["tau"] == 2.5
+    assert figures["per_position"] == [1.0, 0.5]
+    assert figures["questions"] == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["train.states=nowhere"], "train.states=nowhere is no folder"),
+        (["train.states=server"], "go together"),
+        (["train.states_url=http://h"], "are read with train.states"),
+        (["train.states=server", "train.states_url=http://a:b@h"], "OPENAI_API_KEY"),
+        (["train.states=server", "train.states_url=http://h", "train.distill.rows=4"], "take data=server"),
+        (["train.states=server", "train.states_url=http://h", "train.packed=false"], "found by documents"),
+        (["train.states=server", "train.states_url=http://h", "train.states_gb=0"], "above 0"),
+    ],
+)
+def test_wrong_settings(settings: list[str], said: str, folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_training(training(tmp_path, folder, None, "eagle3", *settings), tmp_path / "run")
