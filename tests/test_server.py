@@ -13,6 +13,7 @@ from fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.loading import load_target
+from selfspec.cli.training_runs import run_check
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data import server as module
@@ -20,7 +21,7 @@ from selfspec.data.records import JsonLines
 from selfspec.data.server import Server, merged
 from selfspec.data.store import stored, tokenize
 from selfspec.utils import server as client
-from tests.conftest import write_lines
+from tests.conftest import compose_config, write_lines
 
 Pair = tuple[Target, PreTrainedTokenizerFast]
 
@@ -248,6 +249,18 @@ def test_the_key_is_sent_and_written_nowhere(
     data.write()
     assert fake.keys == {"Bearer sesame"}
     assert not any("sesame" in path.read_text(errors="replace") for path in data.place.rglob("*") if path.is_file())
+
+
+def test_a_check_asks_nothing(pair: Pair, fake: FakeServer, tmp_path: Path, tiny_folder: str) -> None:
+    source(pair, tmp_path)
+    config = compose_config(
+        "train",
+        *["name=x", f"target.name={tiny_folder}", "data=server", f"data.url={fake.url}", f"data.folder={tmp_path}"],
+        *[f"data.source.path={tmp_path / 'asked.jsonl'}", "train.length=64", "loop.precision=no", "loop.batch_size=2"],
+    )
+    said = "\n".join(run_check(config, tmp_path / "run"))
+    assert "6 conversations are asked of tiny, 0 are answered" in said
+    assert not fake.asked
 
 
 def test_merged_turns() -> None:

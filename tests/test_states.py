@@ -17,9 +17,10 @@ from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_dr
 from selfspec.checkpoints.loading import load_target
 from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
 from selfspec.checkpoints.weights_hash import parts_hash
+from selfspec.cli import servers as commands
 from selfspec.cli.training_runs import run_training
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options
+from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
 from selfspec.data.store import joined
@@ -98,6 +99,7 @@ def test_parts_are_the_targets_own(whole: tuple[Target, Any], parts: Target, fol
     assert torch.equal(out.logits, full.logits)
     assert torch.equal(out.hidden, full.hidden)
     assert parts.partial
+    assert end_tokens(parts) == end_tokens(target)
     assert not target.partial
     assert parts_hash(parts) == parts_hash(target)
     in_memory = sum(p.numel() for p in {id(p): p for p in parts.model.parameters()}.values() if not p.is_meta)
@@ -447,6 +449,42 @@ def test_acceptance_by_the_servers_counters(fake: FakeServer, tmp_path: Path, wh
     assert figures["tau"] == 2.5
     assert figures["per_position"] == [1.0, 0.5]
     assert figures["questions"] == 5
+
+
+def test_the_commands(
+    recorded: Path, fake: FakeServer, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.states(["--check", str(recorded), "--target", folder])
+    said = capsys.readouterr().out
+    assert "they train:" in said
+    assert said.count("relative error") == 3
+    fake.layers = wanted_layers((1, 2), LAYERS)
+    asked = ["--url", fake.url, "--target", folder, "--path", lines(tmp_path)]
+    commands.states(["--write", str(tmp_path / "written"), "--drafter", "medusa", "--layers", "2,3,4", *asked])
+    assert "states of 24 texts were written" in capsys.readouterr().out
+    commands.serve_target([folder, "--drafter", "medusa", "--dry-run", str(tmp_path / "dry")])
+    assert "--speculative-config" in capsys.readouterr().out
+    assert (tmp_path / "dry/config.json").is_file()
+    questions = write_lines(tmp_path / "q.jsonl", [{"question": "what is it"}])
+    commands.acceptance([fake.url, "--questions", questions, "--target", folder, "--max-new-tokens", "4"])
+    assert "acceptance length 2.50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        ("states", ["--check", "nowhere"], "there is no such folder"),
+        ("states", ["--write", "here"], "--write needs --target too"),
+        ("acceptance", ["localhost", "--questions", "source", "--target", "tiny-target"], "no address"),
+        ("serve_target", ["nowhere/at/all", "--plain"], "nowhere/at/all"),
+        ("serve_target", ["tiny-target", "--dry-run", "."], "give a new folder"),
+    ],
+)
+def test_wrong_arguments(command: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        getattr(commands, command)(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

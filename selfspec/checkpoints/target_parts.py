@@ -12,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -123,6 +123,8 @@ def load_parts(
         for buffer, value in module.named_buffers(recurse=False):
             if not value.is_meta:
                 module._buffers[buffer] = value.to(place)
+    if (shards.folder / "generation_config.json").is_file():  # which names the tokens that end a text
+        model.generation_config = GenerationConfig.from_pretrained(shards.folder)
     return _checked(model), load_tokenizer(name)
 
 

@@ -140,7 +140,9 @@ def _report(figures: Figures, folder: Path) -> None:
 def distill(config: DictConfig, folder: Path) -> None:
     figures = runs.run_distill(config, folder)
     settings = config.train.distill
-    if is_main_process():
+    if "answers" in figures:
+        print(f"train on them: data=jsonl {shlex.quote('data.path=' + figures['answers'])}")
+    elif is_main_process():
         print(
             f"wrote {figures['tokens']} tokens at {figures['rate']}, {figures['tau']} per pass; {figures['rows']} "
             f"rows are there, {figures['counted']} tokens of them count in the loss\n"

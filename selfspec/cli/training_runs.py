@@ -31,7 +31,7 @@ from selfspec.data.store import Corpus, stored, tokenize
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
-from selfspec.training.check import check, check_synthetic, check_training
+from selfspec.training.check import check, check_training, check_unwritten
 from selfspec.training.draft_loss import needs_layers
 from selfspec.training.drafter_data import distilled, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
@@ -182,7 +182,8 @@ def build_data(config: DictConfig, tokenizer: Tokenizer, target: Target) -> Any:
     if (source := config.get("source")) is not None:
         beside["source"] = build_data(source, tokenizer, target)
         config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "source"])
-    return instantiate(config, _convert_="all", **{name: value for name, value in beside.items() if name in wanted})
+    made = instantiate(config, _convert_="all", _partial_=True)  # which would take a source for a config
+    return made(**{name: value for name, value in beside.items() if name in wanted})
 
 
 def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
@@ -190,8 +191,8 @@ def run_check(config: DictConfig, folder: Path) -> Iterator[str]:
     run, config = settled(TrainRun, config, folder)
     target, tokenizer, data = _opened(run, config)
     drafter = _made(run, target, tokenizer)
-    if isinstance(data, Synthetic):
-        yield from check_synthetic(target, drafter, data, run.train, run.loop)
+    if isinstance(data, (Synthetic, Server)):
+        yield from check_unwritten(target, drafter, data, run.train, run.loop)
         return
     train, validation = _tokenized(data, target, tokenizer)
     yield from check(target, tokenizer, drafter, train, validation, run.train, run.loop)
@@ -204,7 +205,9 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     try:
         drafter = build(kind, target, config)
     except (RuntimeError, NotImplementedError) as error:  # of weights that are not here
-        raise needs_layers(kind.__module__.rsplit(".", 1)[-1]) if target.partial else error from error
+        if target.partial:
+            raise needs_layers(kind.__module__.rsplit(".", 1)[-1]) from error
+        raise
     if not kind.__module__.startswith("selfspec."):  # those of this package are tested
         try_out(drafter, target)
     if (name := run.train.init_from) is not None:
@@ -254,11 +257,16 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
 
 def run_distill(config: DictConfig, folder: Path) -> Figures:
     """Only write the self-distillation data of a training; see `selfspec.training.distill`. Figures of what was written
-    in this call."""
+    in this call; of data=server, the file of answers."""
     run, config = settled(TrainRun, config, folder)
     settings, loop = run.train.distill, run.loop
     if run.check:
         raise ValueError("check=true is for train/heads.py; without it, train/distill.py writes texts")
+    if get_class(config.data._target_) is Server:
+        target, tokenizer = load_parts(run.target.name, "auto", "cpu", run.target.revision)
+        answers = build_data(config.data, tokenizer, target)
+        answers.write()
+        return {"answers": str(answers.path)}
     if not settings.rows:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
     with run_folder(config, folder, checkpoint_path(folder)):

@@ -103,6 +103,10 @@ class Server(Records):
         return Path(self.folder or cache_folder() / "served") / hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
+    def model_name(self) -> str:
+        return self._servers.model
+
+    @property
     def path(self) -> Path:
         return self.place / "answers.jsonl"
 
@@ -111,8 +115,8 @@ class Server(Records):
         more failures than `errors`, for another model, and for a template that is not the tokenizer's; what was
         answered is kept."""
         self.place.mkdir(parents=True, exist_ok=True)
-        done = set(self._lines())
-        asked = ((i, chat) for i, chat in self._asked() if i not in done)
+        done = set(self.answered())
+        asked = ((i, chat) for i, chat in self.asked() if i not in done)
         first = next(asked, None)
         if first is None:
             return
@@ -154,7 +158,7 @@ class Server(Records):
                 file=sys.stderr,
             )
 
-    def _asked(self) -> Iterator[tuple[int, Chat | None]]:
+    def asked(self) -> Iterator[tuple[int, Chat | None]]:
         """Conversations by their numbers, in their order; None: the model's own."""
         if self.source is None:
             return ((i, None) for i in range(self.conversations or 0))
@@ -264,7 +268,7 @@ class Server(Records):
 
     # -- what was written
 
-    def _lines(self) -> dict[int, int]:
+    def answered(self) -> dict[int, int]:
         """Where each answered conversation begins in the file, by its number; a line that was cut off is dropped."""
         found = dict[int, int]()
         if not self.path.is_file():
@@ -286,7 +290,7 @@ class Server(Records):
         return found
 
     def records(self) -> Iterator[tuple[str, object]]:
-        lines = {i: at for i, at in self._lines().items() if self.conversations is None or i < self.conversations}
+        lines = {i: at for i, at in self.answered().items() if self.conversations is None or i < self.conversations}
         with self.path.open("rb") as file:
             for i in sorted(lines):
                 file.seek(lines[i])

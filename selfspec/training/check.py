@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.core.memory import free_memory
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
+from selfspec.data.server import Server
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
@@ -170,19 +171,25 @@ def costs(
     yield f"memory of this process so far: {peak_memory_mb(target.device):.0f} MB"
 
 
-def check_synthetic(
-    target: Target, drafter: Drafter, data: Synthetic, config: DrafterTraining, loop: LoopConfig
+def check_unwritten(
+    target: Target, drafter: Drafter, data: Synthetic | Server, config: DrafterTraining, loop: LoopConfig
 ) -> Iterator[str]:
-    """The lines for data that the target would write first; nothing is written. Raises ValueError as training does."""
+    """The lines for data that the target or a server would write first; nothing is written. Raises ValueError as
+    training does, and ConnectionError where the server does not answer."""
     check_training(target, drafter, config, loop)
     check_sizes(config, loop, world=1)
-    tokens = data.turns * (data.question_tokens + data.new_tokens)
-    yield f"{data.conversations} conversations of at most {tokens} tokens are written first, or read if they are kept"
+    if isinstance(data, Server):
+        asked = sum(1 for _ in data.asked())
+        yield f"{asked} conversations are asked of {data.model_name}, {len(data.answered())} are answered: {data.path}"
+        conversations, tokens = asked, data.question_tokens + data.new_tokens
+    else:
+        conversations, tokens = data.conversations, data.turns * (data.question_tokens + data.new_tokens)
+        yield f"{conversations} conversations of at most {tokens} tokens are written first, or read if they are kept"
     drawn = torch.randint(target.vocab_size, (1, config.length), generator=torch.Generator().manual_seed(loop.seed))
     batch = {"tokens": drawn, "mask": torch.ones_like(drawn, dtype=torch.bool)}
     if config.packed:
         batch |= {"documents": torch.zeros_like(drawn), "rows": torch.zeros(1, dtype=torch.int64)}
-    yield from costs(target, drafter, batch, max(1, data.conversations * tokens // config.length), config, loop)
+    yield from costs(target, drafter, batch, max(1, conversations * tokens // config.length), config, loop)
 
 
 def _described(name: str, corpus: Corpus) -> list[str]:
