@@ -27,6 +27,7 @@ from selfspec.data.store import joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
+from selfspec.integrations import serve_target
 from selfspec.integrations.export import export
 from selfspec.integrations.serve_target import Server, acceptance, described, probe, record, serves, untrained
 from selfspec.training.draft_loss import DraftLoss
@@ -336,13 +337,14 @@ def recorded(parts: Target, fake: FakeServer, whole: tuple[Target, Any], tmp_pat
     return tmp_path / "folder"
 
 
-def test_what_a_folder_holds(recorded: Path, parts: Target, folder: str) -> None:
+def test_what_a_folder_holds(recorded: Path, parts: Target, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "\n".join(described(recorded))
     assert "8 texts of 184 tokens" in said
     assert f"layers [2, 3, {LAYERS}]" in said
     assert set(serves([2, 3, LAYERS], parts)) >= {"medusa", "mtp", "sequential"}
     assert "eagle3" not in serves([LAYERS], parts)
     states = FromFolder(parts, (1, 2), recorded, None, 64)
+    monkeypatch.setattr(serve_target, "_PROBED", 8)  # of a text of 23
     assert len(probe(states, states.first, Shards(folder))) == 3
 
 

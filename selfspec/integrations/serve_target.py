@@ -159,8 +159,8 @@ def serves(layers: Sequence[int], target: Target) -> list[str]:
 def probe(states: States, tokens: Tensor, shards: Shards) -> list[str]:
     """Hold states of one text, int64 [n], against those of the target's own layers, of which one at a time is read from
     the checkpoint. Returns what was found; raises ValueError where a column holds another layer than it should."""
-    target, tokens = states.target, tokens[:_PROBED]
-    recorded, errors = states.of(tokens), dict[int, list[float]]()
+    target, recorded, errors = states.target, states.of(tokens)[:_PROBED], dict[int, list[float]]()
+    tokens = tokens[:_PROBED]
     bar = progress(layer_by_layer(target, tokens[None].to(target.device), shards), total=target.n_layers, desc="probe")
     for layer, outputs in bar:
         own = outputs[0].float().cpu()
