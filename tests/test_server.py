@@ -4,6 +4,7 @@ server is not what it should be."""
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,35 @@ def test_a_killed_run_goes_on_without_asking_twice(pair: Pair, fake: FakeServer,
     assert len(fake.asked) == count
 
 
+def test_one_dead_server_of_two_ends_nothing(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    other = FakeServer(*pair, tmp_path)
+    fake.finish, other.finish, other.dies_after = "length", "length", 1
+    data = asking(pair, fake, tmp_path, url=[other.url, fake.url], patience=1.0)
+    data.write()
+    other.close()
+    assert len(list(data.records())) == 6
+    assert not (data.place / "failed.jsonl").read_text()
+
+
+def test_one_process_writes(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    data = asking(pair, fake, tmp_path)
+    data.place.mkdir()
+    with (data.place / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is writing"):
+            data.write()
+
+
+@pytest.mark.parametrize(("key", "said"), [("sk sesame\x07", "OPENAI_API_KEY"), ("sk-sésame", "OPENAI_API_KEY")])
+def test_a_key_that_is_none_is_not_shown(
+    pair: Pair, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: str
+) -> None:
+    monkeypatch.setenv(client.KEY, key)
+    with pytest.raises(ValueError, match=said) as error:
+        asking(pair, fake, tmp_path).write()
+    assert "same" not in str(error.value)
+
+
 def test_work_is_shared_and_tried_again(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
     other = FakeServer(*pair, tmp_path)
     fake.refuse, fake.finish, other.finish = [503, 429, 500], "length", "length"
@@ -161,7 +191,10 @@ def test_its_own_questions(pair: Pair, fake: FakeServer, tmp_path: Path, monkeyp
     asked = [record["messages"][0]["content"] for _, record in data.records()]
     assert [question.startswith("Write") for question in asked] == [True, False, True]
     fake.finish = "length"
-    endless = asking(pair, fake, tmp_path, source=None, conversations=2, errors=0, seed=1)
+    again = {"source": None, "conversations": 2, "errors": 0, "seed": 1}
+    with pytest.raises(ValueError, match="holds answers of other settings"):
+        asking(pair, fake, tmp_path, **again).write()
+    endless = asking(pair, fake, tmp_path / "other", **again)
     with pytest.raises(ValueError, match="came out empty or endless"):
         endless.write()
 
@@ -244,7 +277,7 @@ def test_wrong_settings(pair: Pair, settings: dict[str, Any], said: str) -> None
 def test_the_key_is_sent_and_written_nowhere(
     pair: Pair, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(client.KEY, "sesame")
+    monkeypatch.setenv(client.KEY, "sesame\n")
     data = asking(pair, fake, tmp_path)
     data.write()
     assert fake.keys == {"Bearer sesame"}

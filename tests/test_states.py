@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,10 @@ def test_losses_are_those_of_the_whole_target(kind: str, whole: tuple[Target, An
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "mask"])
-def test_kinds_that_run_the_targets_layers_are_refused(kind: str, folder: str, tmp_path: Path) -> None:
-    config = training(tmp_path, folder, "http://localhost:1", kind)
+def test_kinds_that_run_the_targets_layers_are_refused(
+    kind: str, folder: str, tmp_path: Path, fake: FakeServer
+) -> None:
+    config = training(tmp_path, folder, fake.url, kind)
     with pytest.raises(ValueError, match=rf"drafter={kind}.*eagle3, medusa"):
         run_training(config, tmp_path / "run")
 
@@ -278,15 +281,31 @@ def test_prefetching_is_bounded(parts: Target, fake: FakeServer) -> None:
     fake.layers = wanted_layers((1,), LAYERS)
     one = 20 * 2 * parts.hidden_size * 4  # bytes of a document's states
     states = FromServer(parts, (1,), Servers((fake.url,)), None, 3.5 * one / 1e9)
-    batches = Ahead(Packed(corpus, 20, 1, 0), states)
+    batches = Ahead(Packed(corpus, 20, 1, 0), states, 30)
     for step in range(30):
-        features = states.features(batches.batch(step))
+        batches.prepare(step)
+        features = states.features(batches(step))
         assert states.held <= 3.5 * one
         assert set(features) == {1, LAYERS - 1}
         assert all(part.any() for part in features.values())
     states.close()
-    assert len(fake.asked) <= 30 + 3
+    assert len(fake.asked) <= 30  # none that no step reads
     assert states.summary.startswith("the trainer waited")
+
+
+@pytest.mark.parametrize(("seconds", "slower"), [(0.02, "server"), (0.0, "trainer")])
+def test_it_says_which_of_the_two_waits(parts: Target, fake: FakeServer, seconds: float, slower: str) -> None:
+    fake.layers, answer = wanted_layers((1,), LAYERS), fake.write
+    fake.write = lambda prompt: (time.sleep(seconds), answer(prompt))[1]  # type: ignore[method-assign]
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
+    texts = [torch.arange(i, i + 6) for i in range(12)]
+    for text in texts[: 2 if seconds else 12]:
+        states.ask(text)
+    time.sleep(0.0 if seconds else 0.5)
+    for text in texts:
+        states.wait([text])
+        time.sleep(0.0 if seconds else 0.01)
+    assert states.summary.endswith(f"the {slower} is slower than the {'trainer' if slower == 'server' else 'server'}")
 
 
 @pytest.mark.parametrize(
@@ -303,6 +322,26 @@ def test_wrong_states_are_refused(parts: Target, fake: FakeServer, change: Any, 
     states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
     with pytest.raises(ValueError, match=said):
         states.of(torch.arange(6))
+
+
+def test_a_server_of_other_layers_is_refused(parts: Target, fake: FakeServer) -> None:
+    fake.layers = [1, 4]
+    write_about(fake.folder, fake.layers, "tiny")
+    states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
+    with pytest.raises(ValueError, match=r"hands out layers \[1, 4\].*but layers \[2, 4\]"):
+        states.of(torch.arange(6))
+
+
+def test_texts_that_were_recorded_cut_are_cut(parts: Target, fake: FakeServer, tmp_path: Path) -> None:
+    fake.layers = wanted_layers((1,), LAYERS)
+    source, text = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0), torch.arange(40)
+    assert record(source, [text[:25]], tmp_path / "cut") == 1
+    states = FromFolder(parts, (1,), tmp_path / "cut", None, 10)
+    corpus = joined(text, torch.ones(40, dtype=torch.bool), torch.tensor([0, 40]), torch.ones(1).bool())
+    assert len(states.covered(corpus, 10, "training").tokens) == 20  # whole pieces
+    other = FromServer(parts, (0,), Servers((fake.url,)), None, 1.0)
+    with pytest.raises(ValueError, match="give another folder"):
+        record(other, [text], tmp_path / "cut")
 
 
 def test_a_server_without_states(parts: Target, fake: FakeServer) -> None:
@@ -434,8 +473,9 @@ def test_commands_of_a_server(folder: str, tmp_path: Path, monkeypatch: pytest.M
     assert words[words.index("--tensor-parallel-size") + 1] == "4"  # one GPU is the trainer's
     assert "ExampleHiddenStatesConnector" in " ".join(words)
     assert "--no-enable-chunked-prefill" in words
+    assert environment == {"CUDA_VISIBLE_DEVICES": "1,2,3,4"}
+    environment, words = plan.command(None)
     assert not environment
-    _, words = plan.command(None)
     assert words[words.index("--tensor-parallel-size") + 1] == "8"
     assert "--kv-transfer-config" not in words
     with pytest.raises(ValueError, match="--drafter mask"):

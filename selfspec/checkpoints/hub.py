@@ -20,9 +20,9 @@ from selfspec.utils.files import Figures, atomic, read_json
 _MEASURED = "## Measured"
 
 
-def fetch(name: str, revision: str | None = None, parts: str | None = None, **fetching: Any) -> Path:
+def fetch(name: str, revision: str | None = None, parts: str | list[str] | None = None, **fetching: Any) -> Path:
     """The folder of a hub repository: downloads what the cache lacks; without a connection the cached copy is used.
-    parts: only files of this pattern; fetching: further arguments of snapshot_download.
+    parts: only files of this pattern, or of these; fetching: further arguments of snapshot_download.
 
     Raises FileNotFoundError where the hub has none of this name, or can not be asked.
     """

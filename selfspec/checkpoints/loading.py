@@ -25,7 +25,7 @@ from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
-from selfspec.checkpoints.weights_hash import weights_hash
+from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.chains import served
 from selfspec.core.quantized import has_kernel, quantize
 from selfspec.core.support import refuse_any
@@ -99,6 +99,7 @@ def load_target(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
+    parts = parts_of(model) if wanted is not None or divide is not None else None  # of the weights as saved
     saved = _placed(model, wanted, device, divide)
     if int8:
         quantize(model)
@@ -108,6 +109,7 @@ def load_target(
         _align(model)
     target = served(model, stock=named and divide is None)
     target.saved_hash, target.saved_dtype = saved[0], saved[1] or target.saved_dtype
+    target.saved_parts = parts
     target.name = name or target.name  # as it was typed: what is saved with a drafter finds it again
     target.use_engine(engine)
     return target, _tokenizer(path, revision, fetching) if path else None

@@ -22,9 +22,12 @@ from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.loading import load_tokenizer
 from selfspec.checkpoints.target_files import check_config
+from selfspec.checkpoints.weights_hash import parts_of
 from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
+
+_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja"]  # a checkpoint's weights: config, tokenizer, index
 
 
 def _opened(path: Path) -> Any:
@@ -43,7 +46,7 @@ class Shards:
         self.name, self.revision, place = name, revision, Path(resolve(name))
         self.hub = None if place.is_dir() else name
         if self.hub is not None:
-            place = fetch(self.hub, revision, "*.json")
+            place = fetch(self.hub, revision, _BESIDE)
         self.folder, index = place, place / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
             self.files = weight_map(index)
@@ -99,7 +102,7 @@ def load_parts(
     if hasattr(config, "quantization_config"):  # of the layers; what is read here is saved plain
         del config.quantization_config
     with init_empty_weights(include_buffers=False):  # buffers, such as rotary frequencies, are computed
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config)
     wanted = None if dtype_name(dtype) == "auto" else getattr(torch, dtype_name(dtype))
     place = torch.device(default_device() if device in (None, "auto") else str(device))
     inside = {id(p) for p in layer_stack(model).parameters()}
@@ -108,24 +111,30 @@ def load_parts(
     missing = []
     for parameter, empty in outside.items():
         found = shards.find(parameter)
-        if found is None and parameter.startswith(f"{head}."):
+        if config.tie_word_embeddings and parameter == f"{head}.weight":
             continue  # the embeddings serve
         tensor = None if found is None else shards.read(found)
         if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
             missing.append(parameter)
             continue
-        put(model, parameter, tensor.to(place, wanted or tensor.dtype))
+        put(model, parameter, tensor)
     if missing:
         raise ValueError(f"target {name!r}: its files hold no {', '.join(missing)} of the shape that its config says")
     if model.get_output_embeddings().weight.is_meta:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight  # one parameter, hashed once
+    saved_dtype, saved_hash = model.get_output_embeddings().weight.dtype, parts_of(model)
     for module in model.modules():
-        for buffer, value in module.named_buffers(recurse=False):
+        for value in module.parameters(recurse=False):
             if not value.is_meta:
-                module._buffers[buffer] = value.to(place)
+                value.data = value.data.to(place, wanted or value.dtype)
+        for part, value in module.named_buffers(recurse=False):
+            if not value.is_meta:
+                module._buffers[part] = value.to(place)
     if (shards.folder / "generation_config.json").is_file():  # which names the tokens that end a text
         model.generation_config = GenerationConfig.from_pretrained(shards.folder)
-    return _checked(model), load_tokenizer(name)
+    target = _checked(model)
+    target.saved_parts, target.saved_dtype = saved_hash, saved_dtype
+    return target, load_tokenizer(str(shards.folder))
 
 
 def put(model: nn.Module, parameter: str, tensor: Tensor) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.utils.files import Figures
 
@@ -67,7 +70,15 @@ def target_hash(target: Target) -> str:
 
 def parts_hash(target: Target) -> str:
     """The same of what stands outside the layers: embeddings, final norm, lm_head."""
-    return weights_hash(target.model, torch.bfloat16, target.layers)
+    return target.saved_parts or parts_of(target.model)
+
+
+def parts_of(model: PreTrainedModel) -> str:
+    """The same of a model; of one without a single stack of layers, of all that it has."""
+    stack = None
+    with suppress(ValueError):
+        stack = layer_stack(model)
+    return weights_hash(model, torch.bfloat16, stack)
 
 
 def same_weights(saved: Figures, target: Target) -> bool | None:
@@ -78,6 +89,6 @@ def same_weights(saved: Figures, target: Target) -> bool | None:
         return True
     if not (theirs.startswith(PARTS) or target.partial):
         return False
-    if "parts_hash" not in saved or target.int8:
+    if "parts_hash" not in saved:
         return None
     return bool(saved["parts_hash"] == parts_hash(target))

@@ -141,6 +141,8 @@ def distill(config: DictConfig, folder: Path) -> None:
     figures = runs.run_distill(config, folder)
     settings = config.train.distill
     if "answers" in figures:
+        if not is_main_process():
+            return
         print(f"train on them: data=jsonl {shlex.quote('data.path=' + figures['answers'])}")
     elif is_main_process():
         print(

@@ -123,12 +123,13 @@ def _check_states(args: argparse.Namespace) -> None:
     check_target_name(args.target)
 
     from selfspec.checkpoints.target_parts import Shards, load_parts
-    from selfspec.training.states import FromFolder
+    from selfspec.training.states import FromFolder, plausible
 
     target, _ = load_parts(args.target, server.dtype_of(folder), "cpu")
     known = FromFolder(target, (), folder, args.layers, 2**31)
     print(f"they train: {', '.join(server.serves(known.layers, target)) or 'no kind that is known here'}")
-    print(server.likelihood(known))
+    loss = plausible(known, known.first)
+    print(f"the target's loss on a text of {len(known.first)} tokens, by the last column: {loss:.2f} nats a token")
     print("\n".join(server.probe(known, known.first, Shards(args.target))))
 
 

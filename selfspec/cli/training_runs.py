@@ -39,11 +39,13 @@ from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.state import saved_config, warm_start
+from selfspec.training.states import SERVER
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
 from selfspec.utils.machine import check_device, default_device
+from selfspec.utils.server import Servers, server_urls
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
@@ -54,6 +56,7 @@ _FREE = (
     *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
     "loop.checkpoint_minutes",
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
     "train.rounds",  # of runs that version 0.2 began
 )
 
@@ -205,7 +208,7 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     try:
         drafter = build(kind, target, config)
     except (RuntimeError, NotImplementedError) as error:  # of weights that are not here
-        if target.partial:
+        if target.partial and not isinstance(error, torch.OutOfMemoryError):
             raise needs_layers(kind.__module__.rsplit(".", 1)[-1]) from error
         raise
     if not kind.__module__.startswith("selfspec."):  # those of this package are tested
@@ -265,7 +268,8 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
     if get_class(config.data._target_) is Server:
         target, tokenizer = load_parts(run.target.name, "auto", "cpu", run.target.revision)
         answers = build_data(config.data, tokenizer, target)
-        answers.write()
+        if is_main_process():
+            answers.write()
         return {"answers": str(answers.path)}
     if not settings.rows:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
@@ -318,6 +322,8 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     if run.train.states is None:
         target, found = load_target(*asked, divide=divide)
     else:
+        if run.train.states == SERVER:  # is it there?
+            Servers(server_urls("train.states_url", run.train.states_url))
         target, found = load_parts(*asked)
     tokenizer = tokenizer_of(target, found)
     return target, tokenizer, build_data(config.data, tokenizer, target)

@@ -64,8 +64,8 @@ class Target:
         if frozen:
             model.requires_grad_(False)
         self.name = str(model.config.name_or_path or type(model).__name__)
-        self.partial = any(p.is_meta for p in layer_stack(model).parameters())  # whether its layers are not in memory
         self.saved_hash: str | None = None  # the weights hash of what was loaded, where it was cast afterwards
+        self.saved_parts: str | None = None  # the same of what stands outside the layers
         self.decoder: nn.Module = decoder_of(model)
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.saved_dtype = self.dtype
@@ -85,6 +85,7 @@ class Target:
         kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
         self.windows = {name: windows[name] for name in sorted(kinds)}
         self.layers = self._stack()
+        self.partial = any(p.is_meta for p in self.layers.parameters())  # whether its layers are not in memory
         self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}

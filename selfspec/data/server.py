@@ -3,6 +3,7 @@ too large to run here."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import sys
@@ -87,20 +88,23 @@ class Server(Records):
         return Servers(server_urls("data.url", self.url), self.model, self.patience)
 
     @cached_property
-    def place(self) -> Path:
-        """The folder of these answers, whose name follows from what was asked of whom."""
+    def _compared(self) -> list[int]:
+        """Requests of this run whose prompts were held against the template here."""
+        return []
+
+    @cached_property
+    def _mark(self) -> str:
+        """A hash of what is asked of whom."""
         asked = "its own" if self.source is None else self.source.fingerprint()
-        own = self.openings, self.question_temperature, self.question_tokens
-        parts = [
-            asked,
-            self._servers.model,
-            self.new_tokens,
-            self.sampled,
-            self.seed,
-            *(own if asked == "its own" else ()),
-        ]
-        text = json.dumps([*parts, sorted(self.chat_template_kwargs.items())], default=list)
-        return Path(self.folder or cache_folder() / "served") / hashlib.sha256(text.encode()).hexdigest()[:12]
+        own = (self.openings, self.question_temperature, self.question_tokens) if self.source is None else ()
+        parts = [asked, self._servers.model, self.new_tokens, self.sampled, self.seed, *own]
+        parts += [sorted(self.chat_template_kwargs.items()), str(self.tokenizer.chat_template), len(self.tokenizer)]
+        return hashlib.sha256(json.dumps(parts, default=list).encode()).hexdigest()[:12]
+
+    @property
+    def place(self) -> Path:
+        """The folder of these answers; without data.folder its name follows from what is asked of whom."""
+        return Path(self.folder) if self.folder is not None else cache_folder() / "served" / self._mark
 
     @property
     def model_name(self) -> str:
@@ -115,7 +119,21 @@ class Server(Records):
         more failures than `errors`, for another model, and for a template that is not the tokenizer's; what was
         answered is kept."""
         self.place.mkdir(parents=True, exist_ok=True)
-        done = set(self.answered())
+        with (self.place / ".lock").open("a") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process is writing to {self.place}; wait for it") from None
+            self._write(quiet)
+
+    def _write(self, quiet: bool) -> None:
+        mark, known = self._mark, self.place / "asked"
+        if known.is_file() and known.read_text().strip() != mark:
+            raise ValueError(
+                f"data.folder={self.place} holds answers of other settings, questions or models; choose another"
+            )
+        write_text(known, mark + "\n")
+        done = set(self.answered(mend=True))
         asked = ((i, chat) for i, chat in self.asked() if i not in done)
         first = next(asked, None)
         if first is None:
@@ -220,7 +238,8 @@ class Server(Records):
         if not any(said[k] for k in _SPOKEN if k in said):
             raise Refused(f"conversation {i}: the answer is empty ({why})")
         usage = answer.get("usage") or {}
-        if i < _COMPARED:
+        if len(self._compared) < _COMPARED:
+            self._compared.append(i)
             self._compare(chat, prompt, usage.get("prompt_tokens"))
         if not isinstance(prompt, list) or not isinstance(ids, list) or not ids:
             return said, None, why, int(usage.get("completion_tokens") or 0)
@@ -268,18 +287,21 @@ class Server(Records):
 
     # -- what was written
 
-    def answered(self) -> dict[int, int]:
-        """Where each answered conversation begins in the file, by its number; a line that was cut off is dropped."""
+    def answered(self, mend: bool = False) -> dict[int, int]:
+        """Where each answered conversation begins in the file, by its number. mend: a line that was cut off is
+        dropped."""
         found = dict[int, int]()
         if not self.path.is_file():
             return found
-        with self.path.open("rb+") as file:
+        with self.path.open("rb+" if mend else "rb") as file:
             at = 0
             for line in file:
                 number = None
                 with suppress(ValueError, LookupError, TypeError):
                     number = int(json.loads(line)["id"])
                 if number is None or not line.endswith(b"\n"):
+                    if not mend:
+                        break
                     file.truncate(at)
                     print(
                         f"{self.path}: what stands behind byte {at} was cut off; it is asked for again", file=sys.stderr

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from selfspec.core.target import Target
 from selfspec.data.questions import Question
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, config_class, drafter_class
-from selfspec.training.states import ABOUT, FromFolder, FromServer, States, behind_layers, wanted_layers, write_about
+from selfspec.training.states import ABOUT, FromServer, States, key_of, wanted_layers, write_about
 from selfspec.utils.files import Figures, atomic, disk_room, mean, read_json, shown
 from selfspec.utils.progress import progress
 from selfspec.utils.server import Servers
@@ -57,8 +57,10 @@ class Server:
         place = Path(resolve(self.target))
         words = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         words += ["--model", str(place.absolute()) if place.is_dir() else self.target, "--port", str(self.port)]
-        words += ["--served-model-name", self.target, "--dtype", self.dtype, "--max-model-len", str(self.length)]
+        words += ["--served-model-name", self.target, "--dtype", self.dtype, "--max-model-len", str(self.length + 1)]
         gpus, environment = torch.cuda.device_count(), dict[str, str]()
+        if gpus > 1 and layers is not None:  # the first is the trainer's
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(1, 1 + _beside(gpus))))
         if gpus > 1:
             words += ["--tensor-parallel-size", str(2 ** (gpus.bit_length() - 1) if layers is None else _beside(gpus))]
         if not gpus:
@@ -77,7 +79,7 @@ class Server:
             connector["kv_connector_extra_config"] = {"shared_storage_path": str(self.folder.absolute())}
             # States of a prompt are whole only where it is read in one pass, and not from a cache
             words += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching"]
-            words += ["--max-num-batched-tokens", str(max(self.length, 2048))]
+            words += ["--max-num-batched-tokens", str(max(self.length + 1, 2048))]
             words += ["--speculative-config", json.dumps(drafting), "--kv-transfer-config", json.dumps(connector)]
         return environment, words
 
@@ -96,8 +98,10 @@ def untrained(target: str, kind: str, layers: Sequence[int] | None = None) -> tu
     whose outputs it reads, as `drafter.layers` (None: the kind's own choice). Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"--drafter {kind}: {', '.join(KINDS)} are trained on hidden states; others run the target")
-    loaded, tokenizer = load_parts(target, device="cpu")
     config = config_class(drafter_class(kind))
+    if layers and "layers" not in {part.name for part in fields(config)}:
+        raise ValueError(f"--layers: a {kind} drafter reads what it reads; leave it out")
+    loaded, tokenizer = load_parts(target, device="cpu")
     torch.manual_seed(0)
     return loaded, tokenizer, build(drafter_class(kind), loaded, config(**({"layers": list(layers)} if layers else {})))
 
@@ -187,8 +191,12 @@ def record(states: FromServer, documents: Sequence[Tensor], folder: Path) -> int
     """Have the states of documents, int64 [n] each, written into a folder, for training without the server. Returns
     how many were written now: files that are there stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    places = [(folder / f"hs_{i}.safetensors", tokens) for i, tokens in enumerate(documents)]
-    missing = [(place, tokens) for place, tokens in places if not place.is_file()]
+    about = folder / ABOUT
+    if about.is_file() and (layers := read_json(about).get("layers")) != states.layers:
+        raise ValueError(f"{folder} holds states of layers {layers}, not {states.layers}; give another folder")
+    write_about(folder, states.layers, states.target.name)
+    places = [(folder / f"hs_{key_of(tokens).hex()}.safetensors", tokens) for tokens in documents]
+    missing = [(place, tokens) for place, tokens in dict(places).items() if not place.is_file()]
 
     def write(job: tuple[Path, Tensor]) -> int:
         place, tokens = job
@@ -209,21 +217,6 @@ def record(states: FromServer, documents: Sequence[Tensor], folder: Path) -> int
             )
     write_about(folder, states.layers, states.target.name)
     return len(missing)
-
-
-def likelihood(states: FromFolder) -> str:
-    """How likely the target finds a recorded text by its last layer's states. Raises ValueError where these are no
-    states of the last layer before the final norm."""
-    target, tokens = states.target, states.first
-    features = states.features({"tokens": tokens[None].to(target.device)})
-    out = behind_layers(target, tokens[None].to(target.device), features)
-    assert out.logits is not None
-    loss = torch.nn.functional.cross_entropy(out.logits[0, :-1].float(), tokens[1:].to(target.device))
-    if len(tokens) > 1 and not float(loss) < torch.tensor(float(target.vocab_size)).log():
-        raise ValueError(
-            f"the last column gives a loss of {float(loss):.2f} nats a token: no states before the final norm"
-        )
-    return f"the target's loss on a text of {len(tokens)} tokens, by the last column: {float(loss):.2f} nats a token"
 
 
 # -- a drafter that is served

@@ -92,6 +92,8 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
             raise NotImplementedError
         with torch.no_grad(), autocast(target.device, loop):
             DraftLoss(drafter, target, states=_Random(target, drafter.reads, None))(batch)
+    except torch.OutOfMemoryError:
+        raise
     except (NotImplementedError, RuntimeError, AttributeError) as error:  # of weights that are not here
         raise needs_layers(drafter.kind) from error
 

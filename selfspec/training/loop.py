@@ -140,17 +140,16 @@ class _Loop:
 
     def step(self) -> None:
         """One optimizer step and the figures that are logged for it."""
+        self.prepared()
         state, config, start = self.state, self.config, time.perf_counter()
         arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config
         before = state.seconds
         try:
             loss, parts, norm, tokens = optimizer_step(*arguments, state.step, before)
-        except ConnectionError as error:  # of a server that hands out hidden states
-            self.saved()
-            again = command_line(self.accelerator.num_processes)
-            raise ConnectionError(
-                f"{error}; saved at step {state.step}, it goes on from there with: {again}"
-            ) from error
+        except ConnectionError as error:  # of a server that hands out hidden states; other processes wait no longer
+            if self.accelerator.is_main_process:
+                self.checkpoint.write(state)
+            raise ConnectionError(self._again(str(error))) from error
         except FloatingPointError as error:
             kept = self.checkpoint.path
             where = f"; {kept} keeps what was trained before" if kept.is_file() else ""
@@ -177,6 +176,24 @@ class _Loop:
             if self.accelerator.is_main_process:
                 self.bar.write(line)
 
+    def prepared(self) -> None:
+        """Have what a step reads from elsewhere, before processes wait for each other. Raises ConnectionError, in all
+        of them, where one gets none; what was trained is saved."""
+        prepare, problem = getattr(self.batches, "prepare", None), ""
+        if prepare is None:
+            return
+        try:
+            prepare(self.state.step)
+        except ConnectionError as error:
+            problem = str(error)
+        if self.any(bool(problem)):
+            self.saved()
+            raise ConnectionError(self._again(problem or "another process gets no hidden states"))
+
+    def _again(self, problem: str) -> str:
+        again = command_line(self.accelerator.num_processes)
+        return f"{problem}; saved at step {self.state.step}, it goes on from there with: {again}"
+
     def checked(self) -> Figures:
         """A validation, with the module as it is."""
         self.module.eval()
@@ -197,6 +214,10 @@ class _Loop:
             self.figures, self.state.pending = self.checked(), False
         except Interrupted:
             return True
+        except ConnectionError as error:  # of a server that hands out hidden states; the others wait no longer
+            if self.accelerator.is_main_process:
+                self.checkpoint.write(self.state)
+            raise ConnectionError(self._again(str(error))) from error
         if best:
             self.state.judge(_mean(self.accelerator, self.figures[self.headline]), self.checkpoint)
         if self.accelerator.is_main_process:

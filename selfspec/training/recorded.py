@@ -10,10 +10,11 @@ from torch import Tensor
 
 from selfspec.core.sampling import gumbel, noise_bits
 from selfspec.core.target import Target
-from selfspec.data.store import Corpus
+from selfspec.data.store import Corpus, Stream
 from selfspec.drafters.base import Sample
 from selfspec.training.states import States, behind_layers
 
+_TRIED = 4  # times as many documents as are wanted are looked at
 _GREEDY = 0.98  # share of tokens that are the target's likeliest, from which on a text is taken for greedy
 
 
@@ -43,38 +44,56 @@ def posterior_noise(target: Target, outputs: Tensor, tokens: Tensor, seed: int) 
 
 @torch.no_grad()
 def recorded_samples(
-    target: Target, corpus: Corpus, states: States, count: int, new_tokens: int, length: int
+    target: Target,
+    corpus: Corpus,
+    states: States,
+    count: int,
+    new_tokens: int,
+    length: int,
+    part: int = 0,
+    parts: int = 1,
 ) -> dict[str, list[Sample]]:
     """Held-out answers by decoding mode, at most `count` of each. A document of which nearly every token is the
-    target's likeliest counts as greedy, every other as sampled at temperature 1; where there is none of one kind, all
-    serve. length: tokens of a row, at which documents are cut."""
+    target's likeliest counts as greedy, every other as sampled at temperature 1; where none of one kind is among the
+    first few times `count`, the others serve. length: tokens of a row, at which documents are cut; part, parts: this
+    process's number and how many there are, each of which reads documents of its own."""
     found: dict[str, list[Sample]] = {"greedy": [], "sampled": []}
     every = list[Sample]()
-    for i in range(len(corpus.is_chat)):
-        if min(map(len, found.values())) >= count:
+    for i in range(part, len(corpus.is_chat), parts):
+        if min(map(len, found.values())) >= count or len(every) >= _TRIED * count:
             break
-        document = corpus.document(i)
-        tokens, mask = document.tokens[:length], document.mask[:length]
-        begins = mask[2:].nonzero()
-        if not len(begins):
+        if (read := _answer(target, corpus.document(i), states, new_tokens, length)) is None:
             continue
-        start = int(begins[0]) + 2
-        behind = (~mask[start:]).nonzero()
-        stop = min(start + new_tokens, start + int(behind[0]) if len(behind) else len(tokens))
-        batch = {"tokens": tokens[None].to(target.device)}
-        features = {layer: part[:, :stop] for layer, part in states.features(batch).items()}
-        out = behind_layers(target, batch["tokens"][:, :stop], features)
-        assert out.logits is not None
-        likeliest = (out.logits[0, start - 1 : stop - 1].argmax(-1).cpu() == tokens[start:stop]).float().mean()
-        mode = "greedy" if likeliest >= _GREEDY else "sampled"
-        every.append(
-            Sample(tokens[:stop], start, out.hidden[0], {i: part[0] for i, part in features.items()}, 0.0, None)
-        )
+        sample, greedy = read
+        mode = "greedy" if greedy else "sampled"
+        every.append(sample)
         if len(found[mode]) < count:
-            found[mode].append(every[-1])
+            found[mode].append(sample)
+        elif len(every) > count:
+            every[-1] = every[0]  # counted, not kept
     found = {mode: samples or every[:count] for mode, samples in found.items()}
     last = target.n_layers - 1
     for i, sample in enumerate(found["sampled"]):
         noise = posterior_noise(target, sample.features[last], sample.tokens, i)
         found["sampled"][i] = replace(sample, temperature=1.0, noise=noise)
     return found
+
+
+def _answer(
+    target: Target, document: Stream, states: States, new_tokens: int, length: int
+) -> tuple[Sample, bool] | None:
+    """A document's first answer, as if greedy, and whether it is; None where it holds none."""
+    tokens, mask = document.tokens[:length], document.mask[:length]
+    begins = mask[2:].nonzero()
+    if not len(begins):
+        return None
+    start = int(begins[0]) + 2
+    behind = (~mask[start:]).nonzero()
+    stop = min(start + new_tokens, start + int(behind[0]) if len(behind) else len(tokens))
+    batch = tokens[None].to(target.device)
+    features = {layer: part[:, :stop].clone() for layer, part in states.features({"tokens": batch}).items()}
+    out = behind_layers(target, batch[:, :stop], features)
+    assert out.logits is not None
+    likeliest = (out.logits[0, start - 1 : stop - 1].argmax(-1).cpu() == tokens[start:stop]).float().mean()
+    of_layers = {layer: part[0] for layer, part in features.items()}
+    return Sample(tokens[:stop], start, out.hidden[0].clone(), of_layers, 0.0, None), bool(likeliest >= _GREEDY)

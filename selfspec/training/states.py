@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from selfspec.core.passes import Pass
 from selfspec.core.target import Target
-from selfspec.data.store import Corpus, joined
+from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import Packed
 from selfspec.utils.files import read_json
 from selfspec.utils.progress import progress
@@ -100,7 +101,7 @@ def behind_layers(target: Target, tokens: Tensor, features: dict[int, Tensor]) -
     return Pass(out.logits, out.hidden, features)
 
 
-def _key(tokens: Tensor) -> bytes:
+def key_of(tokens: Tensor) -> bytes:
     return hashlib.blake2b(tokens.long().numpy().tobytes(), digest_size=16).digest()
 
 
@@ -120,13 +121,15 @@ class FromServer(States):
         self.at_once = _AT_ONCE * len(servers.urls)
         self._pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="states")
         self._coming: dict[bytes, Future[Tensor]] = {}
+        self._here: dict[bytes, Tensor] = {}  # of the step that is running
+        self._layers_known = False
 
     def _bytes(self, tokens: Tensor) -> int:
         return len(tokens) * len(self.layers) * self.target.hidden_size * self.target.dtype.itemsize
 
     def ask(self, tokens: Tensor) -> bool:
         """Ask for a document in advance. Returns whether there was room."""
-        if (key := _key(tokens)) in self._coming:
+        if (key := key_of(tokens)) in self._coming or key in self._here:
             return True
         if self.held and self.held + self._bytes(tokens) > self.most:
             return False
@@ -134,16 +137,26 @@ class FromServer(States):
         self._coming[key] = self._pool.submit(self._fetched, tokens)
         return True
 
+    def wait(self, documents: Sequence[Tensor]) -> None:
+        """Have the states of a step here, and no others of steps before. Raises ConnectionError where the server is
+        gone, with all that was asked for left as it is."""
+        self.began = self.began or time.perf_counter()
+        wanted, start = {key_of(tokens): tokens for tokens in documents}, time.perf_counter()
+        self._here = {key: states for key, states in self._here.items() if key in wanted}
+        for key, tokens in wanted.items():
+            if key in self._here:
+                continue
+            coming = self._coming.pop(key, None)
+            if coming is not None:
+                self.held -= self._bytes(tokens)
+            self._here[key] = (coming or self._pool.submit(self._fetched, tokens)).result()
+        self.waited += time.perf_counter() - start
+
     def of(self, tokens: Tensor) -> Tensor:
         """Raises ConnectionError where the server is gone."""
-        self.began = self.began or time.perf_counter()
-        coming = self._coming.pop(_key(tokens), None)
-        if coming is not None:
-            self.held -= self._bytes(tokens)
-        start = time.perf_counter()
-        states = (coming or self._pool.submit(self._fetched, tokens)).result()
-        self.waited += time.perf_counter() - start
-        return states
+        if (states := self._here.get(key_of(tokens))) is not None:
+            return states
+        return self._fetched(tokens)  # of validation, at once
 
     @property
     def summary(self) -> str:
@@ -180,7 +193,12 @@ class FromServer(States):
                         ids, states = file.get_tensor("token_ids").long(), file.get_tensor("hidden_states")
                 if not torch.equal(ids, tokens):
                     raise ValueError(f"{path}: the states are of other tokens than were asked for")
+                self._check_layers(path.parent / ABOUT)
                 return path, states
+            except SafetensorError as error:  # it died while it wrote
+                if attempt == _AGAIN - 1:
+                    raise ConnectionError(f"{path} is no whole file of states ({error})") from error
+                time.sleep(1.0)
             except FileNotFoundError:  # it died before it wrote, and came back
                 if attempt == _AGAIN - 1:
                     raise ValueError(
@@ -190,23 +208,57 @@ class FromServer(States):
                 time.sleep(1.0)
         raise AssertionError
 
+    def _check_layers(self, about: Path) -> None:
+        """Raises ValueError where the server was started for other layers than this drafter reads."""
+        if self._layers_known or not about.is_file():
+            return
+        theirs = read_json(about).get("layers")
+        if theirs != self.layers:
+            raise ValueError(
+                f"the server hands out layers {theirs} (0 is the embeddings; {about}), but layers {self.layers} are "
+                "asked for; start it for this drafter (selfspec serve-target --drafter, --layers)"
+            )
+        self._layers_known = True
+
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Nothing more is asked for."""
+        self.servers.closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Ahead:
     """Batches whose states are asked for some steps before they are read."""
 
-    def __init__(self, batches: Packed, states: FromServer) -> None:
-        self.batches, self.states, self.asked = batches, states, -1
+    def __init__(self, batches: Packed, states: FromServer, steps: int) -> None:
+        """steps: of the whole run."""
+        self.batches, self.states, self.steps, self.asked = batches, states, steps, -1
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        for ahead in range(max(step, self.asked), step + _AHEAD):
+    def __call__(self, step: int) -> dict[str, Tensor]:
+        return self.batches.batch(step)
+
+    def prepare(self, step: int) -> None:
+        """Have the states of a step here. Raises ConnectionError where the server is gone."""
+        for ahead in range(max(step, self.asked), min(step + _AHEAD, self.steps)):
             pieces = [piece for _, _, piece in documents_of(self.batches.batch(ahead))]
             if not all(map(self.states.ask, pieces)):
                 break  # this step is asked for again when there is room
             self.asked = ahead + 1
-        return self.batches.batch(step)
+        self.states.wait([piece for _, _, piece in documents_of(self.batches.batch(step))])
+
+
+def plausible(states: States, tokens: Tensor) -> float:
+    """The target's loss on a recorded text by its last layer's states, in nats a token. Raises ValueError where it is
+    none that a model has of its own states."""
+    target, tokens = states.target, tokens[None].to(states.target.device)
+    out = behind_layers(target, tokens, states.features({"tokens": tokens}))
+    assert out.logits is not None
+    loss = float(torch.nn.functional.cross_entropy(out.logits[0, :-1].float(), tokens[0, 1:]))
+    if tokens.shape[1] > 1 and not loss < math.log(target.vocab_size):
+        raise ValueError(
+            f"by its hidden states the target's loss on a text is {loss:.2f} nats a token, no better than chance: they "
+            "are of another model, or not those of the last layer before the final norm"
+        )
+    return loss
 
 
 class FromFolder(States):
@@ -231,8 +283,8 @@ class FromFolder(States):
                 continue
             self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
             self.tokens += len(ids)
-            for start in range(0, len(ids), length):
-                self.places[_key(ids[start : start + length])] = path, start
+            for start in range(0, len(ids), length):  # the last piece of a text that was recorded cut, too
+                self.places[key_of(ids[start : start + length])] = path, start
         if not self.places:
             odd = f"; {len(self.unread)} files are being written, or are none of states" if self.unread else ""
             raise ValueError(
@@ -242,10 +294,10 @@ class FromFolder(States):
         self.of(self.first[:length])
 
     def knows(self, tokens: Tensor) -> bool:
-        return _key(tokens) in self.places
+        return key_of(tokens) in self.places
 
     def of(self, tokens: Tensor) -> Tensor:
-        if (place := self.places.get(_key(tokens))) is None:
+        if (place := self.places.get(key_of(tokens))) is None:
             raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
         path, start = place
         try:
@@ -258,18 +310,30 @@ class FromFolder(States):
     def covered(self, corpus: Corpus, length: int, name: str) -> Corpus:
         """The documents whose states are here. Raises ValueError where these are none."""
         documents = [corpus.document(i) for i in range(len(corpus.is_chat))]
-        have = [i for i, one in enumerate(documents) if all(map(self.knows, one.tokens.split(length)))]
-        if not have:
+        kept, chats, cut = list[Stream](), list[int](), 0
+        for i, one in enumerate(documents):
+            known = 0
+            for piece in one.tokens.split(length):
+                if not self.knows(piece):
+                    break
+                known += len(piece)
+            if known:
+                kept.append(Stream(one.tokens[:known], one.mask[:known], 0))
+                chats.append(i)
+                cut += known < len(one.tokens)
+        if not kept:
             raise ValueError(
                 f"{self.folder} holds states of none of the {len(documents)} {name} documents; they are of other "
                 f"texts, of another tokenizer, or were cut at another length than train.length={length}"
             )
-        if len(have) < len(documents):
-            print(f"states of {len(have)} of {len(documents)} {name} documents are there; the others are left out")
-        kept = [documents[i] for i in have]
+        if len(kept) < len(documents) or cut:
+            shorter = f", {cut} of them cut where their states end" if cut else ""
+            print(
+                f"states of {len(kept)} of {len(documents)} {name} documents are there{shorter}; the rest is left out"
+            )
         starts = torch.tensor([0, *(len(one.tokens) for one in kept)]).cumsum(0)
         tokens, mask = (torch.cat(parts) for parts in zip(*((s.tokens, s.mask) for s in kept), strict=True))
-        return joined(tokens, mask, starts, corpus.is_chat[have])
+        return joined(tokens, mask, starts, corpus.is_chat[chats])
 
 
 def _ids_of(path: Path) -> Tensor | None:

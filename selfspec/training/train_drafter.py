@@ -37,10 +37,10 @@ from selfspec.training.drafter_data import (
 )
 from selfspec.training.hidden import HiddenStates, states_folder
 from selfspec.training.loop import average, fit
-from selfspec.training.loop_config import LoopConfig
+from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.recorded import recorded_samples
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
-from selfspec.training.states import Ahead, FromServer, States
+from selfspec.training.states import Ahead, FromServer, States, plausible
 from selfspec.training.step import autocast
 from selfspec.utils.files import NOTHING, Figures, mean
 from selfspec.utils.progress import progress
@@ -113,6 +113,15 @@ def train_drafter(run: DrafterRun) -> Figures:
     """
     reuse_memory()
     rows = _prepared(run)
+    try:
+        return _whole(run, rows)
+    finally:
+        if isinstance(run.states, FromServer):
+            run.states.close()
+
+
+def _whole(run: DrafterRun, rows: dict[str, Tensor]) -> Figures:
+    """The training behind what can be refused. rows: that validate."""
     run.log.begin()
     before = weights_hash(run.target.model)
     _write_calibration_texts(run)
@@ -153,6 +162,12 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
         states_dtype(run.target, run.drafter, run.train, run.loop)
     found = states_of(run.config, run.target, run.drafter.reads, run.train, run.validation)
     run.states, run.train, run.validation = found
+    if run.states is not None:
+        shard.agree({"data": (run.train.key, run.validation.key)})  # of a folder that is still being written
+        try:
+            plausible(run.states, run.validation.document(0).tokens[: run.config.length])
+        except ValueError as error:
+            run.say([f"warning: {error}"])
     rows = _validation_rows(run.validation, run.config, run.loop)
     lengths = run.config.prompts, run.config.prompt_tokens, run.config.new_tokens
     run.prompts = []
@@ -169,9 +184,8 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
 
 def _write_calibration_texts(run: DrafterRun) -> None:
     if run.states is not None:
-        lengths = run.config.prompts, run.config.new_tokens, run.config.length
-        whole = recorded_samples(run.target, run.validation, run.states, *lengths)
-        run.samples = {mode: samples[run.part :: run.parts] for mode, samples in whole.items()}
+        lengths = -(-run.config.prompts // run.parts), run.config.new_tokens, run.config.length
+        run.samples = recorded_samples(run.target, run.validation, run.states, *lengths, run.part, run.parts)
         return
     seeds = range(run.loop.seed + run.part, run.loop.seed + len(run.prompts), run.parts)
     openings, quiet = (run.prompts[run.part :: run.parts], run.config.new_tokens), not run.accelerator.is_main_process
@@ -203,10 +217,10 @@ def _trained(
     target, drafter, loop = run.target, run.drafter, run.loop
     assert isinstance(drafter, Trained)
     module = DraftLoss(drafter, target, average(run.accelerator), _hidden_states(run, batches), run.states)
-    batch = batches.batch
-    if isinstance(run.states, FromServer):
+    batch: Batches = batches.batch
+    if isinstance(run.states, FromServer) and run.config.cache == "none":
         assert isinstance(batches, Packed)
-        batch = Ahead(batches, run.states).batch
+        batch = Ahead(batches, run.states, loop.steps)
 
     def validate() -> Figures:
         figures: Figures = dict(_calibration(run))
@@ -237,7 +251,7 @@ def _trained(
         figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
         for mode, samples in run.samples.items():
             figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.config.new_tokens, run.total)
-    elif isinstance(run.states, FromServer):
+    elif isinstance(run.states, FromServer) and run.config.cache == "none":
         run.say([run.states.summary])
     note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
     note += f"; the weights of step {figures['kept_step']} are kept."
@@ -253,7 +267,10 @@ def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates |
     dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
     place = None
     if run.config.cache == "disk":
-        place = states_folder(run.target, run.train, batches, f"{dtype} {run.loop.precision}")
+        how = f"{dtype} {run.loop.precision}"
+        if run.states is not None:  # whose layers may be of another target with the same embeddings
+            how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
+        place = states_folder(run.target, run.train, batches, how)
     hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     run.say([hidden.summary])
     return hidden

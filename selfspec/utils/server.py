@@ -43,20 +43,23 @@ def server_urls(key: str, urls: object) -> tuple[str, ...]:
 
 
 class Servers:
-    """Servers of one model. model: the name it is served by (None: the only one there); patience: seconds for which a
-    request is tried again where no server answers. Used by many threads at once."""
+    """Servers of one model. model: the name it is served by (None: the only one there); patience: seconds in which no
+    server has answered, after which a request is given up. Used by many threads at once."""
 
     def __init__(self, urls: tuple[str, ...], model: str | None = None, patience: float = 120.0) -> None:
         import httpx
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.urls, self.patience = urls, patience
-        key = os.environ.get(KEY)
+        key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"the environment's {KEY} holds characters that no key has; set it anew")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(_ANSWER, connect=10.0), limits=limits)
         self._turn, self._lock = itertools.count(), threading.Lock()
-        self._busy = dict.fromkeys(urls, 0)
+        self._busy, self._down = dict.fromkeys(urls, 0), dict.fromkeys(urls, 0.0)
+        self._answered, self.closed = 0.0, False
         self.model = self._served(model)
 
     def _served(self, model: str | None) -> str:
@@ -68,7 +71,9 @@ class Servers:
                 str(entry["id"]) for entry in listed.get("data") or [] if isinstance(entry, dict) and "id" in entry
             ]
             if model is None and len(names) != 1:
-                raise ValueError(f"{url} serves {visible(', '.join(names)) or 'no model'}; say which: data.model")
+                raise ValueError(
+                    f"{url} serves {visible(', '.join(names)) or 'no model'}; name one by data.model, or serve just one"
+                )
             model = names[0] if model is None else model
             if model not in names:
                 raise ValueError(f"{url} serves {visible(', '.join(names)) or 'no model'}, not {model!r}")
@@ -97,21 +102,26 @@ class Servers:
         return found
 
     def post(self, path: str, body: Figures) -> Figures:
-        """What a server answers, tried again with growing pauses, each time at the least busy one. Raises Refused;
-        ConnectionError where none has answered for `patience` seconds; ValueError where another model answers."""
-        pause, begun = _FIRST, time.monotonic()
+        """What a server answers, tried again with growing pauses, each time at the least busy one of those that have
+        not just failed. Raises Refused; ConnectionError where none has answered for `patience` seconds; ValueError
+        where another model answers."""
+        pause, failed = _FIRST, 0.0
         while True:
             with self._lock:
-                at, turn = min(self._busy.values()), next(self._turn)
-                free = [url for url in self.urls if self._busy[url] == at]
+                up = [url for url in self.urls if self._down[url] < time.monotonic()] or list(self.urls)
+                at, turn = min(self._busy[url] for url in up), next(self._turn)
+                free = [url for url in up if self._busy[url] == at]
                 url = free[turn % len(free)]
                 self._busy[url] += 1
             try:
                 answer = self._asked(url, "POST", path, {"model": self.model, **body})
+                self._answered = time.monotonic()
             except ConnectionError:
-                if time.monotonic() - begun > self.patience:
+                failed = failed or time.monotonic()
+                self._down[url] = time.monotonic() + pause
+                if self.closed or time.monotonic() - max(failed, self._answered) > self.patience:
                     raise
-                time.sleep(pause)
+                time.sleep(0.0 if len(up) > 1 else pause)
                 pause = min(2 * pause, _LONGEST)
                 continue
             finally:

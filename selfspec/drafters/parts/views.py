@@ -202,7 +202,7 @@ class Tail(Block):
                     "take drafter.train=lora, or drafter.prefix=false for sequential heads"
                 )
             for path, (module, name) in owners.items():
-                setattr(module, name, nn.Parameter(own_weight(whole[path], dtype, target.device)))
+                setattr(module, name, nn.Parameter(own_weight(name, whole[path], dtype, target.device)))
         elif rank > 0:
             inject(model, rank, list(linear_maps(model, head)), adapter, dtype)
         self.adapters = {adapter: model} if rank > 0 and not full else {}

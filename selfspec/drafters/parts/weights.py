@@ -24,11 +24,13 @@ def start_linear(module: nn.Linear, into: Tensor, theirs: nn.Module | None, std:
         module.bias.zero_()
 
 
-def own_weight(theirs: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A copy of a target's weight to train. Where its layers are not in memory, a norm's scale begins at one, a matrix
-    at random."""
+def own_weight(name: str, theirs: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of a target's weight to train. Where its layers are not in memory, a bias begins at zero, a norm's scale
+    at one, a matrix at random."""
     if not theirs.is_meta:
         return theirs.detach().to(dtype, copy=True)
+    if name.endswith("bias"):
+        return torch.zeros(theirs.shape, dtype=dtype, device=device)
     if theirs.ndim < 2:
         return torch.ones(theirs.shape, dtype=dtype, device=device)
     return nn.init.normal_(torch.empty(theirs.shape, dtype=dtype, device=device), std=theirs.shape[-1] ** -0.5)
