@@ -204,11 +204,11 @@ def test_embedded_assets_are_small() -> None:
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
     drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
     kinds = ("medusa", "early-exit", "eagle3")
-    real = {"smollm2-medusa", "smollm2-eagle3"}
+    real = {"smollm2-medusa", "smollm2-eagle3", "qwen-coder-eagle3"}
     assert {folder.name for folder in drafters} == {f"tiny-{kind}" for kind in kinds} | real
     sizes = {folder.name: sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) for folder in drafters}
     assert all(size <= 10e6 for name, size in sizes.items() if name not in real)
-    assert sum(sizes[name] for name in real) <= 30e6
+    assert sum(sizes[name] for name in real) <= 30e6 + 24e6
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith("tiny-")])

@@ -1,5 +1,5 @@
-"""Models with names: a small target and three drafters for it, which are embedded; SmolLM2 with drafters, and
-Qwen2.5-Coder.
+"""Models with names: a small target and three drafters for it, which are embedded; SmolLM2 and Qwen2.5-Coder with
+drafters.
 
 The embedded ones lie in selfspec/assets in a clone, and in the package `selfspec_models` where selfspec was installed
 from a wheel.
@@ -14,7 +14,7 @@ from selfspec.checkpoints.gguf import dequantized
 from selfspec.checkpoints.named import HUB, qwen_coder, smollm2
 
 TARGETS = ("tiny-target", *HUB)
-DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-medusa", "smollm2-medusa", "smollm2-eagle3")
+DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-medusa", "smollm2-medusa", "smollm2-eagle3", "qwen-coder-eagle3")
 _FORMER = ("tiny-block", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-sequential", "tiny-draft")  # until 0.4
 
 
