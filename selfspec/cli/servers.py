@@ -9,6 +9,7 @@ from pathlib import Path
 from selfspec.cli.source import names_of
 from selfspec.cli.terminal import as_temperature, new_parser, positive
 from selfspec.utils.errors import one_line_errors
+from selfspec.utils.files import parse_json
 from selfspec.utils.server import server_urls
 
 _KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
@@ -45,6 +46,10 @@ def serve_target(arguments: list[str]) -> None:
         metavar="DIR",
         help="write an untrained drafter's files to this new folder, and print the server that loads them",
     )
+    parser.add_argument("--draft-vocab", type=positive, help="of the untrained drafter, as drafter.draft_vocab")
+    parser.add_argument(
+        "--serve", metavar="JSON", help="a drafter's --speculative-config, as selfspec export prints it"
+    )
     parser.add_argument("--run", action="store_true", help="start the server instead of only printing its command")
     args = parser.parse_args(arguments)
     with one_line_errors():
@@ -62,10 +67,10 @@ def serve_target(arguments: list[str]) -> None:
         from selfspec.training.states import wanted_layers, write_about
 
         plan = server.Server(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
-        if args.plain:
-            environment, words = plan.command(None)
+        if args.plain or args.serve is not None:
+            environment, words = plan.command(None, None if args.serve is None else parse_json(args.serve))
         else:
-            target, _, drafter = server.untrained(args.target, args.drafter, args.layers)
+            target, _, drafter = server.untrained(args.target, args.drafter, args.layers, args.draft_vocab)
             assert isinstance(target, Target)
             layers = wanted_layers(drafter.reads, target.n_layers)
             environment, words = plan.command(layers)
@@ -74,7 +79,8 @@ def serve_target(arguments: list[str]) -> None:
                 print("\n".join(written[:-1]))
                 environment, words = plan.command(None, spoken(drafter, Path(args.dry_run)))
             else:
-                write_about(Path(args.folder), layers, args.target)
+                if args.run:
+                    write_about(Path(args.folder), layers, args.target)
                 print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
                 print(
                     f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl"

@@ -314,6 +314,10 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     for data in (config.data, config.data.get("source")):
         if data is not None and "path" in data:
             files_of(as_plain(data)["path"])  # before a target is fetched
+    if run.train.states == SERVER:  # are they there? before a target is loaded
+        Servers(server_urls("train.states_url", run.train.states_url))
+    if get_class(config.data._target_) is Server:
+        Servers(server_urls("data.url", as_plain(config.data)["url"]), config.data.model)
     divide = None
     if shard.wanted():
         shard.group(device)
@@ -322,8 +326,6 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
     if run.train.states is None:
         target, found = load_target(*asked, divide=divide)
     else:
-        if run.train.states == SERVER:  # is it there?
-            Servers(server_urls("train.states_url", run.train.states_url))
         target, found = load_parts(*asked)
     tokenizer = tokenizer_of(target, found)
     return target, tokenizer, build_data(config.data, tokenizer, target)

@@ -137,6 +137,11 @@ class Server(Records):
         asked = ((i, chat) for i, chat in self.asked() if i not in done)
         first = next(asked, None)
         if first is None:
+            if not done:
+                raise ValueError(
+                    "data.source holds no conversation with a question; one line is "
+                    '{"messages": [{"role": "user", "content": "..."}]}'
+                )
             return
         kinds, failed, tokens, begun = Counter[str](), 0, 0, time.perf_counter()
         total = None if self.conversations is None else self.conversations - len(done)

@@ -93,17 +93,21 @@ def shown_command(environment: dict[str, str], words: Sequence[str]) -> str:
     return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
 
 
-def untrained(target: str, kind: str, layers: Sequence[int] | None = None) -> tuple[Target, Tokenizer, Drafter]:
+def untrained(
+    target: str, kind: str, layers: Sequence[int] | None = None, draft_vocab: int | None = None
+) -> tuple[Target, Tokenizer, Drafter]:
     """A drafter of this kind with the weights that its training begins with, on a target without its layers. layers:
-    whose outputs it reads, as `drafter.layers` (None: the kind's own choice). Raises ValueError."""
+    whose outputs it reads, as `drafter.layers` (None: the kind's own choice); draft_vocab: as `drafter.draft_vocab`.
+    Raises ValueError."""
     if kind not in KINDS:
         raise ValueError(f"--drafter {kind}: {', '.join(KINDS)} are trained on hidden states; others run the target")
-    config = config_class(drafter_class(kind))
-    if layers and "layers" not in {part.name for part in fields(config)}:
-        raise ValueError(f"--layers: a {kind} drafter reads what it reads; leave it out")
+    config, asked = config_class(drafter_class(kind)), {"layers": layers and list(layers), "draft_vocab": draft_vocab}
+    settings = {name: value for name, value in asked.items() if value is not None}
+    if odd := sorted(settings.keys() - {part.name for part in fields(config)}):
+        raise ValueError(f"--{odd[0].replace('_', '-')}: a {kind} drafter has no such choice; leave it out")
     loaded, tokenizer = load_parts(target, device="cpu")
     torch.manual_seed(0)
-    return loaded, tokenizer, build(drafter_class(kind), loaded, config(**({"layers": list(layers)} if layers else {})))
+    return loaded, tokenizer, build(drafter_class(kind), loaded, config(**settings))
 
 
 # -- folders of states

@@ -123,7 +123,7 @@ def run(command: str, folder: Path) -> str:
 def test_the_page(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/large_targets.md").read_text(), re.DOTALL)
     commands = [block.strip() for block in blocks][1:]
-    dry, plain, write, states, train, record, check, offline, export, accept = commands
+    dry, plain, write, states, train, record, check, offline, export, serve, accept = commands
     questions(tmp_path, 20)
     start, minutes = time.perf_counter(), dict[str, float]()
 
@@ -156,11 +156,12 @@ def test_the_page(tmp_path: Path) -> None:
     run(f"{offline} {SHORT} drafter.layers=[1,14,26]", tmp_path)
     timed("trained on a folder")
     said = run(export, tmp_path)
-    serve = next(line for line in said.splitlines() if line.startswith("vllm serve"))
-    words = shlex.split(serve)
-    speculative = words[words.index("--speculative-config") + 1]
-    plan = run(f"selfspec serve-target {TARGET} --plain --port 8000 --length 1024", tmp_path).strip().splitlines()[-1]
-    with served(f"{plan} --speculative-config {shlex.quote(speculative)}", 8000, tmp_path):
+    printed = shlex.split(next(line for line in said.splitlines() if line.startswith("vllm serve")))
+    speculative = printed[printed.index("--speculative-config") + 1]
+    words, port = server(serve)
+    assert json.loads(words[words.index("--serve") + 1]).keys() == json.loads(speculative).keys()
+    words[words.index("--serve") + 1] = speculative
+    with served(words, port, tmp_path):
         said = run(accept, tmp_path)
     assert float(re.findall(r"acceptance length ([\d.]+)", said)[0]) >= 1.0
     timed("served, acceptance counted")
