@@ -35,6 +35,7 @@ from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
 from selfspec.training.states import Ahead, FromFolder, FromServer, behind_layers, wanted_layers, write_about
 from selfspec.utils import server as client
+from selfspec.utils.files import cache_folder
 from selfspec.utils.server import Servers
 from tests.conftest import compose_config, save_tiny, write_lines
 
@@ -122,10 +123,14 @@ def test_parts_of_other_families(family: str, tmp_path: Path, tokenizer: PreTrai
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_the_whole_target(kind: str, whole: tuple[Target, Any], parts: Target) -> None:
+@pytest.mark.parametrize("vocab", [None, 40])
+def test_losses_are_those_of_the_whole_target(
+    kind: str, vocab: int | None, whole: tuple[Target, Any], parts: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.training.states._PIECE", 30)  # tokens of which all logits are held: not all of them
     tokens = torch.randint(whole[0].vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
-    ours, theirs = (drafter_on(target, kind) for target in (parts, whole[0]))
+    ours, theirs = (drafter_on(target, kind, draft_vocab=vocab) for target in (parts, whole[0]))
     with torch.no_grad():
         for name, p in theirs.trained().items():
             p.copy_(ours.trained()[name])
@@ -419,6 +424,17 @@ def test_a_cut_document_is_found_by_its_pieces(recorded: Path, parts: Target) ->
     for start in (0, 10, 20):
         piece = whole_text["token_ids"][start : start + 10]
         assert torch.equal(states.of(piece), whole_text["hidden_states"][start : start + 10])
+
+
+def test_states_that_a_run_has_kept(folder: str, whole: tuple[Target, Any], parts: Target, tmp_path: Path) -> None:
+    """What train.cache=disk keeps serves as train.states."""
+    run_training(training(tmp_path, folder, None, "eagle3", "train.cache=disk", "loop.steps=12"), tmp_path / "first")
+    place = next(path.parent for path in (cache_folder() / "hidden").rglob("rows.safetensors"))
+    reads = drafter_on(parts, "eagle3").reads
+    states = FromFolder(parts, reads, place, None, 48)
+    own = whole[0].text(states.first[None], False, reads=tuple(states.columns)).features
+    for layer, column in states.columns.items():
+        assert torch.allclose(states.of(states.first)[:, column], own[layer][0], atol=1e-5)
 
 
 def test_samples_of_recorded_states(recorded: Path, parts: Target) -> None:

@@ -14,7 +14,7 @@ from selfspec.drafters.base import Batch, Drafter, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.states import States, behind_layers
+from selfspec.training.states import States, behind_layers, drafted_behind
 from selfspec.training.step import autocast
 
 
@@ -59,7 +59,11 @@ class DraftLoss(nn.Module):
             if self.hidden is not None and "rows" in batch:
                 out = self.hidden.states(batch)
             elif self.elsewhere is not None:
-                out = behind_layers(self.target, batch["tokens"], self.elsewhere.features(batch))
+                features, ids = self.elsewhere.features(batch), None
+                if isinstance(self.drafter, Reduced) and (ids := self.drafter.vocabulary) is not None:
+                    few, hidden = drafted_behind(self.target, batch["tokens"], features, ids)
+                    return Batch(batch["tokens"], batch["mask"], hidden, few, features, None, documents, average)
+                out = behind_layers(self.target, batch["tokens"], features)
             else:
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)

@@ -6,10 +6,12 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.checkpoints.weights_hash import target_hash
@@ -18,8 +20,8 @@ from selfspec.core.passes import Pass
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
-from selfspec.training.states import States, behind_layers
-from selfspec.utils.files import cache_folder, disk_room
+from selfspec.training.states import ROWS, States, behind_layers, write_about
+from selfspec.utils.files import atomic, cache_folder, disk_room
 
 PLACES = ("none", "memory", "disk")
 
@@ -118,6 +120,16 @@ def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Pat
     for part in (rows.members, rows.ends):
         digest.update(part.numpy().tobytes())
     return cache_folder() / "hidden" / digest.hexdigest()[:24]
+
+
+def write_rows(folder: Path, rows: Packed, layers: Sequence[int], model: str, dtype: torch.dtype) -> None:
+    """Say in a folder of kept states which documents its rows hold, so that it can be read as train.states."""
+    if (path := folder / ROWS).is_file():
+        return
+    every = rows.rows(range(rows.per_epoch))
+    with atomic(path) as scratch:
+        save_file({"tokens": every["tokens"].int(), "documents": every["documents"].short()}, scratch)
+    write_about(folder, [layer + 1 for layer in layers], model, str(dtype).removeprefix("torch."))
 
 
 def _whole(path: Path, size: int, rows: int) -> bool:

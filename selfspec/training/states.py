@@ -23,14 +23,17 @@ from selfspec.core.passes import Pass
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import Packed
+from selfspec.drafters.parts.losses import drafted_logits
 from selfspec.utils.files import read_json
 from selfspec.utils.progress import progress
 from selfspec.utils.server import Servers, first_choice
 
 ABOUT = "states.json"  # in a folder of states: which layers its files hold
+ROWS = "rows.safetensors"  # in a folder that train.cache=disk has kept: the tokens of its rows
 SERVER = "server"  # the value of train.states that asks one
 _AT_ONCE = 16  # requests that a server has at a time
 _AHEAD = 64  # steps that are asked for in advance, at most
+_PIECE = 1024  # tokens whose logits are held at once
 _AGAIN = 3  # requests for states whose file a server did not write
 
 
@@ -99,6 +102,22 @@ def behind_layers(target: Target, tokens: Tensor, features: dict[int, Tensor]) -
     end = target.n_layers
     out = target.text(tokens, layers=(end, end), hidden=features[end - 1])
     return Pass(out.logits, out.hidden, features)
+
+
+def drafted_behind(
+    target: Target, tokens: Tensor, features: dict[int, Tensor], vocabulary: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """`drafted_logits` of a draft vocabulary, and hidden states behind the final norm, [B, S, H]: all tokens' logits
+    are held for a piece of the texts at a time."""
+    end, size = target.n_layers, max(1, _PIECE // len(tokens))
+    few, inside, hidden = list[Tensor](), list[Tensor](), list[Tensor]()
+    for piece, states in zip(tokens.split(size, 1), features[end - 1].split(size, 1), strict=True):
+        out = target.text(piece, layers=(end, end), hidden=states)
+        assert out.logits is not None
+        for parts, part in zip((few, inside), drafted_logits(out.logits, vocabulary), strict=True):
+            parts.append(part)
+        hidden.append(out.hidden)
+    return (torch.cat(few, 1), torch.cat(inside, 1)), torch.cat(hidden, 1)
 
 
 def key_of(tokens: Tensor) -> bytes:
@@ -263,7 +282,8 @@ def plausible(states: States, tokens: Tensor) -> float:
 
 class FromFolder(States):
     """States in safetensors files of `token_ids` [S] and `hidden_states` [S, layers, H], as vLLM's connector and
-    speculators write them, in a folder and those below it. Documents that rows cut are found too."""
+    speculators write them, in a folder and those below it, or in a folder that train.cache=disk has kept. Documents
+    that rows cut are found too."""
 
     def __init__(
         self, target: Target, reads: Sequence[int], folder: Path, layers: Sequence[int] | None, length: int
@@ -275,6 +295,10 @@ class FromFolder(States):
         super().__init__(target, reads, layers)
         self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
         self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
+        self._kept: list[Tensor] = []
+        if (folder / ROWS).is_file():
+            self._read_kept(str(read_json(about)["dtype"]), length)
+            return
         paths = sorted(folder.rglob("*.safetensors"))
         for path in progress(paths, desc=f"states in {folder}", unit=" files"):
             ids = _ids_of(path)
@@ -293,6 +317,25 @@ class FromFolder(States):
             )
         self.of(self.first[:length])
 
+    def _read_kept(self, dtype: str, length: int) -> None:
+        """The rows that train.cache=disk has kept. Raises ValueError where none is whole."""
+        with safe_open(self.folder / ROWS, "pt") as file:
+            batch = {name: file.get_tensor(name).long() for name in ("tokens", "documents")}
+        count, size = batch["tokens"].shape
+        done = torch.ones(count, dtype=torch.bool)
+        for layer in self.layers:
+            path = self.folder / f"layer_{layer - 1}.states"
+            shape = count, size, self.target.hidden_size
+            whole = torch.from_file(str(path), size=math.prod(shape), dtype=getattr(torch, dtype))
+            self._kept.append(whole.view(shape))
+            done &= torch.from_file(str(path.with_suffix(".done")), size=count, dtype=torch.int64) != 0
+        for row, start, tokens in documents_of(batch):
+            if done[row] and len(tokens) <= length:
+                self.places[key_of(tokens)] = self.folder / str(row), start
+                self.first = tokens if not len(self.first) or len(tokens) < len(self.first) else self.first
+        if not self.places:
+            raise ValueError(f"train.states={self.folder}: no row of it is whole; let the run that keeps it go on")
+
     def knows(self, tokens: Tensor) -> bool:
         return key_of(tokens) in self.places
 
@@ -300,6 +343,9 @@ class FromFolder(States):
         if (place := self.places.get(key_of(tokens))) is None:
             raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
         path, start = place
+        if self._kept:
+            part = [layer[int(path.name), start : start + len(tokens)] for layer in self._kept]
+            return self.check(torch.stack(part, 1), tokens, str(path))
         try:
             with safe_open(path, "pt") as file:
                 states = file.get_slice("hidden_states")[start : start + len(tokens)]
@@ -350,7 +396,8 @@ def _ids_of(path: Path) -> Tensor | None:
     return None
 
 
-def write_about(folder: Path, layers: Sequence[int], model: str) -> None:
-    """Say in a folder which layers its files will hold."""
+def write_about(folder: Path, layers: Sequence[int], model: str, dtype: str | None = None) -> None:
+    """Say in a folder which layers its files will hold; dtype: of files that do not say it themselves."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ABOUT).write_text(json.dumps({"layers": list(layers), "model": model}) + "\n")
+    about = {"layers": list(layers), "model": model} | ({} if dtype is None else {"dtype": dtype})
+    (folder / ABOUT).write_text(json.dumps(about) + "\n")

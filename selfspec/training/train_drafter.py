@@ -35,7 +35,7 @@ from selfspec.training.drafter_data import (
     texts_folder,
     writer_of,
 )
-from selfspec.training.hidden import HiddenStates, states_folder
+from selfspec.training.hidden import HiddenStates, states_folder, write_rows
 from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.recorded import recorded_samples
@@ -273,6 +273,8 @@ def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates |
         place = states_folder(run.target, run.train, batches, how)
     hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     run.say([hidden.summary])
+    if place is not None and run.accelerator.is_main_process:
+        write_rows(place, batches, hidden.reads, run.target_name, dtype)
     return hidden
 
 

@@ -212,9 +212,11 @@ def decayed(loss: str, means: Means, decay: float) -> tuple[Tensor, dict[str, Te
     return (values * weights).sum() / weights.sum().clamp(min=1e-30), {loss.rpartition(".")[2]: shown}
 
 
-def drafted_logits(logits: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+def drafted_logits(logits: Tensor | tuple[Tensor, Tensor], vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits [B, S, V'] of a draft vocabulary, int64 [V'], out of logits [B, S, V]; and bool [B, S], whether the
-    likeliest token is in it. None stands for all tokens."""
+    likeliest token is in it. None stands for all tokens. What it has given before it gives again."""
+    if isinstance(logits, tuple):
+        return logits
     if vocabulary is None:
         return logits, torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
     few = logits[..., vocabulary]
