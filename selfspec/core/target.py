@@ -85,7 +85,8 @@ class Target:
         kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
         self.windows = {name: windows[name] for name in sorted(kinds)}
         self.layers = self._stack()
-        self.partial = any(p.is_meta for p in self.layers.parameters())  # whether its layers are not in memory
+        # Whether its layers alone are not in memory
+        self.partial = any(p.is_meta for p in self.layers.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
