@@ -51,7 +51,7 @@ class FakeServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-            def told(self, body: Any, code: int = 200) -> None:
+            def send(self, body: Any, code: int = 200) -> None:
                 data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
@@ -61,9 +61,9 @@ class FakeServer:
             def do_GET(self) -> None:
                 fake.keys.add(self.headers.get("Authorization"))
                 if self.path == "/metrics":
-                    self.told(fake.metrics())
+                    self.send(fake.metrics())
                 else:
-                    self.told({"data": [{"id": "tiny"}]})
+                    self.send({"data": [{"id": "tiny"}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -73,9 +73,9 @@ class FakeServer:
                         return
                     fake.asked.append(body)
                     if fake.refuse:
-                        self.told({"error": {"message": "no"}}, fake.refuse.pop(0))
+                        self.send({"error": {"message": "no"}}, fake.refuse.pop(0))
                         return
-                    self.told(fake.answer(self.path, body))
+                    self.send(fake.answer(self.path, body))
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -117,7 +117,7 @@ class FakeServer:
         if self.ids:
             choice["token_ids"] = new
             (answer if chat else choice)["prompt_token_ids"] = prompt
-        if self.layers is not None and not chat:
+        if self.layers is not None:
             answer["kv_transfer_params"] = {"hidden_states_path": str(self.write(prompt))}
         return answer
 

@@ -30,13 +30,13 @@ from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.integrations import serve_target
 from selfspec.integrations.export import export
-from selfspec.integrations.serve_target import Server, acceptance, described, probe, record, serves, untrained
+from selfspec.integrations.serve_target import ServerPlan, acceptance, described, probe, record, serves, untrained
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
 from selfspec.training.states import Ahead, FromFolder, FromServer, behind_layers, wanted_layers, write_about
-from selfspec.utils import server as client
+from selfspec.utils import openai_client as client
 from selfspec.utils.files import cache_folder
-from selfspec.utils.server import Servers
+from selfspec.utils.openai_client import Servers
 from tests.conftest import compose_config, save_tiny, write_lines
 
 KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
@@ -477,7 +477,7 @@ def test_posterior_noise_is_gumbel_noise(parts: Target) -> None:
 
 
 def test_commands_of_a_server(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Server(folder, tmp_path / "states", "python", 8001, 512, "float32")
+    plan = ServerPlan(folder, tmp_path / "states", "python", 8001, 512, "float32")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     environment, words = plan.command([2, 3, 4])
     assert "selfspec_cpu_connector" in " ".join(words)

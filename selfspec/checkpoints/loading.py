@@ -99,7 +99,8 @@ def load_target(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
-    parts = parts_of(model) if wanted is not None or divide is not None else None  # of the weights as saved
+    casts = wanted is not None and wanted != model.get_output_embeddings().weight.dtype
+    parts = parts_of(model) if casts or int8 or divide is not None else None  # of the weights as saved
     saved = _placed(model, wanted, device, divide)
     if int8:
         quantize(model)

@@ -10,9 +10,9 @@ from selfspec.cli.source import names_of
 from selfspec.cli.terminal import as_temperature, new_parser, positive
 from selfspec.utils.errors import one_line_errors
 from selfspec.utils.files import parse_json
-from selfspec.utils.server import server_urls
+from selfspec.utils.openai_client import server_urls
 
-_KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
+_KINDS = names_of("selfspec.integrations.serve_target")["KINDS"]
 
 
 def _vllm_python() -> str:
@@ -66,7 +66,7 @@ def serve_target(arguments: list[str]) -> None:
         from selfspec.integrations.export import spoken, write_engine_files
         from selfspec.training.states import wanted_layers, write_about
 
-        plan = server.Server(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
+        plan = server.ServerPlan(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
         if args.plain or args.serve is not None:
             environment, words = plan.command(None, None if args.serve is None else parse_json(args.serve))
         else:
@@ -150,7 +150,7 @@ def _write_states(args: argparse.Namespace) -> None:
     from selfspec.data.store import tokenize
     from selfspec.integrations import serve_target as server
     from selfspec.training.states import FromServer
-    from selfspec.utils.server import Servers
+    from selfspec.utils.openai_client import Servers
 
     target, tokenizer, drafter = server.untrained(args.target, args.drafter)
     texts = JsonLines(path=args.path, tokenizer=tokenizer, ends=end_tokens(target))

@@ -45,7 +45,7 @@ from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
 from selfspec.utils.machine import check_device, default_device
-from selfspec.utils.server import Servers, server_urls
+from selfspec.utils.openai_client import Servers, server_urls
 from selfspec.utils.tracking import RunLog, flat, whole_lines
 
 R = TypeVar("R")
@@ -207,7 +207,7 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     torch.manual_seed(run.loop.seed)
     try:
         drafter = build(kind, target, config)
-    except (RuntimeError, NotImplementedError) as error:  # of weights that are not here
+    except RuntimeError as error:  # of weights that are not here
         if target.partial and not isinstance(error, torch.OutOfMemoryError):
             raise needs_layers(kind.__module__.rsplit(".", 1)[-1]) from error
         raise

@@ -11,6 +11,7 @@ from selfspec.data.chat import Chat, ChatTemplate
 
 _MARKS = ("first question", "first answer", "second question")  # that a template is tried out with
 _LETTERS = 8  # that a question has at least
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Template:
                 "with plain text"
             )
         return cls(opening, answer, again)
+
+
+def answer_temperature(number: int, sampled: float) -> float:
+    """At which the answers of a conversation are written: a share `sampled` of them at 1, the others greedily."""
+    return float(number * _GOLDEN % 1 < sampled)
 
 
 def first_paragraph(tokenizer: Tokenizer) -> Callable[[list[int]], list[int] | None]:

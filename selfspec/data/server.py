@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from selfspec.data.chat import Chat, ChatTemplate
-from selfspec.data.own_questions import Template, usable
+from selfspec.data.own_questions import Template, answer_temperature, usable
 from selfspec.data.records import Records
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
+from selfspec.utils.openai_client import Refused, Servers, first_choice, server_urls
 from selfspec.utils.progress import progress
-from selfspec.utils.server import Refused, Servers, first_choice, server_urls
 
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly
 _EXACT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # else a server takes the model's own
 _COMPARED = 16  # conversations whose prompts are held against the template here
 _SPOKEN = ("content", "reasoning", "reasoning_content", "tool_calls")  # of an answer, as templates read it
@@ -192,7 +191,7 @@ class Server(Records):
     def _conversation(self, i: int, chat: Chat | None) -> Figures:
         """A conversation with the server's answers. Raises Refused where it gives none."""
         chat = self._invented(i) if chat is None else chat
-        temperature = float(i * _GOLDEN % 1 < self.sampled)
+        temperature = answer_temperature(i, self.sampled)
         history, turns, finish, wrote = list[dict[str, Any]](), list[tuple[list[int], list[int]]](), list[str](), 0
         for message in [*chat.messages, {"role": "assistant", "content": ""}]:
             asks = bool(history) and history[-1]["role"] in ("user", "tool")

@@ -29,8 +29,8 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.training.states import ABOUT, FromServer, States, key_of, wanted_layers, write_about
 from selfspec.utils.files import Figures, atomic, disk_room, mean, read_json, shown
+from selfspec.utils.openai_client import Servers
 from selfspec.utils.progress import progress
-from selfspec.utils.server import Servers
 
 KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")  # that are trained on states alone
 _CPU = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -40,7 +40,7 @@ _COUNTERS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerPlan:
     """target: a folder or a hub id; folder: that hidden states are written into; python: of vLLM's environment; length:
     tokens of a request at most."""
 

@@ -157,7 +157,7 @@ def costs(
     if not isinstance(drafter, Trained) or not drafter.trained():
         return
     if target.partial:
-        yield "the time of a step is not told: hidden states come from elsewhere"
+        yield "the time of a step is not measured: hidden states come from elsewhere"
         return
     row = {key: value[:1] for key, value in batch.items()}
     cost = relative_cost(DraftLoss(drafter, target), target, row, autocast(target.device, loop), 3, most=_SECONDS)

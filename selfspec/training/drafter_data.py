@@ -21,7 +21,7 @@ from selfspec.training.hidden import PLACES
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.states import SERVER, FromFolder, FromServer, States
 from selfspec.utils.checks import above_zero, at_least
-from selfspec.utils.server import Servers, server_urls
+from selfspec.utils.openai_client import Servers, server_urls
 
 
 @dataclass

@@ -25,8 +25,8 @@ from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.parts.losses import drafted_logits
 from selfspec.utils.files import read_json
+from selfspec.utils.openai_client import Servers, first_choice
 from selfspec.utils.progress import progress
-from selfspec.utils.server import Servers, first_choice
 
 ABOUT = "states.json"  # in a folder of states: which layers its files hold
 ROWS = "rows.safetensors"  # in a folder that train.cache=disk has kept: the tokens of its rows
@@ -195,12 +195,12 @@ class FromServer(States):
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         for attempt in range(_AGAIN):
             answer = self.servers.post("/v1/completions", body)
-            told = answer.get("kv_transfer_params")
-            if not isinstance(told, dict) or "hidden_states_path" not in told:
+            transfer = answer.get("kv_transfer_params")
+            if not isinstance(transfer, dict) or "hidden_states_path" not in transfer:
                 raise ValueError(
                     f"{self.servers.urls[0]} hands out no hidden states; start it by selfspec serve-target"
                 )
-            path, read = Path(str(told["hidden_states_path"])), first_choice(answer).get("prompt_token_ids")
+            path, read = Path(str(transfer["hidden_states_path"])), first_choice(answer).get("prompt_token_ids")
             if read is not None and read != tokens.tolist():
                 raise ValueError(
                     f"{self.servers.urls[0]} has read other tokens than it was given: another model's server"

@@ -29,7 +29,7 @@ from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
-from selfspec.data.own_questions import Template, first_paragraph, usable
+from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
 from selfspec.data.store import Corpus, joined
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training.conversations import Conversation, Rules, write_conversations
@@ -43,8 +43,7 @@ _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
 _BESIDE = "folder", "conversations", "validation_share", "batch", "chat_template_kwargs"
 _LATER = "edits", "paragraph"  # that older versions had not, and that are off where they are false
 _CHUNK = 64  # conversations in a file
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples spread sampled answers evenly, whatever the openings' number
-_PLASTIC = 0.7548776662466927  # so do this number's, and they go with the others as if drawn apart
+_PLASTIC = 0.7548776662466927  # its multiples spread edits evenly, as if drawn apart from the sampled answers
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def _written(
     )
 
     def begun(i: int) -> Conversation:
-        temperature = float(i * _GOLDEN % 1 < config.sampled)
+        temperature = answer_temperature(i, config.sampled)
         if i * _PLASTIC % 1 < config.edits:
             return Conversation.asked(i, template, edits[i], temperature)
         return Conversation.begun(i, template, words[i % len(words)], temperature)

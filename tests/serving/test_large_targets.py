@@ -33,7 +33,7 @@ from selfspec.data.store import tokenize
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.training.states import FromServer, wanted_layers
 from selfspec.utils.files import write_text
-from selfspec.utils.server import Servers
+from selfspec.utils.openai_client import Servers
 from tests.conftest import write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def served(words: list[str] | str, port: int, folder: Path) -> Iterator[None]:
             process.wait()
 
 
-def told(**figures: Any) -> None:
+def keep_figures(**figures: Any) -> None:
     """Keep what was measured for notebooks/results/large_targets.md."""
     before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def run(command: str, folder: Path) -> str:
 
 def test_the_page(tmp_path: Path) -> None:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/large_targets.md").read_text(), re.DOTALL)
-    commands = [block.strip() for block in blocks][1:]
+    commands = [block.strip().replace("\\\n", " ") for block in blocks][1:]
     dry, plain, write, states, train, record, check, offline, export, serve, accept = commands
     questions(tmp_path, 20)
     start, minutes = time.perf_counter(), dict[str, float]()
@@ -165,7 +165,7 @@ def test_the_page(tmp_path: Path) -> None:
         said = run(accept, tmp_path)
     assert float(re.findall(r"acceptance length ([\d.]+)", said)[0]) >= 1.0
     timed("served, acceptance counted")
-    told(page_minutes=minutes, page_acceptance=re.findall(r"^(?:accept|given).*", said, re.MULTILINE))
+    keep_figures(page_minutes=minutes, page_acceptance=re.findall(r"^(?:accept|given).*", said, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_states_of_64_texts_are_the_trainers_own(states_server: str, tmp_path: P
         own = target.text(tokens[None], False, reads=tuple(layers)).features
         for column, layer in enumerate(layers):
             worst = max(worst, float((found[:, column] - own[layer][0]).norm() / own[layer][0].norm()))
-    told(states_worst_relative_error=worst, states_seconds=round(time.perf_counter() - begun, 1))
+    keep_figures(states_worst_relative_error=worst, states_seconds=round(time.perf_counter() - begun, 1))
     assert worst < 1e-4
 
 
@@ -238,7 +238,7 @@ def test_losses_from_a_server_a_folder_and_the_target(kind: str, states_server: 
     far = {
         name: max(abs(a - b) for a, b in zip(values, loss["in process"], strict=True)) for name, values in loss.items()
     }
-    told(**{f"losses_{kind}": {"first": loss["in process"][0], "last": loss["in process"][-1], "apart": far}})
+    keep_figures(**{f"losses_{kind}": {"first": loss["in process"][0], "last": loss["in process"][-1], "apart": far}})
     assert len(loss["server"]) == 20
     assert max(far.values()) < 1e-3
     if kind == "eagle3":
@@ -260,7 +260,7 @@ def counted(folder: Path, chat: str, length: int = 3) -> None:
         drafts += len(chain.drafted)
         counts.append(chain.accepted(row + autoregressive(spec.target, [row], on).token_ids[0]))
     ours = [sum(values) for values in zip(*counts, strict=True)]
-    told(accepted={"drafts": [drafts, *theirs["drafts"]], "here": ours, "vllm": theirs["accepted"]})
+    keep_figures(accepted={"drafts": [drafts, *theirs["drafts"]], "here": ours, "vllm": theirs["accepted"]})
     assert [drafts, *ours] == [*theirs["drafts"], *theirs["accepted"]]
 
 
@@ -289,5 +289,7 @@ def test_200_questions_with_a_kill(tmp_path: Path) -> None:
     records = [json.loads(line) for line in next(tmp_path.glob("answers/answers.jsonl")).read_text().splitlines()]
     assert sorted(record["id"] for record in records) == list(range(200))
     tokens = sum(record["new_tokens"] for record in records)
-    told(answers={"questions": 200, "tokens": tokens, "seconds": round(seconds), "rate": round(tokens / seconds, 1)})
+    keep_figures(
+        answers={"questions": 200, "tokens": tokens, "seconds": round(seconds), "rate": round(tokens / seconds, 1)}
+    )
     assert load_tokenizer(TARGET).decode(records[0]["tokens"][0]["input_ids"])

@@ -30,7 +30,7 @@ SEQUENCES, TOKENS = 100_000, 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
-def told(**figures: Any) -> None:
+def keep_figures(**figures: Any) -> None:
     before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     write_text(RESULTS, json.dumps(before | figures, indent=1) + "\n")
@@ -110,7 +110,7 @@ def test_a_70b_checkpoint_without_its_layers(tmp_path: Path, tokenizer: Any) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.strip().splitlines()[-1])
     three, layer = (2 * V * H + H) * 2 / 2**30, found["trained"] * 4 / 2**30
-    told(checkpoint={**found, "three_tensors": three, "drafter": layer, "seconds": time.perf_counter() - start})
+    keep_figures(checkpoint={**found, "three_tensors": three, "drafter": layer, "seconds": time.perf_counter() - start})
     assert found["loaded"] - found["begin"] < 1.05 * three + 0.3
     assert found["built"] - found["begin"] < 1.05 * (three + layer) + 0.6  # nothing else is held
     assert found["reads"] == [1, 39, 76]
@@ -177,7 +177,7 @@ def test_memory_stays_over_100_000_sequences(tmp_path: Path) -> None:
         path.unlink()
     folder.rmdir()
     first, last = max(most[2 : len(most) // 4]), max(most[-len(most) // 4 :])
-    told(
+    keep_figures(
         sequences={
             "count": read,
             "tokens": read * TOKENS,
