@@ -329,9 +329,9 @@ def test_names_of_compiled_code_are_the_same_in_every_process(small: Any) -> Non
     program = """
 import torch, functools
 from selfspec.engine.fit import file_name
-from selfspec.drafters.parts.unrolled import tree_of
-args = tree_of, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
-name = file_name(tree_of, args, "inductor")
+from selfspec.drafters.parts.unrolled import layers_tree
+args = layers_tree, torch.nn.Linear(2, 2), [torch.ones(3)], {"x": (1, None)}, functools.partial(max, 1)
+name = file_name(layers_tree, args, "inductor")
 """
     here: dict[str, Any] = {}
     exec(program, here)

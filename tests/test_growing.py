@@ -31,8 +31,8 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.mtp import Mtp
 from selfspec.drafters.parts import expansion as growth_module
 from selfspec.drafters.parts import static_tree as plan_module
+from selfspec.drafters.parts.draft_layers import read as reading
 from selfspec.drafters.parts.expansion import Growth, top
-from selfspec.drafters.parts.feature_layer import LastLayer
 from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.drafters.parts.tree_function import expanded
 from selfspec.drafters.parts.views import Tail
@@ -167,14 +167,12 @@ def test_prefix_layer_in_decoding_is_that_of_training(llama: Target, monkeypatch
     drafter = random_drafter(SequentialHeads, llama, heads=3, rank=4)
     read = []
 
-    reading = LastLayer.read
-
-    def spied(self: LastLayer, *given: Any) -> Any:
-        root = reading(self, *given)
+    def spied(*given: Any) -> Any:
+        (root,) = reading(*given)
         read.append(root.hidden[:, 0].clone())
-        return root
+        return [root]
 
-    monkeypatch.setattr(LastLayer, "read", spied)
+    monkeypatch.setattr(sequential_module, "read", spied)
     watch = Watch(drafter)
     speculative(llama, [PROMPT, PROMPT[:3]], Options(12), watch, 9)
     assert len(read) > 5

@@ -20,7 +20,7 @@ from selfspec.core.target import Target
 from selfspec.core.tree import chain
 from selfspec.drafters.block import BlockConfig, BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.drafters.parts.feature_layer import DraftLayerCache
+from selfspec.drafters.parts.draft_layers import LayersCache
 from selfspec.drafters.parts.parallel import forecast
 
 dflash_core: Any = pytest.importorskip("speculators.models.dflash.core", reason="speculators is not installed")
@@ -139,10 +139,11 @@ def test_p_eagle_decodes_what_it_was_trained_for(form: str) -> None:
     drafter.eval()
     features = target.text(TEXT, False, reads=drafter.reads).features
     for at in (1, 5, 10):
-        cache, read = target.cache(1, 64, 64), DraftLayerCache(drafter.layer)
+        cache, read = target.cache(1, 64, 64), LayersCache([drafter.layer])
         rows = target.forward(chain(TEXT[:, :at]), cache, False, reads=drafter.reads, prompt=True)
         cache.commit([list(range(at))])
         read.observe(Accepted(rows.hidden, rows.features, [0], [list(range(at))]))
         context = Context(TEXT[:, at], [at], [TEXT[0, : at + 1].tolist()], 8, 0.0, None, target, cache)
-        ours = forecast(drafter, drafter.layer, read.rows(context, True, drafter.depth, drafter.depth))
+        pending = read.rows(context, True, drafter.depth, drafter.depth)
+        ours = forecast(drafter, drafter.layer, *read.carried_on, pending)
         torch.testing.assert_close(ours, drafter.along(TEXT, features, torch.tensor([[at - 1]]))[0])

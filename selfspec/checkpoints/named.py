@@ -60,10 +60,15 @@ def qwen_coder() -> str:
 
 
 def _place() -> Path | None:
-    """What SELFSPEC_QWEN_CODER names, of a folder without a model the GGUF file in it."""
+    """What SELFSPEC_QWEN_CODER names, of a folder without a model the GGUF file in it. Raises ValueError for several
+    of them."""
     path = Path(place) if (place := os.environ.get(_PLACE)) else None
     if path is not None and path.is_dir() and not (path / "config.json").is_file():
-        return next(iter(sorted(path.glob("*.gguf"))), path)
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{_PLACE}={path} holds {len(files)} GGUF files, {names}; name one of them")
+        return files[0] if files else path
     return path
 
 

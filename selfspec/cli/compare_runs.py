@@ -29,12 +29,12 @@ from selfspec.utils.tracking import RunLog
 def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Prompt]:
     """The prompts of a comparison; answers to earlier turns are greedy."""
     prompts: list[Prompt] = []
-    for name in config.questions:
+    for name, count in zip(config.questions, config.counts, strict=True):
         groups = config.groups
         if groups is not None and name in SETS:
             groups = [group for group in groups if group in SETS[name]]
         if groups != []:
-            asked_so = name, groups, config.prompts, config.prompt_tokens, True, config.max_new_tokens
+            asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)
             prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
     return prompts

@@ -16,21 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Session
 from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import KV, TextCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.block_masks import training_masks
 from selfspec.drafters.parts.block_stack import BlockCache, BlockStack, FeatureStack, read_text
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import PendingRows, check_layers, layers_of, usual_layers
+from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
+from selfspec.drafters.parts.feature_layer import check_layers, layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
 from selfspec.drafters.parts.markov import FORMS, Rows, confidence, corrected, shapes
-from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero, shares
 
@@ -272,8 +271,8 @@ class BlockDrafter(Reduced):
         parents = tokens[0, at[:, None] + 1 + torch.arange(self.depth, device=device)]
         return self.of_all(self.behind(rows, parents[None])[0][0].transpose(0, 1))
 
-    def session(self, target: Target, rows: int) -> BlockSession:
-        return BlockSession(self)
+    def session(self, target: Target, rows: int) -> Session:
+        return DraftSession(self, BlockCache(self.stack), block_tree, (self.stack.ready,), self.config.size)
 
 
 def forecast(drafter: BlockDrafter, roots: Tensor, stack: BlockStack, pending: PendingRows[KV]) -> Rows:
@@ -291,7 +290,7 @@ def forecast(drafter: BlockDrafter, roots: Tensor, stack: BlockStack, pending: P
     return drafter.forecasts(stack(entering, entries.clamp(max=last), masks, cache))
 
 
-def tree_of(
+def block_tree(
     drafter: BlockDrafter, growth: Growth, ranking: Ranking, stack: BlockStack, pending: PendingRows[KV]
 ) -> Nodes:
     """A tree behind roots, from the features up to there; see `drafted_by`."""
@@ -313,22 +312,3 @@ def tree_of(
         return scores, ids
 
     return grow(growth, step, drafter.depth, ranking).best()
-
-
-class BlockSession:
-    """What one call keeps: the stack's cache."""
-
-    def __init__(self, drafter: BlockDrafter) -> None:
-        self.drafter, self.cache = drafter, BlockCache(drafter.stack)
-
-    def propose(self, context: Context) -> DraftTree:
-        drafter, config = self.drafter, self.drafter.config
-        if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
-            return chain(context.roots[:, None])
-        pending = self.cache.rows(context, False, drafter.depth, config.size)
-        inputs = drafter.stack.ready, pending
-        nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob)
-        return trusted(*nodes, deepest=drafter.depth)
-
-    def observe(self, accepted: Accepted) -> None:
-        self.cache.observe(accepted)

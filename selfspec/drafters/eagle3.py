@@ -18,11 +18,13 @@ from torch.nn import functional as F
 from selfspec.core.contract import Session
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, Sample, one_of, training_dtype, whole
+from selfspec.drafters.parts.draft_layers import LayersCache
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, Form
+from selfspec.drafters.parts.feature_cache import DraftSession
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
-from selfspec.drafters.parts.parallel import ParallelSession, hidden_along
+from selfspec.drafters.parts.parallel import hidden_along, parallel_tree
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
 
@@ -145,4 +147,7 @@ class Eagle3(Unrolled):
         return self.of_all(logits[0].transpose(0, 1))
 
     def session(self, target: Target, rows: int) -> Session:
-        return ParallelSession(self, self.layer) if self.config.parallel else super().session(target, rows)
+        if not self.config.parallel:
+            return super().session(target, rows)
+        more = (self.layer,), self.config.depth, self.draft_head is None
+        return DraftSession(self, LayersCache([self.layer]), parallel_tree, *more)

@@ -129,7 +129,7 @@ class EarlyExit(Reduced):
         return EarlyExitSession(self, target, rows)
 
 
-def tree_of(
+def exit_tree(
     drafter: EarlyExit, growth: Growth, ranking: Ranking, below: Open, block: Open | None, late: Tensor, behind: Tensor
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, the exit's hidden states [B, N, H] on it, and the nodes that the block ran on; see
@@ -204,7 +204,7 @@ class EarlyExitSession:
             part = tail.target.part(*layers, (tail.layer,), drafter.draft_head is None)
             block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
         inputs = below, block, self.late, self.lag
-        nodes = drafted_by(tree_of, drafter, context, inputs, config.width, config.min_prob, reserve=True)
+        nodes = drafted_by(exit_tree, drafter, context, inputs, config.width, config.min_prob, reserve=True)
         tokens, parents, scores, hidden, expanded = nodes
         if self.cache is not None:
             self.cache.commit([list(range(n + 1)) for n in self.behind], lengths=self.lag + 1)

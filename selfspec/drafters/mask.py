@@ -178,7 +178,7 @@ class Mask(Reduced):
         return (MaskSession if self.config.passes == 1 else TwoPassSession)(self)
 
 
-def tree_of(
+def mask_tree(
     drafter: Mask, growth: Growth, ranking: Ranking, logits: Tensor, rows: Tensor, slots: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, and where asked for mask slots in it as `with_mask_slots` gives them; see `drafted_by`.
@@ -223,7 +223,7 @@ class MaskSession:
         return trusted(*self._drafted(context, ()), deepest=self.drafter.depth)
 
     def _drafted(self, context: Context, slots: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """What `tree_of` gives, grown from the last pass."""
+        """What `mask_tree` gives, grown from the last pass."""
         logits, rows, drafter, config = self.logits, self.rows, self.drafter, self.drafter.config
         assert logits is not None
         assert rows is not None
@@ -235,7 +235,7 @@ class MaskSession:
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
         inputs = logits, rows, slots
-        return drafted_by(tree_of, drafter, reduced, inputs, config.width, config.min_prob)
+        return drafted_by(mask_tree, drafter, reduced, inputs, config.width, config.min_prob)
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
@@ -299,7 +299,7 @@ class TwoPassSession:
         if behind.nodes == 1:
             return chain(torch.stack([roots, first], 1))
         inputs = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
-        tokens, parents, scores = drafted_by(tree_of, drafter, behind, inputs, config.width, config.min_prob)
+        tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs, config.width, config.min_prob)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
         return trusted(tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1))

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Session
 from selfspec.core.recurrent.mixers import mixers
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
-from selfspec.drafters.parts.modules import ModulesSession
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.views import Tail, final_norm
 from selfspec.drafters.parts.vocabulary import check_head
@@ -85,9 +83,6 @@ class Mtp(Unrolled):
     @property
     def head(self) -> nn.Linear:
         return self.layer.tail.parts[1]  # type: ignore[return-value]
-
-    def session(self, target: Target, rows: int) -> Session:
-        return super().session(target, rows) if len(self.draft_layers) == 1 else ModulesSession(self, target)
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """With those of the decoder layers, such as the bias of a router."""

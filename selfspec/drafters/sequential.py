@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context
+from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
+from selfspec.drafters.parts.draft_layers import LayersCache, read
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, LastLayer, PendingRows
+from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
+from selfspec.drafters.parts.feature_layer import DraftView, LastLayer
 from selfspec.drafters.parts.losses import ahead, heads_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
@@ -247,16 +249,25 @@ class SequentialHeads(Reduced):
         hidden = self.read(sample.tokens[None].to(device), sample.hidden[None].to(dtype), features)
         return self.of_all(self.along(hidden[0, at], self.embed(path)))
 
-    def session(self, target: Target, rows: int) -> SequentialSession:
-        return SequentialSession(self)
+    def session(self, target: Target, rows: int) -> Session:
+        if self.prefix is None:
+            return SequentialSession(self)
+        return DraftSession(self, LayersCache([self.prefix]), sequential_tree)
 
 
-def tree_of(
-    drafter: SequentialHeads, growth: Growth, ranking: Ranking, state: Tensor | PendingRows[DraftView]
+def sequential_tree(
+    drafter: SequentialHeads,
+    growth: Growth,
+    ranking: Ranking,
+    state: Tensor,
+    pending: PendingRows[tuple[DraftView, ...]] | None = None,
 ) -> Nodes:
-    """A tree behind roots from the states [B, H] before them, or what the prefix layer reads up to there; see
-    `drafted_by`."""
-    hidden = state if isinstance(state, Tensor) else drafter.prefix.read(state, False).hidden[:, 0]  # type: ignore[union-attr]
+    """A tree behind roots from the states [B, H] before them, or from what the prefix layer, which carries `state` on,
+    reads up to there; see `drafted_by`."""
+    hidden = state
+    if pending is not None:
+        assert drafter.prefix is not None
+        hidden = read([drafter.prefix], state, pending, False)[0].hidden[:, 0]
     first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
     ranked, vocabulary = logits, drafter.vocabulary
     if ranking.noise is not None:
@@ -282,26 +293,18 @@ def tree_of(
 
 
 class SequentialSession:
-    """What one call keeps. hidden: the state [B, H] before each row's root; cache: of the prefix layer, which reads it
-    instead."""
+    """What one call keeps without a prefix layer: the state [B, H] before each row's root."""
 
     def __init__(self, drafter: SequentialHeads) -> None:
         self.drafter = drafter
         self.hidden: Tensor | None = None
-        self.cache = None if drafter.prefix is None else DraftLayerCache(drafter.prefix)
 
     def propose(self, context: Context) -> DraftTree:
         drafter, config = self.drafter, self.drafter.config
-        state: Tensor | PendingRows[DraftView] | None = self.hidden
-        if self.cache is not None and self.cache.ready and context.nodes > 1:
-            state = self.cache.rows(context, False, drafter.depth)
-        if state is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
+        if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        nodes = drafted_by(tree_of, drafter, context, (state,), config.width, config.min_prob)
+        nodes = drafted_by(sequential_tree, drafter, context, (self.hidden,), config.width, config.min_prob)
         return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:
-        if self.cache is None:
-            self.hidden = accepted.last_hidden(self.hidden)
-        else:
-            self.cache.observe(accepted)
+        self.hidden = accepted.last_hidden(self.hidden)

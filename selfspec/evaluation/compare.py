@@ -41,19 +41,20 @@ class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
     temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
     questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
-    questions of each group; seed: of all noise, from which every prompt gets its own; methods: of transformers, a
-    subset of METHODS; draft_model: of assisted generation (hf_assisted), a folder or a hub id; exit_layer: of
-    transformers' early exit; lookup_tokens: drafted by its prompt lookup; between: arms between two runs of plain
-    decoding; results: a Markdown file whose lines between <!-- compare --> (of a compiled engine: <!-- compare
-    compiled -->) and <!-- end --> the tables replace; summary: one whose lines between <!-- summary --> and <!-- end
-    --> a short table and its figure replace; allow_code_execution: see `Answering`."""
+    questions of each group, one number for all sets or a list with one for each; seed: of all noise, from which every
+    prompt gets its own; methods: of transformers, a subset of METHODS; draft_model: of assisted generation
+    (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
+    lookup; between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare
+    --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
+    between <!-- summary --> and <!-- end --> a short table and its figure replace; allow_code_execution: see
+    `Answering`."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.7, 1.0])
     questions: list[str] = field(default_factory=lambda: list(SETS))
     groups: list[str] | None = None
-    prompts: int = 4
+    prompts: Any = 4
     prompt_tokens: int = 128
     max_new_tokens: int = 128
     seed: int = 0
@@ -69,8 +70,12 @@ class CompareConfig:
     def __post_init__(self) -> None:
         not_empty(self, "compare", "nodes", "temperatures", "questions")
         not_empty(self, "compare", "groups", give="give at least one, or null for all")
-        counts = "prompts", "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between"
-        at_least(self, "compare", 1, *counts)
+        at_least(self, "compare", 1, "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between")
+        if len(self.counts) != len(self.questions) or not all(type(n) is int and n > 0 for n in self.counts):
+            raise ValueError(
+                f"compare.prompts={self.prompts} must be a number of at least 1, or a list with one for each of "
+                f"compare.questions={self.questions}"
+            )
         as_seed(self.seed, "compare.seed")
         known = [group for groups in SETS.values() for group in groups]
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
@@ -87,6 +92,11 @@ class CompareConfig:
             raise ValueError(f"compare.nodes holds {bad[0]!r}; give numbers from 1 to {MAX_NODES}, or auto")
         for temperature in self.temperatures:
             Sampling(temperature)
+
+    @property
+    def counts(self) -> list[Any]:
+        """Questions of each group, for each set."""
+        return self.prompts if isinstance(self.prompts, list) else [self.prompts] * len(self.questions)
 
 
 @dataclass

@@ -7,6 +7,7 @@ import zlib
 from torch import Tensor
 
 from selfspec.budget.predict import speedup
+from selfspec.data.questions import SETS
 from selfspec.evaluation.arm_record import Regime
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.metrics import bootstrap, clustered, regime_figures
@@ -76,6 +77,18 @@ def best_sizes(runs: list[Run]) -> list[Figures]:
                 _row(temperature, arm, ", ".join(dict.fromkeys(sizes)), chosen_runs, None) | {"runs": chosen_runs}
             )
     return rows
+
+
+def by_questions(runs: list[Run]) -> dict[str, list[Figures]]:
+    """The rows of `best_sizes` by the name of the questions: an evaluation set, or a file's only group. "" where all
+    are of one set, or of a file with several groups."""
+    sets = {group: name for name, groups in SETS.items() for group in groups}
+    names = {group: sets.get(group, "") for group in dict.fromkeys(run.group for run in runs)}
+    files = [group for group, name in names.items() if not name]
+    names |= {group: group for group in files if len(files) == 1}
+    if len(set(names.values())) == 1:
+        return {"": best_sizes(runs)}
+    return {name: best_sizes([r for r in runs if names[r.group] == name]) for name in dict.fromkeys(names.values())}
 
 
 def _halves(runs: list[Run]) -> dict[str, int]:

@@ -12,19 +12,18 @@ from selfspec.evaluation.plots import _bars, _legend, _rows_height, _saved
 from selfspec.utils.files import Figures, disk_room
 
 
-def plot_summary(rows: list[Figures], title: str, stamp: str, path: Path) -> Path:
+def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str, path: Path) -> Path:
     """Speedups of all arms, the fastest on top, with intervals; the stamp of the table that it shows is kept in it."""
-    temperatures = sorted({row["T"] for row in rows})
-    order = sorted((r for r in rows if r["T"] == temperatures[0]), key=lambda r: r["speedup"]["ratio"])
-    names = [row["arm"] for row in order]
-    figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.42 * len(names)), layout="constrained")
-    high = 0.8 / len(temperatures)
-    for i, t in enumerate(temperatures):
-        at = {row["arm"]: row["speedup"] for row in rows if row["T"] == t}
+    first = next(iter(columns.values()))
+    names = sorted((arm for arm in first if arm != "plain"), key=lambda arm: float(first[arm]["speedup"]["ratio"]))
+    figure, axes = plt.subplots(figsize=(9.0, 0.9 + 0.21 * (len(columns) * len(names))), layout="constrained")
+    high = 0.8 / len(columns)
+    for i, (label, rows) in enumerate(columns.items()):
+        at = [rows[name]["speedup"] for name in names]
         places = [n + 0.4 - high * (i + 0.5) for n in range(len(names))]
-        ratios = [at[name]["ratio"] for name in names]
-        errors = [[at[n]["ratio"] - at[n]["low"] for n in names], [at[n]["high"] - at[n]["ratio"] for n in names]]
-        axes.barh(places, ratios, height=high, xerr=errors, label=f"T={t:g}", color=f"C{i}", ecolor="0.3")
+        errors = [[s["ratio"] - s["low"] for s in at], [s["high"] - s["ratio"] for s in at]]
+        ratios = [s["ratio"] for s in at]
+        axes.barh(places, ratios, height=high, xerr=errors, label=label, color=f"C{i}", ecolor="0.3")
     axes.axvline(1.0, color="0.2", linewidth=1, linestyle="--")
     axes.set(yticks=range(len(names)), yticklabels=names, xlabel="speedup over plain decoding")
     axes.set_title(title, fontsize=9, loc="left")

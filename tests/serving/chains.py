@@ -14,7 +14,7 @@ from selfspec.drafters.block import BlockDrafter, forecast
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.block_stack import BlockCache
-from selfspec.drafters.parts.feature_layer import DraftLayerCache
+from selfspec.drafters.parts.draft_layers import LayersCache, read
 from selfspec.drafters.parts.parallel import forecast as forecast_of_masks
 from selfspec.drafters.parts.unrolled import Unrolled
 
@@ -49,11 +49,11 @@ class Chain:
 class ChainSession:
     def __init__(self, owner: Chain) -> None:
         self.owner = owner
-        self.cache: DraftLayerCache | BlockCache | None = None
+        self.cache: LayersCache | BlockCache | None = None
         self.hidden: Tensor | None = None
         self.begun = False
         if isinstance(owner.drafter, Unrolled):
-            self.cache = DraftLayerCache(owner.drafter.layer)
+            self.cache = LayersCache([owner.drafter.layer])
         elif isinstance(owner.drafter, BlockDrafter):
             self.cache = BlockCache(owner.drafter.stack)
 
@@ -84,12 +84,15 @@ class ChainSession:
                 best = logits.argmax(-1)
                 tokens = torch.cat([tokens, best[:, None]], 1)
             return tokens
-        assert isinstance(self.cache, DraftLayerCache)
+        assert isinstance(self.cache, LayersCache)
         if isinstance(drafter, Eagle3) and drafter.config.parallel:
             rows = self.cache.rows(context, True, self.owner.length, drafter.depth)
-            best = forecast_of_masks(drafter, drafter.layer, rows)[:, : self.owner.length].argmax(-1)
+            best = forecast_of_masks(drafter, drafter.layer, *self.cache.carried_on, rows)[
+                :, : self.owner.length
+            ].argmax(-1)
             return torch.cat([tokens, best], 1)
-        root = drafter.layer.read(self.cache.rows(context, True, self.owner.length, self.owner.length), True)
+        rows = self.cache.rows(context, True, self.owner.length, self.owner.length)
+        (root,) = read([drafter.layer], *self.cache.carried_on, rows, True)
         logits, states = root.logits, root.states
         for step in range(self.owner.length):
             if step > 0:

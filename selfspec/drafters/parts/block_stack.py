@@ -20,7 +20,8 @@ from selfspec.core.pass_cache import KV, PassCache, pass_cache
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.block_masks import Mask, attention
-from selfspec.drafters.parts.feature_layer import FeatureCache, FeatureReader
+from selfspec.drafters.parts.feature_cache import FeatureCache
+from selfspec.drafters.parts.feature_layer import FeatureReader
 from selfspec.drafters.parts.views import final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 

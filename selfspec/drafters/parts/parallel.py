@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context
 from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import TextCache
-from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.core.tree import chain
+from selfspec.drafters.parts.draft_layers import read
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, PendingRows
-from selfspec.drafters.parts.tree_function import drafted_by
+from selfspec.drafters.parts.feature_cache import PendingRows
+from selfspec.drafters.parts.feature_layer import DraftView
 from selfspec.drafters.parts.unrolled import Unrolled
 
 
@@ -53,10 +53,12 @@ def hidden_along(
     return torch.cat([hidden, out.unflatten(1, (count, more))], 2)
 
 
-def forecast(drafter: Unrolled, layer: Eagle3Layer, pending: PendingRows[DraftView]) -> Tensor:
+def forecast(
+    drafter: Unrolled, layer: Eagle3Layer, carried: Tensor, pending: PendingRows[tuple[DraftView, ...]]
+) -> Tensor:
     """Logits [B, depth, V'] of all depths, from what the layers read up to each root."""
     draft_head = drafter.draft_head
-    root = layer.read(pending, draft_head is None)
+    (root,) = read([layer], carried, pending, draft_head is None)
     logits, hidden = root.logits, root.hidden
     if drafter.depth > 1:
         states, masks = layer.masks(len(hidden), drafter.depth - 1)
@@ -68,33 +70,19 @@ def forecast(drafter: Unrolled, layer: Eagle3Layer, pending: PendingRows[DraftVi
     return scores
 
 
-def tree_of(
-    drafter: Unrolled, growth: Growth, ranking: Ranking, layer: Eagle3Layer, pending: PendingRows[DraftView]
+def parallel_tree(
+    drafter: Unrolled,
+    growth: Growth,
+    ranking: Ranking,
+    layer: Eagle3Layer,
+    carried: Tensor,
+    pending: PendingRows[tuple[DraftView, ...]],
 ) -> Nodes:
     """A tree behind roots, from what the layers read up to there; see `drafted_by`."""
-    scores, vocabulary = forecast(drafter, layer, pending), drafter.vocabulary
+    scores, vocabulary = forecast(drafter, layer, carried, pending), drafter.vocabulary
     ids = None if vocabulary is None else vocabulary.expand(len(scores), -1)
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         return scores[:, d, None].expand(-1, growth.frontier.shape[1], -1), ids
 
     return grow(growth, step, drafter.depth, ranking).best()
-
-
-class ParallelSession:
-    """What one call keeps: the layers' cache."""
-
-    def __init__(self, drafter: Unrolled, layer: Eagle3Layer) -> None:
-        self.drafter, self.layer, self.cache = drafter, layer, DraftLayerCache(layer)
-
-    def propose(self, context: Context) -> DraftTree:
-        drafter, config = self.drafter, self.drafter.config
-        if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
-            return chain(context.roots[:, None])
-        pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth)
-        given = self.layer, pending
-        nodes = drafted_by(tree_of, drafter, context, given, config.width, config.min_prob)
-        return trusted(*nodes, deepest=drafter.depth)
-
-    def observe(self, accepted: Accepted) -> None:
-        self.cache.observe(accepted)

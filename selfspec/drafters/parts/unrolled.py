@@ -20,16 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.core.contract import Accepted, Context, Session
+from selfspec.core.contract import Session
 from selfspec.core.masks import additive, restarting
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain, trusted
+from selfspec.core.tree import trusted
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, whole
-from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
-from selfspec.drafters.parts.feature_layer import DraftLayerCache, DraftView, FeatureLayer, PendingRows, check_layers
+from selfspec.drafters.parts.draft_layers import LayersCache, carried_by, read
+from selfspec.drafters.parts.expansion import Growth, Ranking, grow
+from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
+from selfspec.drafters.parts.feature_layer import DraftView, FeatureLayer, check_layers
 from selfspec.drafters.parts.losses import Means, decayed, distance, drafted_logits, masked_mean
-from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero, shares
 
@@ -171,52 +172,39 @@ class Unrolled(Reduced):
         return read / (_weights(target.layers) + target.vocab_size * target.hidden_size)
 
     def session(self, target: Target, rows: int) -> Session:
-        return UnrolledSession(self, target)
+        config, logits = self.config, self.draft_head is None
+        entries, cost = config.depth * config.width, self.depth_cost(target)
+        return DraftSession(self, LayersCache(self.draft_layers), layers_tree, (), entries, logits, cost)
 
 
 def _weights(layers: Iterable[nn.Module]) -> int:
     return sum(p.numel() for layer in layers for p in layer.parameters())
 
 
-def tree_of(drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[DraftView]) -> Nodes:
-    """A tree behind roots, from what the layer reads up to there; see `drafted_by`."""
-    vocabulary, draft_head = drafter.vocabulary, drafter.draft_head
-    root = drafter.layer.read(pending, draft_head is None)
-    logits, hidden, states = root.logits, root.hidden, root.states
-    ids = None if vocabulary is None else vocabulary.expand(len(states), -1)
-    before: Tensor | int = 0  # the first of the nodes expanded last
+def layers_tree(
+    drafter: Unrolled, growth: Growth, ranking: Ranking, carried: Tensor, pending: PendingRows[tuple[DraftView, ...]]
+) -> tuple[Tensor, ...]:
+    """A tree behind roots, from what the layers read up to there, and what several carry on, [B, K - 1, H]; see
+    `drafted_by`."""
+    vocabulary, draft_head, layers = drafter.vocabulary, drafter.draft_head, drafter.draft_layers
+    roots = read(layers, carried, pending, draft_head is None)
+    ids = None if vocabulary is None else vocabulary.expand(len(carried), -1)
+    logits, hidden = roots[0].logits, roots[0].hidden
+    states = roots[0].states  # [B, n, H]: of the root and the nodes, by the layer that ran last
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
-        nonlocal logits, hidden, states, before
+        nonlocal logits, hidden, states
+        m = growth.frontier.shape[1]
         if d > 0:
-            stem = growth.stem()
-            above = (growth.parents.gather(1, growth.frontier) - before)[:, :, None]
-            states = states.gather(1, above.expand(-1, -1, states.shape[-1]))
-            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the layer has read the root
-            logits, hidden, states = drafter.layer.step(root, states, tree, growth.frontier.shape[1])
-            before = growth.frontier[0, 0]
+            stem, k = growth.stem(), min(d, len(layers) - 1)
+            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the layers have read the root
+            count = tree.tokens.shape[1] if d == k else m
+            above = stem.parents[:, -count:, None].expand(-1, -1, states.shape[-1])
+            logits, hidden, new = layers[k].step(roots[k], states.gather(1, above), tree, count)
+            states = torch.cat([roots[k].states if d == k else states, new], 1)
         scores = logits if draft_head is None else F.linear(hidden, draft_head)
         assert scores is not None
-        return scores, ids
+        return scores[:, -m:], ids
 
-    return grow(growth, step, drafter.depth, ranking).best()
-
-
-class UnrolledSession:
-    """What one call keeps: the draft layer's cache; depth_cost: see `Unrolled.depth_cost`."""
-
-    def __init__(self, drafter: Unrolled, target: Target) -> None:
-        self.drafter, self.cache = drafter, DraftLayerCache(drafter.layer)
-        self.depth_cost = drafter.depth_cost(target)
-
-    def propose(self, context: Context) -> DraftTree:
-        drafter, config = self.drafter, self.drafter.config
-        if not self.cache.ready or context.nodes == 1:  # one-token prompts: nothing was seen of a row yet
-            return chain(context.roots[:, None])
-        pending = self.cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
-        growing = config.width, config.min_prob
-        nodes = drafted_by(tree_of, drafter, context, (pending,), *growing, depth_cost=self.depth_cost)
-        return trusted(*nodes, deepest=drafter.depth)
-
-    def observe(self, accepted: Accepted) -> None:
-        self.cache.observe(accepted)
+    best = grow(growth, step, drafter.depth, ranking).best()
+    return *best, carried_by(roots, carried)

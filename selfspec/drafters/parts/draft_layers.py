@@ -1,9 +1,4 @@
-"""Several draft layers in a row (DeepSeek-V3's multi-token prediction, arXiv 2412.19437), decoded.
-
-The first layer reads the target's states, each further one the outputs of the one before; beyond them the last is
-iterated. Entry t of layer k reads the output of layer k - 1 at entry t - 1 and token t + 1; it has none before entry k.
-Every layer has a cache of its own, and runs over all nodes above those whose children it drafts.
-"""
+"""The KV caches of draft layers, of one or of several in a row, and how they read what was accepted."""
 
 from __future__ import annotations
 
@@ -11,23 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from selfspec.core.cache import KVCache
-from selfspec.core.contract import Accepted, Context
-from selfspec.core.target import Target
-from selfspec.core.tree import DraftTree, chain, trusted
-from selfspec.drafters.parts.expansion import Growth, Ranking, grow
-from selfspec.drafters.parts.feature_layer import (
-    DraftView,
-    FeatureCache,
-    FeatureLayer,
-    PendingRows,
-    RootState,
-    draft_view,
-)
-from selfspec.drafters.parts.tree_function import drafted_by
-from selfspec.drafters.parts.unrolled import Unrolled
+from selfspec.core.contract import Context
+from selfspec.drafters.parts.feature_cache import FeatureCache, PendingRows
+from selfspec.drafters.parts.feature_layer import DraftView, FeatureLayer, RootState
+from selfspec.drafters.parts.views import Block
 
 
 def behind(k: int, starts: Tensor, carried: Tensor, outputs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,35 +23,6 @@ def behind(k: int, starts: Tensor, carried: Tensor, outputs: Tensor, tokens: Ten
     places = (order + (missing > 0).long())[:, :, None].expand(-1, -1, outputs.shape[-1])
     states = torch.cat([carried[:, None], outputs], 1).gather(1, places)
     return states, tokens.gather(1, (order + missing).clamp(max=len(order) - 1)), missing[:, 0]
-
-
-def tree_of(
-    drafter: Unrolled, growth: Growth, ranking: Ranking, carried: Tensor, pending: PendingRows[tuple[DraftView, ...]]
-) -> tuple[Tensor, ...]:
-    """A tree behind roots, from what the layers read up to there, and what they carry on, [B, K - 1, H]; see
-    `drafted_by`."""
-    vocabulary, draft_head, layers = drafter.vocabulary, drafter.draft_head, drafter.draft_layers
-    roots = read(layers, carried, pending, draft_head is None)
-    ids = None if vocabulary is None else vocabulary.expand(len(carried), -1)
-    logits, hidden = roots[0].logits, roots[0].hidden
-    states = roots[0].states  # [B, n, H]: of the root and the nodes, by the layer that ran last
-
-    def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
-        nonlocal logits, hidden, states
-        m = growth.frontier.shape[1]
-        if d > 0:
-            stem, k = growth.stem(), min(d, len(layers) - 1)
-            tree = trusted(stem.tokens[:, 1:], stem.parents[:, 1:] - 1)  # the layers have read the root
-            count = tree.tokens.shape[1] if d == k else m
-            above = stem.parents[:, -count:, None].expand(-1, -1, states.shape[-1])
-            logits, hidden, new = layers[k].step(roots[k], states.gather(1, above), tree, count)
-            states = torch.cat([roots[k].states if d == k else states, new], 1)
-        scores = logits if draft_head is None else F.linear(hidden, draft_head)
-        assert scores is not None
-        return scores[:, -m:], ids
-
-    best = grow(growth, step, drafter.depth, ranking).best()
-    return *best, torch.cat([root.states for root in roots[:-1]], 1)
 
 
 def read(
@@ -87,8 +42,13 @@ def read(
     return roots
 
 
-class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
-    """The caches of draft layers in a row; layer k has k entries fewer than the first."""
+def carried_by(roots: Sequence[RootState], before: Tensor) -> Tensor:
+    """What layers in a row carry on, [B, K - 1, H]: the outputs of each but the last at the roots. before: the same."""
+    return torch.cat([before[:, :0], *(root.states for root in roots[:-1])], 1)
+
+
+class LayersCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
+    """The caches of a draft layer, or of several in a row; layer k has k entries fewer than the first."""
 
     def __init__(self, layers: Sequence[FeatureLayer]) -> None:
         super().__init__(layers[0])
@@ -99,8 +59,8 @@ class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
     @property
     def ready(self) -> bool:
         """Whether every layer has an entry to begin from in every row."""
-        if not super().ready:
-            return False
+        if not super().ready or len(self.layers) == 1:
+            return super().ready
         before = [0] * len(self.pending or []) if self.cache is None else self.cache.lengths
         if self.cache is not None and min(before) >= len(self.layers):
             return True
@@ -143,31 +103,28 @@ class ModulesCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
             *self._stacked(count, width).chunk(len(self.layer.layers), -1),
             order,
             self._tokens(context, count, width),
-            torch.tensor(count, device=device) - 1,
+            torch.tensor([max(0, n - 1) for n in count], device=device),
             self.carried,
         )
         *features, paths, tokens, last, carried = (engine.padded(part) for part in tensors)
         pending = PendingRows(self._view(cache, width, False), tuple(features), paths, tokens, last)
         roots = engine.run(read, self.layers, carried, pending, False, compiled=False)
-        self.carried = torch.cat([root.states for root in roots[:-1]], 1)[: len(count)]
+        self.carried = carried_by(roots, carried)[: len(count)]
+
+    @property
+    def carried_on(self) -> tuple[Tensor, ...]:
+        assert self.carried is not None
+        return (self.carried,)
+
+    def carry(self, left: tuple[Tensor, ...]) -> None:
+        if left:
+            (self.carried,) = left
 
 
-class ModulesSession:
-    """What one call keeps: the layers' caches; depth_cost: see `Unrolled.depth_cost`."""
-
-    def __init__(self, drafter: Unrolled, target: Target) -> None:
-        self.drafter, self.cache = drafter, ModulesCache(drafter.draft_layers)
-        self.depth_cost = drafter.depth_cost(target)
-
-    def propose(self, context: Context) -> DraftTree:
-        drafter, config, cache = self.drafter, self.drafter.config, self.cache
-        if not cache.ready or context.nodes == 1:  # behind the shortest prompts
-            return chain(context.roots[:, None])
-        pending = cache.rows(context, drafter.draft_head is None, config.depth, config.depth * config.width)
-        given = cache.carried, pending
-        growing = config.width, config.min_prob
-        *tree, cache.carried = drafted_by(tree_of, drafter, context, given, *growing, depth_cost=self.depth_cost)
-        return trusted(*tree, deepest=drafter.depth)
-
-    def observe(self, accepted: Accepted) -> None:
-        self.cache.observe(accepted)
+def draft_view(block: Block, cache: KVCache, entries: int, logits: bool) -> DraftView:
+    """A draft layer with room for `entries` more in its cache; drafting parts have lm_head where logits are wanted."""
+    layers, target = (block.first, block.layer + 1), block.target
+    part = target.part(*layers, (block.layer,), logits=False)
+    drafting = target.part(*layers, (block.layer,)) if logits else part
+    target.part(block.layer + 1, block.layer + 1)  # norm and lm_head alone; no view is built inside a graph
+    return DraftView(part, cache.view(*layers, entries), drafting)
