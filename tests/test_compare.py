@@ -16,12 +16,13 @@ from selfspec.cli.compare_runs import run_compare
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group
+from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation.compare import Run, read_runs
 from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
-from selfspec.evaluation.comparison_tables import regime_table, verdict
+from selfspec.evaluation.comparison_tables import regime_table, verdict, write_summary
 from selfspec.evaluation.footprint import held_bytes
 
 
@@ -137,6 +138,10 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
         ("compare.groups=[poems]", r"compare.groups holds \['poems'\]"),
         ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
         ("compare.prompts=0", "compare.prompts=0"),
+        (
+            "compare.prompts=[1,2]",
+            r"compare.prompts=\[1, 2\] must be a number of at least 1, or a list with one for each",
+        ),
         ("compare.results=nowhere.md", "is no file; give one that has lines <!-- compare -->"),
     ],
 )
@@ -190,6 +195,38 @@ def test_the_best_size_is_chosen_on_other_prompts() -> None:
     assert row["speedup"]["ratio"] == 2.0
     (alone,) = best_sizes(even)
     assert (alone["nodes"], alone["speedup"]["ratio"]) == ("16", 4.0)
+
+
+def test_a_summary_has_a_column_for_each_set_and_temperature(tmp_path: Path) -> None:
+    groups = [group for known in SETS.values() for group in known]
+    assert len(set(groups)) == len(groups), "a run is found by its group"
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- summary -->\n<!-- end -->\n")
+    runs = []
+    for group, seconds in (("HumanEval", 1.0), ("rename", 0.5), ("fix", 0.5)):
+        where = {"group": group, "prompt": group}
+        runs += [run("plain", 2.0, nodes="-", passes=10, right=True, **where), run("x", seconds, right=True, **where)]
+        runs[-1].decode, runs[-1].plain_decode, runs[-1].same = seconds, 2.0, True
+        runs.append(run("hf_generate", 4.0, nodes="-", passes=10, **where))
+    write_summary(runs, "t", "machine", readme)
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in readme.read_text().splitlines() if "|" in line
+    ]
+    assert lines[0] == [
+        "",
+        "HumanEval, T=0",
+        "edits, T=0",
+        "over hf_generate",
+        "right, plain / drafted",
+        "identical texts",
+    ]
+    assert lines[2] == [
+        *("x", "**2.00x** [2.00, 2.00], τ 2.00", "**4.00x** [4.00, 4.00], τ 2.00"),
+        *("4.0x / 8.0x", "1 / 1 of 1, 2 / 2 of 2", "3 of 3"),
+    ]
+    assert lines[3][1:3] == ["0.50x [0.50, 0.50], τ 1.00"] * 2
+    write_summary([r for r in runs if r.group != "HumanEval"], "t", "machine", readme)
+    assert "| T=0 " in readme.read_text()
 
 
 def test_turns_of_a_question_are_one_draw() -> None:

@@ -16,6 +16,7 @@ from selfspec.checkpoints.loading import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate
+from selfspec.data.corpus import PythonSource
 from selfspec.data.own_questions import Template, first_paragraph
 from selfspec.training import conversations
 from selfspec.training import synthetic as module
@@ -247,7 +248,10 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
     assert found.count(True) >= len(found) // 2
 
 
-def test_edits_are_asked_as_they_are_and_answered(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+def test_edits_are_asked_as_they_are_and_answered(
+    tmp_path: Path, source_root: Path, pair: tuple[Target, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PythonSource", lambda: PythonSource(str(source_root)))
     vocab = pair[0].vocab_size
     target = Target(tiny_model(dtype=torch.float32, vocab_size=vocab, max_position_embeddings=2048))
     corpora = synthetic(settings(tmp_path, edits=1.0, turns=1, new_tokens=4), target, pair[1], quiet=True)

@@ -37,7 +37,7 @@ def types(pool: Pool, rng: Random) -> list[Turn]:
     return [Turn(f"{ask}\n\n{fenced('python', source)}", answer, parsed(_typed(source), True))]
 
 
-def docstrings(pool: Pool, rng: Random) -> list[Turn]:
+def document(pool: Pool, rng: Random) -> list[Turn]:
     name, source = pool.function(rng, lambda _, source: ast.get_docstring(_function(source)) is None)
     node = _function(source)
     node.body.insert(0, ast.Expr(ast.Constant("What it does.")))
@@ -65,7 +65,7 @@ def reformat(pool: Pool, rng: Random) -> list[Turn]:
 
 
 LINES, MOST = (8, 30), 900  # of a function that is edited; characters
-EDITS: dict[str, tuple[Make, ...]] = {make.__name__: (make,) for make in (rename, types, docstrings, fix, reformat)}
+EDITS: dict[str, tuple[Make, ...]] = {make.__name__: (make,) for make in (rename, types, document, fix, reformat)}
 
 
 def _function(source: str) -> ast.FunctionDef:
