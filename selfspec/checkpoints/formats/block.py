@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
     Contract,
+    Sizes,
     check_map,
     check_plain,
     hold,
@@ -22,6 +23,8 @@ from selfspec.checkpoints.formats.files import (
     read_torch,
     read_weights,
     renamed,
+    settle,
+    token_ids,
     write_files,
 )
 from selfspec.core.target import Target
@@ -36,7 +39,6 @@ _IDS, _STATES = "target_layer_ids", "aux_hidden_state_layer_ids"
 _MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _JOINT = {"vanilla": (), "gated": ("markov_head.gate_proj",), "rnn": ("markov_head.joint_proj",)}
 _SURE = "confidence_head.proj.weight", "confidence_head.proj.bias"
-_PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
 def kind_of(config: Figures) -> str | None:
@@ -90,24 +92,12 @@ def markov_names(form: str) -> list[str]:
 
 def contract(config: Figures, folder: Path) -> Contract:
     """Names and shapes of a drafter's tensors, from its flat config; without embeddings and lm_head."""
-    H, inner, heads, keys, width, V, layers = (
-        number(config, name, folder)
-        for name in (
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-            "num_hidden_layers",
-        )
-    )  # fmt: skip
+    sizes = Sizes.of(config, folder)
+    H, V = sizes.hidden, sizes.vocab
     shapes = {"fc.weight": [H, len(config[_IDS]) * H], "hidden_norm.weight": [H], "norm.weight": [H]}
-    outputs = dict(zip(_PROJECTIONS, (heads * width, keys * width, keys * width, H), strict=True))
-    for i in range(layers):
-        for name, out in outputs.items():
-            shapes[f"layers.{i}.self_attn.{name}.weight"] = [out, heads * width if name == "o_proj" else H]
-            if config.get("attention_bias"):
-                shapes[f"layers.{i}.self_attn.{name}.bias"] = [out]
-        shapes |= {f"layers.{i}.self_attn.{name}.weight": [width] for name in ("q_norm", "k_norm")}
-        shapes |= {f"layers.{i}.mlp.{name}.weight": [inner, H] for name in ("gate_proj", "up_proj")}
-        shapes[f"layers.{i}.mlp.down_proj.weight"] = [H, inner]
-        shapes |= {f"layers.{i}.{name}.weight": [H] for name in ("input_layernorm", "post_attention_layernorm")}
+    layer = sizes.layer(H, bool(config.get("attention_bias")), normed=True)
+    for i in range(number(config, "num_hidden_layers", folder)):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     few = config.get("draft_vocab_size") or V
     rank, form = config.get("markov_rank") or 0, config.get("markov_head_type", "vanilla")
     if rank:
@@ -128,15 +118,10 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     config, (found, path) = flat(read_config(folder)), read_weights(folder)
     where, V = f"{folder}/config.json", target.vocab_size
     tensors = renamed(found, lambda name: name.removeprefix("model."))
-    for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": V}.items():
-        if config.get(name) != wanted:
-            raise ValueError(f"{where}: {name} is {config.get(name)!r}, the target's is {wanted}")
-    heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
-    usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
-    config |= {name: value for name, value in usual.items() if config.get(name) is None}
+    few = settle(config, target, folder)
     if number(config, "num_hidden_layers", folder) > 64:
         raise ValueError(f"{where}: num_hidden_layers={config['num_hidden_layers']} must be at most 64")
-    ids, few = config.get(_IDS), config.get("draft_vocab_size") or V
+    ids = config.get(_IDS)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
     if sorted(set(ids)) != ids:
@@ -151,8 +136,6 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     form = config.get("markov_head_type", "vanilla")
     if config.get("markov_rank") and form not in markov.FORMS:
         raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")
-    if not isinstance(few, int) or not 0 < few <= V:
-        raise ValueError(f"{where}: draft_vocab_size={few!r} must lie between 1 and {V}, or be null")
     tensors = _without_copies(tensors, target, few, path)
     config["enable_confidence_head"] = _SURE[0] in tensors  # as engines do, which need none
     if _SURE[0] in tensors:
@@ -216,9 +199,7 @@ def _without_copies(tensors: dict[str, Tensor], target: Target, few: int, path: 
     if "d2t" in own:
         check_map(own["d2t"], path)
         own["d2t"] = own["d2t"].to(torch.int64)
-        ids = own["d2t"] + torch.arange(len(own["d2t"]))
-        if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
-            raise ValueError(f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}")
+        ids = token_ids(own["d2t"], target, path)
     head = next(target.lm_head.parameters())
     theirs = {"embed_tokens.weight": target.model.get_input_embeddings().weight}
     theirs["lm_head.weight"] = head if ids is None else head[ids.to(head.device)]

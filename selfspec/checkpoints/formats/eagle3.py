@@ -18,12 +18,14 @@ from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
     Contract,
+    Sizes,
     check_map,
     hold,
-    number,
     read_config,
     read_weights,
     renamed,
+    settle,
+    token_ids,
     write_files,
 )
 from selfspec.core.target import Target
@@ -37,7 +39,6 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MASK, _MASK_TOKENS = "mask_hidden", ("mask_token_id", "pard_token", "ptd_token_id")  # of P-EAGLE
 DEPTH = "speculative_tokens"  # of a tree; the plain form has no such key, so it is ours there
 EMBEDDINGS, _QUERY_NORM = "embedding", "midlayer.self_attn.q_norm.weight"
-_MAPS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 
 
 def write(drafter: Eagle3, target: Target, folder: Path, form: str, target_name: str) -> None:
@@ -171,25 +172,13 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
 def contract(config: Figures, aux: int, held: Collection[str], folder: Path) -> Contract:
     """Names, shapes and dtypes of a draft model's tensors, by the names of `named`, from its flat config. held: names
     in the file, of which it may have some or not: a head, embeddings, norms of queries and keys, masks' features."""
-    H, inner, heads, keys, width, V = (
-        number(config, name, folder)
-        for name in (
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        )
-    )  # fmt: skip
+    sizes = Sizes.of(config, folder)
+    H, V = sizes.hidden, sizes.vocab
     few = config.get("draft_vocab_size") or V
     shapes: dict[str, list[int]] = {"fc.weight": [H, aux * H], "norm.weight": [H], "midlayer.hidden_norm.weight": [H]}
-    layers = ["midlayer", *(f"further.{i}" for i in range(config.get("num_hidden_layers", 1) - 1))]
-    for layer in layers:
-        read = H if layer != "midlayer" else 2 * H
-        wide = dict(zip(_MAPS, ([heads * width, read], *[[keys * width, read]] * 2, [H, heads * width]), strict=True))
-        wide |= {"mlp.gate_proj": [inner, H], "mlp.up_proj": [inner, H], "mlp.down_proj": [H, inner]}
-        wide |= {"input_layernorm": [H], "post_attention_layernorm": [H]}
-        if _QUERY_NORM in held:
-            wide |= {"self_attn.q_norm": [width], "self_attn.k_norm": [width]}
-        shapes |= {f"{layer}.{name}.weight": shape for name, shape in wide.items()}
-        if config.get("attention_bias"):
-            shapes |= {f"{layer}.{name}.bias": wide[name][:1] for name in _MAPS}
+    for layer in ["midlayer", *(f"further.{i}" for i in range(config.get("num_hidden_layers", 1) - 1))]:
+        own = sizes.layer(2 * H if layer == "midlayer" else H, bool(config.get("attention_bias")), _QUERY_NORM in held)
+        shapes |= {f"{layer}.{name}": shape for name, shape in own.items()}
     if EMBEDDINGS in held:
         shapes[EMBEDDINGS] = [V, H]
     if MASK in held:
@@ -219,69 +208,15 @@ def read(folder: Path, target: Target) -> Eagle3:
         raise ValueError(
             f"{path}: {MASK} is missing, and {folder}/config.json names a mask token; copy the folder again"
         )
-    for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
-        if config.get(name) != wanted:
-            raise ValueError(f"{folder}/config.json: {name} is {config.get(name)}, the target's is {wanted}")
-    for name in FLAGS:
-        if not isinstance(config[name], bool):
-            raise ValueError(f"{folder}/config.json: {name}={config[name]!r} must be true or false")
-    few = config.get("draft_vocab_size") or target.vocab_size
-    if not isinstance(few, int) or not 0 < few <= target.vocab_size:
-        raise ValueError(
-            f"{folder}/config.json: draft_vocab_size={few!r} must lie between 1 and {target.vocab_size}, or be null"
-        )
-    stack, act = config.get("num_hidden_layers", 1), config.get("hidden_act", "silu")
-    if type(stack) is not int or not 1 <= stack <= _MOST or act != "silu":
-        raise ValueError(
-            f"{folder}/config.json: num_hidden_layers={stack!r}, hidden_act={act!r}; 1 to {_MOST} layers with silu can "
-            "be read"
-        )
-    depth = config.get(DEPTH)
-    if depth is not None and (type(depth) is not int or not 1 <= depth <= _MOST):
-        raise ValueError(f"{folder}/config.json: {DEPTH}={depth!r} must be a whole number from 1 to {_MOST}")
-    kinds = config.get("layer_types")
-    if kinds not in (None, ["full_attention"] * stack) or (kinds is None and config.get("use_sliding_window")):
-        raise ValueError(
-            f"{folder}/config.json: layer_types={kinds!r} can not be read; full_attention can, without a window"
-        )
-    heads = number(config, "num_attention_heads", folder)  # Llama's own defaults, where a key is missing or null
-    usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
-    config |= {name: value for name, value in usual.items() if config.get(name) is None}
+    few = settle(config, target, folder)
+    _check_values(config, folder)
     layers = layers_read(config, target.n_layers, folder)
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy
     if parallel and tensors[MASK].numel() == len(layers) * target.hidden_size:
         tensors[MASK] = tensors[MASK].view(1, 1, -1)
-    if "d2t" in tensors:
-        check_map(tensors["d2t"], path)
-        ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
-        kept = tensors["t2d"].flatten().bool().nonzero()[:, 0] if "t2d" in tensors else None
-        if few < target.vocab_size and not tensors["d2t"].any() and (kept is None or not torch.equal(kept, ids)):
-            raise ValueError(
-                f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
-                "drafted; the map was not written: copy or convert the drafter again"
-            )
-        if few < target.vocab_size and kept is not None and not torch.equal(kept, ids.sort().values):
-            raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
-        if few == target.vocab_size and tensors["d2t"].any():
-            raise ValueError(
-                f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of "
-                "the two is wrong"
-            )
-    if few == target.vocab_size:  # all tokens, in their order
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    if "t2d" in tensors:
-        tensors["t2d"] = tensors["t2d"].bool()
-    if "d2t" in tensors and "t2d" not in tensors:  # which engines ignore
-        if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
-            raise ValueError(
-                f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft "
-                f"token's distance to a token of the target, 0 to {target.vocab_size - 1}"
-            )
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if "d2t" in tensors:
-        tensors["d2t"] = tensors["d2t"].to(torch.int64)
+    tensors = _with_map(tensors, target, few, path)
     hold(tensors, contract(config, len(layers), tensors, folder), path)
     settings: dict[str, Any] = {
         "layers": layers,
@@ -289,7 +224,7 @@ def read(folder: Path, target: Target) -> Eagle3:
         "head": "own" if "lm_head.weight" in tensors else "shared",
         "embeddings": "own" if EMBEDDINGS in tensors else "shared",
         "qk_norm": _QUERY_NORM in tensors,
-        "stack": stack,
+        "stack": config.get("num_hidden_layers", 1),
         "llama": own_settings(config),
         **{name: config[name] for name in FLAGS},
     }
@@ -307,6 +242,57 @@ def read(folder: Path, target: Target) -> Eagle3:
         if d2t is not None and drafter.vocabulary is not None:
             drafter.vocabulary.copy_(d2t + torch.arange(few))
     return drafter.eval()
+
+
+def _check_values(config: Figures, folder: Path) -> None:
+    """Raises ValueError for values of a flat config that no EAGLE-3 layer here can have."""
+    for name in FLAGS:
+        if not isinstance(config[name], bool):
+            raise ValueError(f"{folder}/config.json: {name}={config[name]!r} must be true or false")
+    stack, act = config.get("num_hidden_layers", 1), config.get("hidden_act", "silu")
+    if type(stack) is not int or not 1 <= stack <= _MOST or act != "silu":
+        raise ValueError(
+            f"{folder}/config.json: num_hidden_layers={stack!r}, hidden_act={act!r}; 1 to {_MOST} layers with silu can "
+            "be read"
+        )
+    depth = config.get(DEPTH)
+    if depth is not None and (type(depth) is not int or not 1 <= depth <= _MOST):
+        raise ValueError(f"{folder}/config.json: {DEPTH}={depth!r} must be a whole number from 1 to {_MOST}")
+    kinds = config.get("layer_types")
+    if kinds not in (None, ["full_attention"] * stack) or (kinds is None and config.get("use_sliding_window")):
+        raise ValueError(
+            f"{folder}/config.json: layer_types={kinds!r} can not be read; full_attention can, without a window"
+        )
+
+
+def _with_map(tensors: dict[str, Tensor], target: Target, few: int, path: Path) -> dict[str, Tensor]:
+    """With d2t and t2d of a draft vocabulary of `few` tokens, in the dtypes that engines read, or with neither. Raises
+    ValueError for maps that were not written, that contradict each other, or lead nowhere."""
+    if "d2t" not in tensors:
+        return {n: t.bool() if n == "t2d" else t for n, t in tensors.items() if n != "t2d" or few < target.vocab_size}
+    check_map(tensors["d2t"], path)
+    if few == target.vocab_size:
+        if tensors["d2t"].any():
+            raise ValueError(
+                f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of "
+                "the two is wrong"
+            )
+        return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+    kept = tensors["t2d"].flatten().bool().nonzero()[:, 0] if "t2d" in tensors else None
+    if not tensors["d2t"].any() and (kept is None or not torch.equal(kept, ids)):
+        raise ValueError(
+            f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
+            "drafted; the map was not written: copy or convert the drafter again"
+        )
+    if kept is not None and not torch.equal(kept, ids.sort().values):
+        raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
+    if kept is None:  # which engines ignore
+        ids = token_ids(tensors["d2t"], target, path)
+        every = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    else:
+        every = tensors["t2d"].bool()
+    return {**tensors, "d2t": tensors["d2t"].to(torch.int64), "t2d": every}
 
 
 def _mask_token(config: Figures, target: Target, folder: Path) -> int:

@@ -6,13 +6,14 @@ import json
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from selfspec.core.target import Target
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
@@ -124,6 +125,17 @@ def check_map(d2t: Tensor, path: Path) -> None:
         raise ValueError(f"{path}: d2t is {list(d2t.shape)} of {d2t.dtype}; it must list whole numbers")
 
 
+def token_ids(d2t: Tensor, target: Target, path: Path) -> Tensor:
+    """The target's tokens, int64, that a map leads to. Raises ValueError for one that does not exist."""
+    ids = d2t.long() + torch.arange(len(d2t))
+    if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
+        raise ValueError(
+            f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft token's "
+            f"distance to a token of the target, 0 to {target.vocab_size - 1}"
+        )
+    return ids
+
+
 def compare_names(found: Collection[str], wanted: Collection[str], path: Path) -> None:
     """Raises ValueError for names that are missing or too many."""
     missing, unknown = set(wanted) - set(found), set(found) - set(wanted)
@@ -151,3 +163,62 @@ def number(config: Figures, name: str, folder: Path, file: str = "config.json") 
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise ValueError(f"{folder}/{file}: {name}={value!r:.40} must be a whole number above 0, below 2**31")
     return value
+
+
+# -- draft models of Llama's form
+
+
+def settle(config: Figures, target: Target, folder: Path) -> int:
+    """Fill in Llama's own defaults, where a key is missing or null. Returns the number of tokens that can be drafted.
+    Raises ValueError for sizes that do not fit the target."""
+    for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
+        if config.get(name) != wanted:
+            raise ValueError(f"{folder}/config.json: {name} is {config.get(name)!r}, the target's is {wanted}")
+    few = config.get("draft_vocab_size") or target.vocab_size
+    if not isinstance(few, int) or not 0 < few <= target.vocab_size:
+        raise ValueError(
+            f"{folder}/config.json: draft_vocab_size={few!r} must lie between 1 and {target.vocab_size}, or be null"
+        )
+    heads = number(config, "num_attention_heads", folder)
+    usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    config |= {name: value for name, value in usual.items() if config.get(name) is None}
+    return few
+
+
+class Sizes(NamedTuple):
+    """Of a draft model's layers: hidden and MLP widths, heads, key heads, numbers of a head, tokens."""
+
+    hidden: int
+    inner: int
+    heads: int
+    keys: int
+    width: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: Figures, folder: Path) -> Sizes:
+        names = (
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        return cls(*(number(config, name, folder) for name in names))
+
+    def layer(self, read: int, biased: bool, normed: bool) -> dict[str, list[int]]:
+        """Shapes of a decoder layer's tensors by their names in it. read: numbers that queries, keys and values read;
+        biased: whether the maps of attention have a bias; normed: whether queries and keys have norms."""
+        attended = self.heads * self.width
+        outputs = {"q_proj": attended, "k_proj": self.keys * self.width, "v_proj": self.keys * self.width}
+        shapes = {f"self_attn.{name}.weight": [out, read] for name, out in outputs.items()}
+        shapes["self_attn.o_proj.weight"] = [self.hidden, attended]
+        if biased:
+            biases = {**outputs, "o_proj": self.hidden}
+            shapes |= {f"self_attn.{name}.bias": [out] for name, out in biases.items()}
+        if normed:
+            shapes |= {f"self_attn.{name}.weight": [self.width] for name in ("q_norm", "k_norm")}
+        shapes |= {f"mlp.{name}.weight": [self.inner, self.hidden] for name in ("gate_proj", "up_proj")}
+        shapes["mlp.down_proj.weight"] = [self.hidden, self.inner]
+        return shapes | {f"{name}.weight": [self.hidden] for name in ("input_layernorm", "post_attention_layernorm")}
