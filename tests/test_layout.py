@@ -116,7 +116,7 @@ def test_the_core_imports_torch_and_transformers_alone() -> None:
 def test_each_heavy_library_lives_in_few_files() -> None:
     assert importers("wandb") == {"utils/tracking.py"}
     assert importers("tqdm") == {"utils/progress.py"}
-    assert importers("matplotlib") == {"evaluation/plots.py", "evaluation/comparison_plots.py"}
+    assert importers("matplotlib") == {"evaluation/plots.py"}
     assert importers("peft") == {"checkpoints/drafter_folder.py", "drafters/parts/views.py"}
     training = {
         f"training/{name}.py" for name in ("loop", "step", "train_drafter", "pretrain", "drafter_data", "shard")

@@ -17,10 +17,10 @@ from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
 from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
-from selfspec.evaluation.comparison_plots import plot_comparison
 from selfspec.evaluation.comparison_tables import comparison_tables, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
+from selfspec.evaluation.plots import plot_comparison
 from selfspec.utils.files import Figures, section, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog

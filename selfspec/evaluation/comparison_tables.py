@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selfspec.evaluation.compare import Run
 from selfspec.evaluation.comparison import against, best_sizes, by_questions, regimes
-from selfspec.evaluation.comparison_plots import plot_summary
+from selfspec.evaluation.plots import plot_summary
 from selfspec.evaluation.tables import interval, markdown
 from selfspec.utils.files import Figures, mean, shown, write_section
 

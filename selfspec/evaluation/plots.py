@@ -1,8 +1,8 @@
-"""Plots of benchmark points: acceptance by depth, where the time goes, speedup."""
+"""Plots: of benchmark points, comparisons, limits, audits and trainings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,101 +15,29 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 _LINES = 8  # points at most that are told apart as lines
+_PARTS = {"target": "target pass", "draft": "draft", "other": "everything else"}  # of a step's time
+_NOTHING = dict.fromkeys(("ratio", "low", "high"), float("nan"))
+Line = list[tuple[float, float, bool]]  # nodes, value, and whether `auto` chose the nodes
 
 
-def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
-    """One PNG per plot over all points that have a speculative arm; returns their paths."""
-    points = [p for p in points if "speculative" in p]
-    if not points:
-        return {}
-    drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
-    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
-        drawings["tau_by_nodes"] = _tau
-    high, width = _rows_height(len(points)), 6.4 + 0.07 * max(len(p["label"]) for p in points)
-    lines = 3.6 if len(points) < 20 else 5.4
-    return {
-        name: _saved(folder / f"{name}.png", draw, points, width=width, height=lines if draw is _tau else high)
-        for name, draw in drawings.items()
-    }
+# -- what is drawn
 
 
-def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -> Path:
-    """First divergences by (position, margin in logits), under the bound beyond which one is a bug."""
-    return _saved(path, _margins, margins, bound)
-
-
-def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
-    """Costs of passes against the physical limit, and expected speedups by nodes."""
-    drawn = {"limits": _saved(folder / "limits.png", _limits, figures)}
-    if figures["forecasts"]:
-        drawn["expected"] = _saved(folder / "expected.png", _expected, figures)
-    return drawn
-
-
-def plot_training(records: list[Figures], folder: Path) -> dict[str, Path]:
-    """Of a drafter's training log: its loss, and the acceptance length that its calibrated trees promise."""
-    validated = [r for r in records if "validation" in r]
-    if not validated:
-        return {}
-    trained = [r for r in records if "train" in r]
-    drawn = {"training_loss": _saved(folder / "training_loss.png", _training_loss, trained, validated)}
-    return {**drawn, "training_tau": _saved(folder / "training_tau.png", _training_tau, validated)}
-
-
-def _training_loss(axes: Axes, trained: list[Figures], validated: list[Figures]) -> None:
-    axes.plot([r["step"] for r in trained], [r["train"]["loss"] for r in trained], lw=0.8, label="training text")
-    steps = [r["step"] for r in validated]
-    axes.plot(steps, [r["validation"]["loss"] for r in validated], marker="o", label="held-out text")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-
-
-def _training_tau(axes: Axes, validated: list[Figures]) -> None:
-    steps = [r["step"] for r in validated]
-    for mode, style in (("greedy", "-"), ("sampled", "--")):
-        for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
-            values = [r["validation"][mode]["tau"][nodes] for r in validated]
-            axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
-    axes.set(xlabel="step", ylabel="expected acceptance length")
-    _legend(axes)
-
-
-def _limits(axes: Axes, figures: Figures) -> None:
-    rows = figures["passes"]
-    at = [row["nodes"] for row in rows]
-    for name in ("eager", "compiled"):
-        axes.plot(at, [1000 * row[name] for row in rows], "o-", label=name)
-    axes.plot(at, [1000 * row["limit"] for row in rows], "k:", label="limit: bandwidth, then peak")
-    axes.set(xlabel="nodes of the tree", ylabel="milliseconds per pass", xscale="log", ylim=(0, None))
-    axes.set_xticks(at)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.legend(fontsize=8)
-
-
-def _expected(axes: Axes, figures: Figures) -> None:
-    lines: dict[str, list[Figures]] = {}
-    for forecast in figures["forecasts"]:
-        if forecast["engine"] == "compiled":
-            lines.setdefault(f"{forecast['drafter']}, T={forecast['T']:g}", []).append(forecast)
-    for name, line in lines.items():
-        style = "o-" if name.endswith("T=0") else "o--"
-        axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xlabel="nodes of the tree", ylabel="expected over compiled plain decoding", xscale="log", ylim=(0, None))
-    axes.set_xticks(sorted({f["nodes"] for f in figures["forecasts"]}))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    _legend(axes)
-
-
-def _saved(path: Path, draw: Callable[..., None], *data: object, height: float = 3.6, width: float = 6.4) -> Path:
-    """height and width in inches, the legend included."""
+def _saved(
+    path: Path,
+    draw: Callable[..., None],
+    *data: object,
+    height: float = 3.6,
+    width: float = 6.4,
+    metadata: dict[str, str] | None = None,
+) -> Path:
+    """height and width in inches, the legend included; metadata: kept in the file."""
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
     draw(axes, *data)
     axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with disk_room(path):
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, metadata=metadata)
     plt.close(figure)
     return path
 
@@ -130,11 +58,74 @@ def _bars(axes: Axes, labels: list[str]) -> None:
     axes.set_ylim(len(labels) - 0.4, -0.6)
 
 
-def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> None:
-    axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
-    axes.axhline(bound, color="C3", label="beyond this line: a bug")
-    axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
-    axes.legend(fontsize=8)
+def _ticks(axes: Axes, sizes: list[int]) -> None:
+    """Numbers of nodes on a logarithmic axis."""
+    axes.set(xscale="log")
+    axes.set_xticks(sorted(set(sizes)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def _by_nodes(axes: Axes, lines: Mapping[str, Line], limits: Mapping[str, Line] | None = None) -> None:
+    """A line for each name through its fixed sizes; a star is nodes=auto, at the nodes that it ran. limits: dotted."""
+    for i, (name, line) in enumerate(lines.items()):
+        color, style = f"C{i % 10}", ("o-", "o--", "o:", "o-.")[i // 10 % 4]
+        fixed = sorted((at, value) for at, value, auto in line if not auto)
+        axes.plot([at for at, _ in fixed], [value for _, value in fixed], style, color=color, label=name)
+        chosen = [(at, value) for at, value, auto in line if auto]
+        axes.plot([at for at, _ in chosen], [value for _, value in chosen], "*", ms=11, color=color)
+        dotted = sorted((at, value) for at, value, auto in (limits or {}).get(name, []) if not auto)
+        axes.plot([at for at, _ in dotted], [value for _, value in dotted], ":", color=color, alpha=0.7)
+    axes.set(xlabel="nodes of the tree (star: auto, at what it ran)")
+    every = [(round(at), auto) for line in lines.values() for at, _, auto in line]
+    sizes = {at for at, auto in every if not auto}
+    _ticks(axes, [*sizes, *(at for at, auto in every if auto and all(abs(at - size) > 1 for size in sizes))])
+    _legend(axes)
+
+
+def _times(axes: Axes, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
+    """Where the milliseconds of a pass go, by label."""
+    left = [0.0] * len(rows)
+    for part, title in _PARTS.items():
+        widths = [parts[part] for _, parts in rows]
+        axes.barh(range(len(rows)), widths, left=left, label=title)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="milliseconds per pass")
+    _bars(axes, [label for label, _ in rows])
+    _legend(axes)
+
+
+def _speedups(axes: Axes, names: list[str], series: Mapping[str, list[dict[str, float]]]) -> None:
+    """Bars with intervals beside each name, one for each of the series."""
+    high = 0.8 / max(1, len(series))
+    for i, (label, speedups) in enumerate(series.items()):
+        at = [n - 0.4 + high * (i + 0.5) for n in range(len(names))]
+        errors = [[s["ratio"] - s["low"] for s in speedups], [s["high"] - s["ratio"] for s in speedups]]
+        ratios = [s["ratio"] for s in speedups]
+        axes.barh(at, ratios, height=high, xerr=errors, capsize=2, label=label, ecolor="0.3", error_kw={"lw": 0.8})
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="speedup, with 95% intervals over questions")
+    _bars(axes, names)
+    _legend(axes)
+
+
+# -- benchmark points
+
+
+def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
+    """One PNG per plot over all points that have a speculative arm; returns their paths."""
+    points = [p for p in points if "speculative" in p]
+    if not points:
+        return {}
+    drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
+    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
+        drawings["tau_by_nodes"] = _tau
+    high, width = _rows_height(len(points)), 6.4 + 0.07 * max(len(p["label"]) for p in points)
+    lines = 3.6 if len(points) < 20 else 5.4
+    return {
+        name: _saved(folder / f"{name}.png", draw, points, width=width, height=lines if draw is _tau else high)
+        for name, draw in drawings.items()
+    }
 
 
 def _acceptance(axes: Axes, points: list[Figures]) -> None:
@@ -165,51 +156,170 @@ def _acceptance_table(axes: Axes, points: list[Figures]) -> None:
 
 
 def _tau(axes: Axes, points: list[Figures]) -> None:
-    """τ against nodes, a line for all that differ in nodes alone; a star is nodes=auto, at the nodes that it chose."""
-    keys = [key for key in varying(points) if key != "tree/nodes"]
+    """τ against nodes, a line for all that differ in nodes alone."""
     named = [dict(point) for point in points]
-    labelled(named, keys)
-    lines: dict[str, list[tuple[float, float, bool]]] = {}
+    labelled(named, [key for key in varying(points) if key != "tree/nodes"])
+    lines: dict[str, Line] = {}
     for point, name in zip(points, (p["label"] for p in named), strict=True):
         figures, nodes = point["speculative"], point["config"]["tree"]["nodes"]
         auto = nodes == "auto"
         at = figures["forecast"]["nodes"] / max(1, figures["forecast"]["passes"]) if auto else nodes
         lines.setdefault(name, []).append((at, figures["acceptance_length"], auto))
-    for i, (name, line) in enumerate(lines.items()):
-        color, style = f"C{i % 10}", ("o-", "o--", "o:", "o-.")[i // 10 % 4]
-        fixed = sorted((at, tau) for at, tau, auto in line if not auto)
-        axes.plot([at for at, _ in fixed], [tau for _, tau in fixed], style, color=color, label=name)
-        chosen = [(at, tau) for at, tau, auto in line if auto]
-        axes.plot([at for at, _ in chosen], [tau for _, tau in chosen], "*", ms=11, color=color)
-    axes.set(xlabel="nodes of the tree (star: auto, at what it chose)", ylabel="tokens per pass", xscale="log")
-    axes.set_ylim(1, None)
-    sizes = sorted({p["config"]["tree"]["nodes"] for p in points if p["config"]["tree"]["nodes"] != "auto"})
-    stars = {round(at) for line in lines.values() for at, _, auto in line if auto}
-    axes.set_xticks(sorted({*sizes, *(at for at in stars if all(abs(at - size) > 1 for size in sizes))}))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    _legend(axes)
+    _by_nodes(axes, lines)
+    axes.set(ylabel="tokens per pass", ylim=(1, None))
 
 
 def _time(axes: Axes, points: list[Figures]) -> None:
-    left = [0.0] * len(points)
-    for part, title in (("target", "target pass"), ("draft", "draft"), ("other", "everything else")):
-        widths = [p["speculative"]["milliseconds_per_pass"] * p["speculative"]["share_of_step"][part] for p in points]
-        axes.barh(range(len(points)), widths, left=left, label=title)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(xlabel="milliseconds per pass")
-    _bars(axes, [p["label"] for p in points])
-    _legend(axes)
+    figures = [(point["label"], point["speculative"]) for point in points]
+    _times(axes, [(n, {k: s["milliseconds_per_pass"] * s["share_of_step"][k] for k in _PARTS}) for n, s in figures])
 
 
 def _speedup(axes: Axes, points: list[Figures]) -> None:
     baselines = [b for b in ("autoregressive", "hf_generate") if all(b in p["speedup"] for p in points)]
-    for i, baseline in enumerate(baselines):
-        figures = [p["speedup"][baseline] for p in points]
-        at = [x + (i - (len(baselines) - 1) / 2) * 0.4 for x in range(len(points))]
-        errors = [[f["ratio"] - f["low"] for f in figures], [f["high"] - f["ratio"] for f in figures]]
-        axes.barh(at, [f["ratio"] for f in figures], height=0.38, xerr=errors, capsize=2, label=f"over {baseline}")
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set(xlabel="speedup (95% interval over prompts)")
-    _bars(axes, [p["label"] for p in points])
+    _speedups(axes, [p["label"] for p in points], {f"over {b}": [p["speedup"][b] for p in points] for b in baselines})
+
+
+# -- comparisons
+
+
+def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str, path: Path) -> Path:
+    """Speedups of all arms, the fastest on top, with intervals; the stamp of the table that it shows is kept in it.
+    columns: see `comparison_tables.summary_table`."""
+    first = next(iter(columns.values()))
+    names = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
+
+    def draw(axes: Axes) -> None:
+        _speedups(axes, names, {label: [rows[name]["speedup"] for name in names] for label, rows in columns.items()})
+        axes.set_title(title, fontsize=9, loc="left")
+
+    height = 0.9 + 0.21 * len(columns) * len(names)
+    return _saved(path, draw, height=height, width=9.0, metadata={"stamp": stamp})
+
+
+def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
+    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
+    of a pass, and the speedup by group of text."""
+    drawn = {}
+    for temperature in dict.fromkeys(row["T"] for row in rows):
+        at_temperature = [row for row in rows if row["T"] == temperature]
+        arms = len({row["arm"] for row in at_temperature})
+        bars = {"time": len(at_temperature), "groups": arms * len(at_temperature[0]["groups"]) / 2}
+        drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "groups": _compare_groups}
+        for name, draw in drawings.items():
+            key = f"compare_{name}_T{temperature:g}"
+            height = max(_rows_height(round(bars.get(name, 0))), 0.25 * arms)
+            drawn[key] = _saved(folder / f"{key}.png", draw, at_temperature, height=height)
+    return drawn
+
+
+def _lines(rows: list[Figures], value: Callable[[Figures], float]) -> dict[str, Line]:
+    """Of each arm that has sizes."""
+    lines: dict[str, Line] = {}
+    for row in rows:
+        auto = row["nodes"] == "auto"
+        if row["nodes"].isdigit() or (auto and "mean_nodes" in row):
+            at = row["mean_nodes"] if auto else int(row["nodes"])
+            lines.setdefault(row["arm"], []).append((at, value(row), auto))
+    return lines
+
+
+def _compare_tau(axes: Axes, rows: list[Figures]) -> None:
+    _by_nodes(axes, _lines(rows, lambda row: float(row["tau"])))
+    axes.set(ylabel="tokens per pass", ylim=(1, None), title=f"T={rows[0]['T']:g}")
+
+
+def _compare_limit(axes: Axes, rows: list[Figures]) -> None:
+    limits = _lines(rows, lambda row: float(row.get("limit", float("nan"))))
+    _by_nodes(axes, _lines(rows, lambda row: float(row["speedup"]["ratio"])), limits)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(ylabel="speedup (dotted: τ / (c(n) + draft))", ylim=(0, None), title=f"T={rows[0]['T']:g}")
+
+
+def _compare_time(axes: Axes, rows: list[Figures]) -> None:
+    timed = [row for row in rows if "milliseconds_per_pass" in row]
+    _times(axes, [(f"{row['arm']} {row['nodes']}", row["milliseconds_per_pass"]) for row in timed])
+
+
+def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    best = [max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms]
+    names = [f"{row['arm']} ({row['nodes']})" for row in best]
+    groups = {g: [row["groups"].get(g, {}).get("speedup", _NOTHING) for row in best] for g in rows[0]["groups"]}
+    _speedups(axes, names, groups)
+    axes.set(title=f"T={rows[0]['T']:g}, best size of each")
+
+
+# -- limits, audits, trainings
+
+
+def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -> Path:
+    """First divergences by (position, margin in logits), under the bound beyond which one is a bug."""
+    return _saved(path, _margins, margins, bound)
+
+
+def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> None:
+    axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
+    axes.axhline(bound, color="C3", label="beyond this line: a bug")
+    axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
+    axes.legend(fontsize=8)
+
+
+def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
+    """Costs of passes against the physical limit, and expected speedups by nodes."""
+    drawn = {"limits": _saved(folder / "limits.png", _limits, figures)}
+    if figures["forecasts"]:
+        drawn["expected"] = _saved(folder / "expected.png", _expected, figures)
+    return drawn
+
+
+def _limits(axes: Axes, figures: Figures) -> None:
+    rows = figures["passes"]
+    at = [row["nodes"] for row in rows]
+    for name in ("eager", "compiled"):
+        axes.plot(at, [1000 * row[name] for row in rows], "o-", label=name)
+    axes.plot(at, [1000 * row["limit"] for row in rows], "k:", label="limit: bandwidth, then peak")
+    axes.set(xlabel="nodes of the tree", ylabel="milliseconds per pass", ylim=(0, None))
+    _ticks(axes, at)
+    axes.legend(fontsize=8)
+
+
+def _expected(axes: Axes, figures: Figures) -> None:
+    lines: dict[str, list[Figures]] = {}
+    for forecast in figures["forecasts"]:
+        if forecast["engine"] == "compiled":
+            lines.setdefault(f"{forecast['drafter']}, T={forecast['T']:g}", []).append(forecast)
+    for name, line in lines.items():
+        style = "o-" if name.endswith("T=0") else "o--"
+        axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xlabel="nodes of the tree", ylabel="expected over compiled plain decoding", ylim=(0, None))
+    _ticks(axes, [f["nodes"] for f in figures["forecasts"]])
+    _legend(axes)
+
+
+def plot_training(records: list[Figures], folder: Path) -> dict[str, Path]:
+    """Of a drafter's training log: its loss, and the acceptance length that its calibrated trees promise."""
+    validated = [r for r in records if "validation" in r]
+    if not validated:
+        return {}
+    trained = [r for r in records if "train" in r]
+    drawn = {"training_loss": _saved(folder / "training_loss.png", _training_loss, trained, validated)}
+    return {**drawn, "training_tau": _saved(folder / "training_tau.png", _training_tau, validated)}
+
+
+def _training_loss(axes: Axes, trained: list[Figures], validated: list[Figures]) -> None:
+    axes.plot([r["step"] for r in trained], [r["train"]["loss"] for r in trained], lw=0.8, label="training text")
+    steps = [r["step"] for r in validated]
+    axes.plot(steps, [r["validation"]["loss"] for r in validated], marker="o", label="held-out text")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+
+
+def _training_tau(axes: Axes, validated: list[Figures]) -> None:
+    steps = [r["step"] for r in validated]
+    for mode, style in (("greedy", "-"), ("sampled", "--")):
+        for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
+            values = [r["validation"][mode]["tau"][nodes] for r in validated]
+            axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
+    axes.set(xlabel="step", ylabel="expected acceptance length")
     _legend(axes)
