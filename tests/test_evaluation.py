@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
+from selfspec.evaluation import benchmark
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, regime, run_arms
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -107,6 +110,43 @@ def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
     prompts = asked([5, 9, 2], [8, 1, 30, 4, 9, 9])
     records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=9, batch_size=2, repeats=1), 6)
     assert len({str(r.token_ids) for r in records}) == 1
+
+
+def test_a_benchmark_that_was_killed_goes_on(
+    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, path = selfspec.load(str(heads_folder)), tmp_path / "records.jsonl"
+    prompts, config = asked(*([5 + i, 9, 2] for i in range(4))), DecodeConfig(max_new_tokens=6, repeats=1)
+    whole = run_arms(spec, prompts, config, 4)
+    timed, left = benchmark.timed, [2 * 3 + 1]  # two prompts of three arms, and a part of the third
+
+    def killed(*given: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return timed(*given)
+
+    monkeypatch.setattr(benchmark, "timed", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_arms(spec, prompts, config, 4, path)
+    first = path.read_text()
+    assert len(first.splitlines()) == 2 * 3
+    path.write_text(first + first.splitlines()[0][:40])  # torn
+    left[0] = 2 * 3
+    again = run_arms(spec, prompts, config, 4, path)
+    assert path.read_text().startswith(first)
+    assert [r.seconds for r in again[:6]] == [json.loads(line)["seconds"] for line in first.splitlines()]
+    for one, other in zip(whole, again, strict=True):
+        assert (one.prompt, one.arm, one.token_ids, one.questions) == (
+            other.prompt,
+            other.arm,
+            other.token_ids,
+            other.questions,
+        )
+    assert summarize(again)["speculative"].keys() == summarize(whole)["speculative"].keys()
+    assert run_arms(spec, prompts, config, 4, path) == again  # nothing is left: `timed` would end it
+    with pytest.raises(ValueError, match="holds records of another text"):
+        run_arms(spec, prompts[::-1], config, 4, path)
 
 
 def test_a_subset_of_arms(heads_folder: Path) -> None:

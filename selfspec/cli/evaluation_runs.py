@@ -38,6 +38,7 @@ from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import (
+    RECORDS,
     agreement,
     answer_files,
     check_ids,
@@ -63,6 +64,12 @@ from selfspec.utils.files import (
 )
 from selfspec.utils.machine import device_name, device_type
 from selfspec.utils.tracking import RunLog
+
+# Keys that may change when a benchmark that was killed goes on
+_BESIDE = (
+    *("name", "trust_code", "wandb", "logger"),
+    *(f"decode.{key}" for key in ("columns", "metrics", "traces", "answers", "until_width")),
+)
 
 
 def asked(
@@ -96,8 +103,8 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
-    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read. title: of
-    the point in the run's logger."""
+    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, one that was
+    killed goes on with what is missing. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
@@ -110,8 +117,9 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         check_ids(questions)
-    with run_folder(config, folder, begun) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
-        records = run_arms(spec, prompts, run.decode, run.tree.nodes)
+    path = folder / RECORDS
+    with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
+        records = run_arms(spec, prompts, run.decode, run.tree.nodes, path)
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):
@@ -127,8 +135,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             point["metrics"] = {name: defined(name, speculative, accuracy) for name in run.decode.metrics}
             print(json.dumps(point["metrics"], indent=1))
         if run.decode.traces:
-            path = folder / "traces.jsonl"
-            write_traces(path, spec, prompts, run.decode, run.tree.nodes, run.drafter)
+            write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
         write_point(folder, point, records)
         if columns:
             point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.core.stats import Stats
+from selfspec.utils.files import Figures
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Record:
     """One arm on one batch of prompts of a group. seconds: median wall-clock of a whole call, prompt included;
     questions: (id, turn) of each row; right: whether each row's answer is (None where it can not be checked); regime:
     of the texts (None: that of plain decoding, which wrote the same); altered: tokens that a lossy rule put in place of
-    the target's pick; forecast: with nodes="auto", what was expected."""
+    the target's pick; forecast: with nodes="auto", what was expected; texts: of each row, see `Prompt.text`."""
 
     prompt: int
     arm: str
@@ -39,6 +40,15 @@ class Record:
     regime: Regime | None = None
     altered: int | None = None
     forecast: dict[str, float] | None = None
+    texts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, line: Figures) -> Record:
+        """A record from its JSON."""
+        stats, regime = line["stats"], line["regime"]
+        line = {**line, "questions": [tuple(each) for each in line["questions"]]}
+        line |= {"stats": stats and Stats(**stats), "regime": regime and Regime(**regime)}
+        return cls(**line)
 
     @property
     def cluster(self) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,7 +28,7 @@ from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import DEFINITIONS, speedup
 from selfspec.output import Generated
 from selfspec.utils.checks import above_zero, all_known, at_least, not_empty
-from selfspec.utils.files import Figures, write_text
+from selfspec.utils.files import Figures, append_text, read_jsonl, write_text
 from selfspec.utils.progress import progress
 
 ARMS = ("hf_generate", "autoregressive", "speculative")
@@ -90,9 +92,11 @@ class DecodeConfig(Answering):
         return {n: getattr(self, n) for n in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")}
 
 
-def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> list[Record]:
+def run_arms(
+    spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str, path: Path | None = None
+) -> list[Record]:
     """All arms on all prompts, batches within a group; on a batch the arms run in a random order, anew in every
-    repeat."""
+    repeat. path: JSON lines that each batch's records are appended to; batches that are there already are not run."""
     calls: dict[str, Callable[[list[list[int]], list[int]], Generated]] = {
         "hf_generate": lambda ids, seeds: hf_generate(spec, ids, config, seeds[0]),
         "autoregressive": lambda ids, seeds: spec.autoregressive(ids, **config.arguments(), seed=seeds),
@@ -103,15 +107,18 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
     check(spec.target, [prompt.ids for prompt in prompts], Options(config.max_new_tokens))  # before the first is timed
     arms = [arm for arm in ARMS if arm in config.arms]
     batches = _batches(prompts, config.batch_size)
+    records = [] if path is None else _kept(path, batches, arms)
+    batches = [(first, batch) for first, batch in batches if all(record.prompt != first for record in records)]
+    if not batches or _narrow(records, config):
+        return records
     if nodes == "auto" and "speculative" in arms:  # short calls would put it off
         for rows in {len(batch) for _, batch in batches}:
             pass_costs(spec.target, rows, config.temperature > 0)
     for arm in arms:
         calls[arm](*_given(batches[0][1]))
-    records: list[Record] = []
     bar = progress(batches, desc="decode")
-    order = Random(config.seed)
     for first, batch in bar:
+        order = Random(f"{config.seed} {first}")
         ids, seeds = _given(batch)
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         results: dict[str, Generated] = {}
@@ -119,19 +126,55 @@ def run_arms(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes:
             for arm in order.sample(arms, len(arms)):
                 results[arm], took = timed(spec, partial(calls[arm], ids, seeds))
                 seconds[arm].append(took)
-        for arm in arms:
-            records.append(_record(spec, first, arm, batch, statistics.median(seconds[arm]), results[arm], config))
+        new = [_record(spec, first, arm, batch, statistics.median(seconds[arm]), results[arm], config) for arm in arms]
+        records += new
+        if path is not None:
+            append_text(path, lines_of(new))
         if {"autoregressive", "speculative"} <= set(arms):
-            slow, fast = ([r for r in records if r.arm == arm] for arm in ("autoregressive", "speculative"))
-            interval = speedup(slow, fast)
+            interval = speedup(*_pair(records))
             bar.set_postfix(
                 speedup=f"{interval['ratio']:.2f}", interval=f"{interval['low']:.2f} to {interval['high']:.2f}"
             )
-            narrow = interval["high"] - interval["low"] <= (config.until_width or 0.0) * interval["ratio"]
-            if config.until_width is not None and len(slow) >= _FEWEST and narrow:
-                bar.close()
-                break
+        if _narrow(records, config):
+            bar.close()
+            break
     return records
+
+
+def _pair(records: list[Record]) -> tuple[list[Record], list[Record]]:
+    """Those of plain and of speculative decoding."""
+    return [r for r in records if r.arm == "autoregressive"], [r for r in records if r.arm == "speculative"]
+
+
+def _narrow(records: list[Record], config: DecodeConfig) -> bool:
+    """Whether the interval is as narrow as `until_width` asks."""
+    slow, fast = _pair(records)
+    if config.until_width is None or len(slow) < _FEWEST:
+        return False
+    interval = speedup(slow, fast)
+    return interval["high"] - interval["low"] <= config.until_width * interval["ratio"]
+
+
+def _kept(path: Path, batches: list[tuple[int, list[Prompt]]], arms: list[str]) -> list[Record]:
+    """The records of an earlier run, of batches that all arms were run on. Raises ValueError where they are of other
+    prompts."""
+    records, asked = read_jsonl(path, Record.read, "record"), dict(batches)
+    whole = Counter(record.prompt for record in records)
+    records = [record for record in records if whole[record.prompt] == len(arms)]
+    for record in records:
+        if record.texts != [prompt.text for prompt in asked.get(record.prompt, ())]:
+            raise ValueError(
+                f"{path} holds records of another text for {record.questions[0][0] or record.prompt}: the questions or "
+                "the code that makes them changed; choose another name="
+            )
+    if path.exists():  # what was torn is dropped for good
+        write_text(path, lines_of(records))
+    return records
+
+
+def lines_of(records: Iterable[Record]) -> str:
+    """Records as JSON lines."""
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records)
 
 
 def write_traces(
@@ -204,6 +247,7 @@ def _record(
         regime=None if exact else regime(spec, _given(batch)[0], ids, config.sampling()),
         altered=None if result.lossy is None else result.lossy.altered,
         forecast=None if result.forecast is None else result.forecast.as_dict(),
+        texts=[prompt.text for prompt in batch],
     )
 
 

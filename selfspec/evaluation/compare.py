@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -32,7 +31,7 @@ from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.utils.checks import all_known, at_least, not_empty
-from selfspec.utils.files import Figures, append_text, parse_json, write_text
+from selfspec.utils.files import Figures, append_text, read_jsonl, write_text
 from selfspec.utils.progress import progress
 
 
@@ -194,7 +193,7 @@ class _Point:
 
     @property
     def text(self) -> int:
-        return zlib.crc32(f"{self.prompt.seed} {self.prompt.ids}".encode())
+        return self.prompt.text
 
 
 def _same_texts(path: Path, runs: list[Run], points: list[_Point]) -> None:
@@ -255,17 +254,5 @@ def _between_plain(
 
 
 def read_runs(path: Path) -> list[Run]:
-    """What was measured before. Raises ValueError naming a line that is no run, unless it is a torn last one."""
-    if not path.exists():
-        return []
-    runs, lines = [], path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        try:
-            runs.append(Run(**parse_json(line)))
-        except (ValueError, TypeError) as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
-            raise ValueError(
-                f"{path}, line {number} is no run ({error}); delete this line, or choose another name="
-            ) from error
-    return runs
+    """What was measured before. Raises ValueError as `read_jsonl` does."""
+    return read_jsonl(path, lambda line: Run(**line), "run")

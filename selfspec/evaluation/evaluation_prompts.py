@@ -25,6 +25,11 @@ class Prompt:
     check: Callable[[str], bool] | None = None
     turn_text: str | None = None
 
+    @property
+    def text(self) -> int:
+        """crc32 of its ids and seed, by which a text that changed is noticed."""
+        return zlib.crc32(f"{self.seed} {self.ids}".encode())
+
 
 def prompts_of(
     spec: Spec, questions: Sequence[Question], arguments: Figures, seed: int

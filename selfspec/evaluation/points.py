@@ -8,25 +8,26 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from selfspec.api import Spec
 from selfspec.data.questions import Question
 from selfspec.evaluation.arm_record import Record
+from selfspec.evaluation.benchmark import lines_of
 from selfspec.evaluation.metrics import by_arm
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
 from selfspec.utils.files import Figures, read_json, write_text
 from selfspec.utils.tracking import flat
 
-OWN = ("records.jsonl", "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
+RECORDS = "records.jsonl"
+OWN = (RECORDS, "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
 
 
 def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
     """records.jsonl and summary.json in `folder`, the summary last and whole."""
-    write_text(folder / "records.jsonl", "".join(json.dumps(asdict(record)) + "\n" for record in records))
+    write_text(folder / RECORDS, lines_of(records))
     write_text(folder / "summary.json", json.dumps(point, indent=1) + "\n")
 
 

@@ -10,14 +10,15 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from selfspec.utils.errors import one_line
 
+T = TypeVar("T")
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
 _LARGEST = 2**26  # bytes of a JSON file
 _DIGITS = 40  # of an integer in one
@@ -161,6 +162,22 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic(path) as scratch:
         scratch.write_text(text)
+
+
+def read_jsonl(path: Path, make: Callable[[Figures], T], what: str) -> list[T]:
+    """What `make` makes of each line of JSON, nothing where there is no file. Raises ValueError naming a line that is
+    no `what`, unless it is a torn last one."""
+    made, lines = list[T](), path.read_text().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            made.append(make(parse_json(line)))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(
+                f"{path}, line {number} is no {what} ({error}); delete this line, or choose another name="
+            ) from error
+    return made
 
 
 def append_text(path: Path, text: str) -> None:
