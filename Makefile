@@ -9,7 +9,7 @@ VLLM = .venv-vllm
 PEERS = .venv-peers
 QUESTIONS ?= question.jsonl
 
-.PHONY: demo test slow serving peers bench hybrid gpu readme page page-data docs lint clean
+.PHONY: demo test slow serving peers bench hybrid gpu readme smollm2 page page-data docs lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.ready: pyproject.toml
@@ -72,7 +72,7 @@ peers: $(VENV)/.ready $(PEERS)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python notebooks/experiments/bench.py $(if $(RECORD),--record)
 
-# Everything that needs a GPU, in twenty minutes, with its results in notebooks/results/gpu.md.
+# What needs a GPU, in five minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py
 
@@ -86,24 +86,32 @@ hybrid: $(VENV)/.ready
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
-# The table and the figure that README begins with, and the page's copy of them, twenty minutes; QUESTIONS names
-# Spec-Bench's question.jsonl.
+# The table and the figure that README begins with, and the page's copy of them, forty minutes: Qwen2.5-Coder-0.5B (from
+# the hub, or from what SELFSPEC_QWEN_CODER names) on HumanEval, whose file SELFSPEC_HUMAN_EVAL names, and on edits. The
+# programs that it writes are run.
 readme: $(VENV)/.ready
-	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
-	$(BIN)/python eval/compare.py name=readme target=smollm2 "compare.questions=[$(QUESTIONS)]" \
-		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[8]" \
-		"compare.temperatures=[0,1]" "compare.methods=[hf_generate]" compare.summary=README.md \
-		compare.results=notebooks/results/smollm2.md \
-		"compare.drafters=[smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,prompt_lookup,smollm2-eagle3,smollm2-medusa]"
+	$(BIN)/python eval/compare.py name=readme target=qwen-coder "compare.questions=[human_eval,edits]" \
+		compare.groups=null "compare.prompts=[24,3]" compare.max_new_tokens=384 "compare.nodes=[auto]" \
+		"compare.temperatures=[0,1]" "compare.methods=[]" compare.allow_code_execution=true \
+		compare.summary=README.md compare.results=notebooks/results/qwen_coder.md \
+		"compare.drafters=[qwen-coder-eagle3+prompt_lookup,prompt_lookup,qwen-coder-eagle3]"
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json "page.runs=[runs/readme,selfspec/page/embedded.json]"
+
+# SmolLM2's table in notebooks/results/smollm2.md, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
+smollm2: $(VENV)/.ready
+	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
+	$(BIN)/python eval/compare.py name=smollm2 target=smollm2 "compare.questions=[$(QUESTIONS)]" \
+		compare.groups=null compare.prompts=2 compare.max_new_tokens=64 "compare.nodes=[8]" \
+		"compare.temperatures=[0,1]" "compare.methods=[hf_generate]" compare.results=notebooks/results/smollm2.md \
+		"compare.drafters=[smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,prompt_lookup,smollm2-eagle3,smollm2-medusa]"
 
 # One HTML file that explains, predicts and replays, from the results that come with selfspec.
 page: $(VENV)/.ready
 	$(BIN)/python eval/page.py
 
-# Those results, made anew, an hour on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. The page shows the
-# comparison of `make readme`, which runs first where runs/readme is missing and then writes README's table.
-page-data: $(VENV)/.ready runs/readme/compare.json
+# Those results, made anew, two hours on a quiet machine; QUESTIONS names Spec-Bench's question.jsonl. The page shows the
+# comparisons of `make readme` and `make smollm2`, which run first where they have not.
+page-data: $(VENV)/.ready runs/readme/compare.json runs/smollm2/compare.json
 	@test -f "$(QUESTIONS)" || { echo "QUESTIONS=$(QUESTIONS) is not a file; give Spec-Bench's question.jsonl"; exit 2; }
 	$(BIN)/python eval/decode.py -m name=page_smollm2 target=smollm2 decode.questions=$(QUESTIONS) decode.prompts=13 \
 		drafter=smollm2-eagle3+prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3,smollm2-medusa,prompt_lookup \
@@ -118,10 +126,10 @@ page-data: $(VENV)/.ready runs/readme/compare.json
 	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.shown=20 \
 		page.data=runs/page_tiny.json
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json page.shown=8 \
-		"page.runs=[runs/page_smollm2,runs/page_smollm2_limits,runs/readme,runs/page_tiny.json]"
+		"page.runs=[runs/readme,runs/page_smollm2,runs/page_smollm2_limits,runs/smollm2,runs/page_tiny.json]"
 
-runs/readme/compare.json:
-	$(MAKE) readme
+runs/%/compare.json:
+	$(MAKE) $*
 
 # The documentation site, in build/docs; a link that leads nowhere ends it.
 docs: $(VENV)/.ready

@@ -1,15 +1,20 @@
-"""All that needs a GPU, in one command, with its results as one table: python eval/gpu.py
+"""What needs a GPU, in one process and five minutes: python eval/gpu.py
 
-Without a GPU the same commands run on the CPU with tiny sizes, and nothing is written into notebooks/results/gpu.md.
+Parts run in the order of their worth. Each line is printed, and written into notebooks/results/gpu.md, as soon as it is
+measured. The same command goes on with the parts that are missing. Without a GPU they run on the CPU at tiny sizes, and
+nothing is written there.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,135 +22,230 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from transformers import CompileConfig
 
+import selfspec
+from selfspec.api import Spec
 from selfspec.cli.config import register
 from selfspec.cli.errors import clear_errors
-from selfspec.utils.files import write_section, write_text
+from selfspec.core.target import Target
+from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
+from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, timed
+from selfspec.evaluation.limits import bandwidth, pass_seconds, random_model, weights_of
+from selfspec.evaluation.tables import markdown
+from selfspec.output import Generated
+from selfspec.training.draft_loss import DraftLoss
+from selfspec.training.resources import relative_cost
+from selfspec.utils.errors import one_line
+from selfspec.utils.files import parse_json, write_section, write_text
 
 register()
 ROOT = Path(__file__).parents[1]
-LIMITS = "eval/limits.py wandb.mode=disabled limits.rounds=9"
-COMPARE = "eval/compare.py wandb.mode=disabled compare.methods=[hf_generate] compare.nodes=[16] compare.prompts=1"
-AUDIT = "eval/audit.py -m wandb.mode=disabled audit.nodes=[16] audit.batch_sizes=[1] audit.distribution_samples=0"
-TRAIN = "train/heads.py wandb.mode=disabled +experiment=demo loop.steps=60 loop.validate_every=60"
-FEW = "compare.groups=[edit] compare.max_new_tokens=8 compare.temperatures=[0]"
-SMALL = "limits.config=configs/models/llama_250m.json limits.sizes=[1,2] limits.rounds=3"
-SMOLLM2 = "smollm2-medusa,smollm2-eagle3,prompt_lookup,smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup"
-REAL = f"{COMPARE} target=smollm2 compare.max_new_tokens=64 compare.temperatures=[0,1] compare.drafters=[{SMOLLM2}]"
-ONE = f"{FEW} compare.nodes=[4] compare.drafters=[prompt_lookup] target=tiny-target"
-BATCHES = (
-    "eval/decode.py -m wandb.mode=disabled target=smollm2 tree.nodes=auto decode.prompts=32 decode.max_new_tokens=64 "
-    "decode.arms=[autoregressive,speculative] decode.repeats=1 engine=eager"
-)
-DRAFTERS = "tiny-medusa,tiny-early-exit,tiny-eagle3"
-# By name: the command, how it is changed where there is no GPU, and the GiB of memory that it needs
-PARTS = {
-    "passes of the embedded target": (
-        LIMITS,
-        "limits.sizes=[1,8] limits.rounds=3 limits.drafters=[tiny-medusa] limits.temperatures=[0] limits.starts=false",
-        1,
+SMOLLM2 = ("smollm2-eagle3+prompt_lookup", "smollm2-eagle3", "smollm2-medusa+prompt_lookup")
+FAULTS = ("tiny-medusa", "tiny-early-exit", "tiny-eagle3", "tiny-medusa+prompt_lookup", "prompt_lookup", "lookahead")
+Row = list[str]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured. target, drafters: of the speeds; batches; tokens: of an answer; llamas: configs of random
+    weights, with the GiB that they need; nodes, rows: of their passes; texts: that are compared; length: of a training
+    row; engine."""
+
+    device: str
+    target: str
+    drafters: tuple[str, ...]
+    batches: tuple[int, ...]
+    tokens: int
+    llamas: dict[str, int]
+    nodes: tuple[int, ...]
+    rows: tuple[int, ...]
+    texts: int
+    length: int
+    engine: str
+
+
+_MODELS = {"configs/models/llama_1b.json": 6, "configs/models/llama_8b.json": 24}
+CUDA = Sizes("cuda", "smollm2", SMOLLM2, (1, 4, 16), 128, _MODELS, (1, 8, 16, 64), (1, 16), 40, 512, "compiled")
+_TINY = {"selfspec/assets/tiny-target/config.json": 1}
+CPU = Sizes("cpu", "tiny-target", ("tiny-medusa",), (1,), 8, _TINY, (1, 2), (1, 2), 2, 32, "eager")
+
+
+def questions() -> list[list[dict[str, str]]]:
+    """Four questions, as conversations."""
+    lines = (ROOT / "eval" / "four_questions.jsonl").read_text().splitlines()
+    return [[{"role": "user", "content": parse_json(line)["turns"][0]}] for line in lines]
+
+
+def loaded(drafter: str, sizes: Sizes, dtype: str = "auto", target: str | None = None) -> Spec:
+    return selfspec.load(drafter, target or sizes.target, dtype, sizes.device, sizes.engine)
+
+
+def speeds(sizes: Sizes) -> Iterator[Row]:
+    """Decoding with 8 nodes beside plain decoding and transformers' own, in bfloat16."""
+    specs = {name: loaded(name, sizes, "bfloat16") for name in sizes.drafters}
+    one = next(iter(specs.values()))
+    for batch, temperature in itertools.product(sizes.batches, (0.0, 1.0)):
+        ids = one.encode(list(itertools.islice(itertools.cycle(questions()), batch)))
+        plain, slow = None, 0.0
+        for name, call in _arms(specs, ids, temperature, sizes):
+            call()  # warm-up
+            result, seconds = timed(one, call)
+            rate = sum(map(len, result.token_ids)) / seconds
+            plain, slow = (result, rate) if plain is None else (plain, slow)
+            same = sum(a == b for a, b in zip(result.token_ids, plain.token_ids, strict=True))
+            stats, step, tau = result.stats, "-", "-"
+            if stats.calls:
+                step, tau = f"{1000 * (stats.seconds - stats.seconds_prefill) / stats.calls:.2f}", f"{stats.tau:.2f}"
+            cells = [str(batch), f"{temperature:g}", name, f"{rate:.0f}", f"{rate / slow:.2f}x", tau, step]
+            yield [*cells, f"{same} of {batch}"]
+
+
+def _arms(
+    specs: dict[str, Spec], ids: list[list[int]], temperature: float, sizes: Sizes
+) -> Iterator[tuple[str, Callable[[], Generated]]]:
+    """Ways to continue these prompts, plain decoding first."""
+    one, asked = next(iter(specs.values())), dict[str, Any](temperature=temperature, seed=list(range(len(ids))))
+    yield "plain", partial(one.autoregressive, ids, sizes.tokens, **asked)
+    for name, spec in specs.items():
+        yield name, partial(spec.generate, ids, sizes.tokens, **asked, nodes=8)
+    if len(ids) > 1 or sizes.device == "cpu":
+        return
+    config, everywhere = DecodeConfig(max_new_tokens=sizes.tokens, temperature=temperature), CompileConfig()
+    everywhere._compile_all_devices = True  # type: ignore[assignment]
+    yield "hf_generate", partial(hf_generate, one, ids, config, 0)
+    static = {"cache_implementation": "static", "compile_config": everywhere}
+    yield "hf_static", partial(hf_generate, one, ids, config, 0, **static)
+
+
+def passes(sizes: Sizes) -> Iterator[Row]:
+    """Passes by nodes, of random weights in bfloat16, and the speedup that their costs allow a draft that is free."""
+    for config, gib in sizes.llamas.items():
+        free = torch.cuda.mem_get_info()[0] / 2**30 if sizes.device == "cuda" else float("inf")
+        if free < gib:
+            yield [Path(config).stem, f"not run: it needs {gib} GiB, {free:.0f} are free", *[""] * 6]
+            continue
+        target = Target(random_model(str(ROOT / config), torch.bfloat16, sizes.device))
+        target.use_engine(sizes.engine)
+        size = weights_of(target)[0]
+        least = size / bandwidth(min(size, 2**30), target.device)
+        for rows in sizes.rows:
+            seconds = pass_seconds({"": target}, sizes.nodes, 5, rows)[""]
+            costs = {n: took / seconds[1] for n, took in seconds.items()}
+            shown = ", ".join(f"c({n}) {cost:.2f}" for n, cost in costs.items() if n > 1)
+            times = f"{1000 * seconds[1]:.2f}", f"{1000 * least:.2f}", f"{seconds[1] / least:.2f}"
+            middle = max(n for n in costs if n <= 16)
+            at = [f"{tau / costs[middle]:.2f}x" for tau in (2, 3, 4)]
+            yield [Path(config).stem, str(rows), *times, shown, " / ".join(at)]
+        del target
+
+
+def exactness(sizes: Sizes) -> Iterator[Row]:
+    """Texts of trees of 16 nodes that are those of plain decoding."""
+    for dtype, temperature in itertools.product(("float32", "bfloat16"), (0.0, 1.0)):
+        spec = loaded(sizes.drafters[0], sizes, dtype)
+        prompts, same, exact = itertools.cycle(spec.encode(questions())), 0, ""
+        for seed, prompt in zip(range(sizes.texts // 2), prompts, strict=False):
+            asked: dict[str, Any] = {"max_new_tokens": sizes.tokens, "temperature": temperature, "seed": [seed]}
+            result = spec.generate([prompt], **asked, nodes=16)
+            same += result.token_ids == spec.autoregressive([prompt], **asked).token_ids
+            exact = result.stats.exact
+        yield [dtype, f"{temperature:g}", f"{same} of {sizes.texts // 2}", exact]
+
+
+def training(sizes: Sizes) -> Iterator[Row]:
+    """A training step of EAGLE-3, in the time of the target's forward over the same batch."""
+    target = loaded("prompt_lookup", sizes, "bfloat16").target
+    drafter = Eagle3(target, Eagle3Config(draft_vocab=min(8192, target.vocab_size - 1)))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.vocab_size, (8, sizes.length), generator=generator)
+    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool)}
+    precision = torch.autocast(sizes.device, torch.bfloat16)
+    cost = relative_cost(DraftLoss(drafter, target), target, batch, precision, 4)
+    rate = tokens.numel() / cost["seconds_step"]
+    yield [f"{1000 * cost['seconds_step']:.0f}", f"{cost['step_over_forward']:.1f}", f"{rate:.0f}"]
+
+
+def faults(sizes: Sizes) -> Iterator[Row]:
+    """Every embedded drafter of the tiny target with every way to ask, in float32, against plain decoding."""
+    count = wrong = 0
+    for name in FAULTS if sizes.device == "cuda" else FAULTS[:1]:
+        spec = loaded(name, sizes, "float32", "tiny-target")
+        ids = spec.encode(["def main(", "import os\n\nclass A:", "x"])
+        ways: dict[str, dict[str, Any]] = {"T=0": {}, "T=1": {"temperature": 1.0}, "top_p": {"temperature": 0.8}}
+        ways["top_p"] |= {"top_p": 0.9, "top_k": 20}
+        ways |= {"auto": {"nodes": "auto"}, "one node": {"nodes": 1}, "stop": {"stop": "("}, "trace": {"trace": True}}
+        for way, asked in ways.items():
+            count += 1
+            try:
+                plain = spec.autoregressive(ids, 24, **asked, seed=[1, 2, 3])
+                same = spec.generate(ids, 24, **asked, seed=[1, 2, 3]).token_ids == plain.token_ids
+                why = "" if same else "other tokens than plain decoding"
+            except Exception as error:  # whatever it is, the others are tried too
+                why = f"{type(error).__name__}: {one_line(error)}"
+            if why:
+                wrong += 1
+                yield [name, way, why[:200]]
+    yield ["all", f"{count} ways", f"{wrong} faults"]
+
+
+PARTS: dict[str, tuple[Sequence[str], Callable[[Sizes], Iterator[Row]]]] = {
+    "speeds": (("batch", "T", "arm", "tokens/s", "over plain", "τ", "ms a step", "identical"), speeds),
+    "passes": (
+        ("model", "rows", "ms, 1 node", "its bytes, ms", "ratio", "nodes", "τ 2 / 3 / 4, 16 nodes"),
+        passes,
     ),
-    "passes of a Llama of 1B": (f"{LIMITS} limits.config=configs/models/llama_1b.json limits.drafters=[]", SMALL, 6),
-    "drafters, eager": (f"{COMPARE} engine=eager", FEW, 1),
-    "drafters, compiled": (f"{COMPARE} engine=compiled", f"{FEW} compare.nodes=[8] compare.drafters=[tiny-medusa]", 1),
-    "SmolLM2, eager": (f"{REAL} engine=eager", ONE, 2),
-    "SmolLM2, compiled": (f"{REAL} engine=compiled", f"{ONE} engine=eager", 2),
-    "SmolLM2 in batches": (
-        f"{BATCHES} drafter=smollm2-medusa+prompt_lookup,smollm2-eagle3+prompt_lookup decode.batch_size=1,4,16,32 "
-        "decode.temperature=0,1",
-        "target=tiny-target drafter=prompt_lookup decode.batch_size=2 decode.prompts=2 decode.max_new_tokens=8",
-        2,
-    ),
-    "audits": (
-        f"{AUDIT} audit.prompts=2 drafter={DRAFTERS} dtype=float32,bfloat16 engine=eager,compiled",
-        "audit.prompts=1 audit.max_new_tokens=8 drafter=tiny-medusa engine=eager",
-        1,
-    ),
-    "a short training": (
-        TRAIN,
-        "loop.steps=2 loop.validate_every=2 loop.checkpoint_every=2 data.count=200 data.held_out=20 train.prompts=2",
-        2,
-    ),
-    "passes of a Llama of 8B": (
-        f"{LIMITS} limits.config=configs/models/llama_8b.json limits.drafters=[] limits.sizes=[1,8,16,64]",
-        SMALL,
-        24,
-    ),
+    "exactness": (("dtype", "T", "texts", "stats.exact"), exactness),
+    "training": (("ms a step", "target forwards", "tokens/s"), training),
+    "faults": (("drafter", "way", "what"), faults),
 }
 
 
-def command(name: str, folder: Path, device: str) -> list[str]:
-    """A part as it is typed: on a CPU with tiny sizes."""
-    typed, tiny, _ = PARTS[name]
-    where = "target.device" if typed.startswith("train") else "device"
-    label = f"{folder.name}-{name}".replace(" ", "_").replace(",", "")
-    own = [f"name={label}", f"{where}={device}", f"hydra.run.dir={folder / label}", f"hydra.sweep.dir={folder / label}"]
-    changed = [*typed.split(), *own, *(tiny.split() if device == "cpu" else [])]
-    return list({argument.split("=", 1)[0]: argument for argument in changed}.values())
-
-
-def section_text(name: str, folder: Path, output: str) -> str:
-    """What a part measured, as Markdown."""
-    if (table := folder / "table.md").is_file():
-        return table.read_text()
-    if name == "audits":
-        lines = ["| drafter | dtype | engine | verdict | texts | tokens |", "|---|---|---|---|---|---|"]
-        for path in sorted(folder.rglob("audit.json")):
-            found: dict[str, Any] = json.loads(path.read_text())
-            run = found["config"]
-            cells = [run["drafter"], run["dtype"], run["engine"], found["verdict"], found["rows"], found["tokens"]]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-        return "\n".join(lines)
-    return f"```\n{(output.strip().splitlines() or ['nothing was printed'])[-1]}\n```"
-
-
-def run(name: str, typed: list[str], seconds: float) -> str:
-    """Run a part; what it measured, or why there is nothing."""
+def run(name: str, sizes: Sizes, folder: Path, end: float) -> Iterator[tuple[list[Row], str]]:
+    """A part's lines so far, and why others are missing, after each of them. What was measured whole is read."""
+    path = folder / f"{name}.json"
+    if path.is_file():
+        yield json.loads(path.read_text()), ""
+        return
+    rows: list[Row] = []
     try:
-        done = subprocess.run(
-            [sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=True
-        )
-    except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace").split()  # bytes, unlike a finished command's
-        return f": stopped after {seconds:.0f} s, when the time was over; last `{' '.join(said)[-80:]}`"
-    except subprocess.CalledProcessError as error:
-        return f": failed\n\n```\n{error.stderr[-2000:]}\n```"
-    where = next(argument for argument in typed if argument.startswith("hydra.run.dir=")).split("=", 1)[1]
-    return f" (`python {' '.join(typed)}`)\n\n{section_text(name, Path(where), done.stdout)}"
+        for row in PARTS[name][1](sizes):
+            rows.append(row)
+            print(f"{name}: " + " | ".join(row), flush=True)
+            late = time.monotonic() > end
+            yield rows, "stopped here, the minutes were over" if late else "unfinished"
+            if late:
+                return
+    except Exception as error:  # of a driver, a library, memory: the other parts are worth their time all the same
+        yield rows, f"failed: {type(error).__name__}: {one_line(error)}"
+        return
+    write_text(path, json.dumps(rows) + "\n")
+    yield rows, ""
 
 
 @hydra.main(config_path="../configs", config_name="gpu", version_base="1.3")
 def main(config: DictConfig) -> None:
     with clear_errors():
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        wanted = PARTS if config.parts is None else config.parts
+        folder, gpu = Path(HydraConfig.get().runtime.output_dir), torch.cuda.is_available()
+        wanted = list(PARTS) if config.parts is None else list(config.parts)
         if unknown := sorted(set(wanted) - set(PARTS)):
             raise ValueError(f"parts={unknown} are unknown; known are {', '.join(PARTS)}")
-        gpu = torch.cuda.is_available()
-        device = "cuda" if gpu else "cpu"
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if gpu else float("inf")
         title = torch.cuda.get_device_name() if gpu else "no GPU here: tiny sizes on the CPU, which measure nothing"
         print(title)
-        end, parts = (
-            time.monotonic() + 60 * config.minutes,
-            [f"{datetime.date.today()}, {title}, torch {torch.__version__}"],
-        )
+        end = time.monotonic() + 60 * config.minutes
+        texts = {"": f"{datetime.date.today()}, {title}, torch {torch.__version__}, `python eval/gpu.py`"}
         for name in wanted:
-            needed = PARTS[name][2]
-            left, typed = end - time.monotonic(), command(name, folder, device)
-            print(f"{name}: python {' '.join(typed)}", flush=True)
-            if memory < needed:
-                parts.append(f"**{name}**: not run, it needs {needed} GiB")
-            elif left <= 0:
-                parts.append(f"**{name}**: not run, no time left of minutes={config.minutes}")
-            else:
-                parts.append(f"**{name}**{run(name, typed, left)}")
-            text = "\n\n".join(parts)
-            write_text(folder / "gpu.md", text + "\n")
-            if gpu:
-                write_section(Path(config.results), "gpu", text)
+            heads, what = PARTS[name]
+            for rows, why in run(name, CUDA if gpu else CPU, folder, end):
+                head = f"**{name}**: {(what.__doc__ or '').splitlines()[0]}" + (f" ({why})" if why else "")
+                table = markdown(heads, [[*row, *[""] * (len(heads) - len(row))] for row in rows])
+                texts[name] = f"{head}\n\n{table}"
+                text = "\n\n".join(texts.values())
+                write_text(folder / "gpu.md", text + "\n")
+                if gpu:
+                    write_section(Path(config.results), "gpu", text)
         print(f"\n{text}\n{folder}")
-        if any(": failed" in part for part in parts):
+        if "(failed: " in text:
             sys.exit(1)
 
 

@@ -124,23 +124,27 @@ def weights_of(target: Target) -> tuple[int, int]:
     return size, 2 * sum(p.numel() for p in read.values() if p.ndim > 1)
 
 
-def _tree(nodes: int, vocab: int, device: torch.device) -> DraftTree:
+def _tree(nodes: int, rows: int, target: Target) -> DraftTree:
+    """Arbitrary tokens as a tree, the same in every row."""
     rng = random.Random(nodes)
     parents = [-1, *(rng.randrange(max(0, i - 6), i) for i in range(1, nodes))]
-    tokens = [rng.randrange(vocab) for _ in range(nodes)]
-    return DraftTree(torch.tensor([tokens], device=device), torch.tensor([parents], device=device))
+    tokens = [rng.randrange(target.vocab_size) for _ in range(nodes)]
+    return DraftTree(*torch.tensor([[tokens] * rows, [parents] * rows], device=target.device))
 
 
 @torch.inference_mode()
-def pass_seconds(targets: dict[str, Target], sizes: Sequence[int], rounds: int) -> dict[str, dict[int, float]]:
-    """Median seconds of a greedy pass over trees of each size, its walk included, on each target in turn."""
+def pass_seconds(
+    targets: dict[str, Target], sizes: Sequence[int], rounds: int, rows: int = 1
+) -> dict[str, dict[int, float]]:
+    """Median seconds of a greedy pass over trees of each size in each row, its walk included, on each target in
+    turn."""
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for name, target in targets.items():
-        cache = target.cache(1, _CONTEXT + 2 * max(sizes))
-        target.forward(chain(_tree(_CONTEXT, target.vocab_size, target.device).tokens), cache, False)
-        cache.commit([list(range(_CONTEXT))])
+        cache = target.cache(rows, _CONTEXT + 2 * max(sizes))
+        target.forward(chain(_tree(_CONTEXT, rows, target).tokens), cache, False)
+        cache.commit([list(range(_CONTEXT))] * rows)
         for n in sizes:
-            tree = _tree(n, target.vocab_size, target.device)
+            tree = _tree(n, rows, target)
 
             def run(target: Target = target, cache: Any = cache, tree: DraftTree = tree) -> object:
                 walked = target.forward(tree, cache, noise=WalkNoise()).walked
