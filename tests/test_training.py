@@ -34,6 +34,7 @@ from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.drafter_data import DrafterTraining
+from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
 from selfspec.training.state import Checkpoint
@@ -485,9 +486,16 @@ def batch_of_unequal_rows(target: Any) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "mask": mask}
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("kind", ["medusa", "feature"])
 def test_kept_hidden_states_give_the_same_losses(
-    kind: str, tmp_path: Path, tiny_folder: str, source_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    kind: str,
+    few: bool,
+    tmp_path: Path,
+    tiny_folder: str,
+    source_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "source"
@@ -498,6 +506,7 @@ def test_kept_hidden_states_give_the_same_losses(
     def losses(name: str, *more: str) -> list[float]:
         settings = [one for one in SMALL if not one.startswith("drafter.")]
         places = f"name={name}", f"target.name={tiny_folder}", f"data.root={source}", f"drafter={kind}"
+        more += ("drafter.draft_vocab=64",) if few else ()
         run_training(compose_config("train", *places, *settings, "loop.steps=20", *more), tmp_path / name)
         return [record["train"]["loss"] for record in logged(tmp_path / name, "train")]
 
@@ -512,8 +521,35 @@ def test_kept_hidden_states_give_the_same_losses(
     monkeypatch.setattr(Target, "text", lambda self, *a, **k: runs.append(k.get("layers")) or kept(self, *a, **k))
     assert losses("again", "train.cache=disk") == plain
     assert "0.00 GiB of them new" in capsys.readouterr().out
-    passes, wanted = [layers for layers in runs if layers is not None and layers[0] == layers[1]], 20
-    assert len(passes) >= wanted  # norm and lm_head alone
+    passes = [layers for layers in runs if layers is not None and layers[0] == layers[1]]
+    assert len(passes) >= 20  # norm and lm_head alone
+
+
+def test_all_logits_of_a_kept_row_are_computed_once(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(llama.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": tokens, "documents": torch.zeros_like(tokens), "rows": torch.tensor([3, 1])}
+    few = torch.randperm(llama.vocab_size, generator=torch.Generator().manual_seed(1))[:20]
+    kept = HiddenStates(llama, (), 4, 24, torch.float64, None)
+    whole = llama.text(tokens)
+    assert whole.logits is not None
+    sizes = list[int]()
+    text = Target.text
+
+    def counted(self: Target, *given: Any, **more: Any) -> Any:
+        out = text(self, *given, **more)
+        sizes.append(0 if out.logits is None else out.logits.shape[-1])
+        return out
+
+    monkeypatch.setattr(Target, "text", counted)
+    for read in range(2):
+        (logits, inside), hidden, _ = kept.drafted(batch, few)
+        torch.testing.assert_close(logits, whole.logits[..., few])
+        assert torch.equal(inside, torch.isin(whole.logits.argmax(-1), few))
+        torch.testing.assert_close(hidden, whole.hidden)
+        assert (llama.vocab_size in sizes) == (read == 0)
+        sizes.clear()
+    other = few.flip(0)[:10]
+    assert torch.equal(kept.drafted(batch, other)[0][1], torch.isin(whole.logits.argmax(-1), other))
 
 
 def test_a_cache_that_can_not_be_is_refused(

@@ -106,16 +106,14 @@ class EarlyExit(Reduced):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
-        assert isinstance(batch.logits, Tensor)
-        logits = drafted_logits(batch.logits[:, :-1], self.vocabulary)[0]
+        logits = drafted_logits(batch.logits, self.vocabulary)[0][:, :-1]
         losses = distance(self.config.loss, draft[:, :-1], logits, batch.tokens[:, 1:])
         return decayed(self.config.loss, masked_mean(losses[None], self._counted(batch)[None], batch.average), 1.0)
 
     def _counted(self, batch: Batch) -> Tensor:
         if self.vocabulary is None:
             return batch.counted(1)
-        assert isinstance(batch.logits, Tensor)
-        return batch.counted(1) & drafted_logits(batch.logits[:, :-1], self.vocabulary)[1]
+        return batch.counted(1) & drafted_logits(batch.logits, self.vocabulary)[1][:, :-1]
 
     def counts(self, batch: Batch) -> Tensor:
         return self._counted(batch).sum()[None]

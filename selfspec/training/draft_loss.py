@@ -55,18 +55,25 @@ class DraftLoss(nn.Module):
 
     def _seen(self, batch: dict[str, Tensor], average: Callable[[Tensor], Tensor]) -> Batch:
         documents, cache = batch.get("documents"), None
+        ids = self.drafter.vocabulary if isinstance(self.drafter, Reduced) else None
+        few: tuple[Tensor, Tensor] | None = None
         with torch.no_grad():
             if self.hidden is not None and "rows" in batch:
-                out = self.hidden.states(batch)
+                if ids is None:
+                    out = self.hidden.states(batch)
+                else:
+                    few, hidden, features = self.hidden.drafted(batch, ids)
             elif self.elsewhere is not None:
-                features, ids = self.elsewhere.features(batch), None
-                if isinstance(self.drafter, Reduced) and (ids := self.drafter.vocabulary) is not None:
+                features = self.elsewhere.features(batch)
+                if ids is None:
+                    out = behind_layers(self.target, batch["tokens"], features)
+                else:
                     few, hidden = drafted_behind(self.target, batch["tokens"], features, ids)
-                    return Batch(batch["tokens"], batch["mask"], hidden, few, features, None, documents, average)
-                out = behind_layers(self.target, batch["tokens"], features)
             else:
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
+        if few is not None:
+            return Batch(batch["tokens"], batch["mask"], hidden, few, features, None, documents, average)
         assert out.logits is not None
         seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
         return Batch(*seen, documents, average)

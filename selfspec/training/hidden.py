@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.memory import free_memory
 from selfspec.core.passes import Pass
+from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
-from selfspec.training.states import ROWS, States, behind_layers, write_about
+from selfspec.training.states import ROWS, States, behind_layers, drafted_behind, write_about
 from selfspec.utils.files import atomic, cache_folder, disk_room
 
 PLACES = ("none", "memory", "disk")
@@ -60,8 +61,8 @@ def _row_hash(states: Tensor) -> int:
 class HiddenStates:
     """Outputs [S, H] of the target's last layer, and of layers that a drafter reads, by the number of a row.
 
-    A row is run when it is read for the first time. Later, logits are computed from the kept output of the last layer,
-    by the same final norm and lm_head. Each layer is kept on its own, so that drafters share on disk what both read.
+    A row is run when it is read for the first time. Logits are computed from the kept output of the last layer, by the
+    same final norm and lm_head. Each layer is kept on its own, so that drafters share on disk what both read.
     """
 
     def __init__(
@@ -95,23 +96,63 @@ class HiddenStates:
                 "train.length"
             )
         self.layers = {layer: _opened(path, shape, dtype) for layer, path in paths.items()}
+        self.inside = torch.zeros(rows, length, dtype=torch.bool)  # whether the likeliest token can be drafted
+        self.known = torch.zeros(rows, dtype=torch.bool)  # of which rows that is known
+        self.few: tuple[Tensor, Target] | None = None  # a draft vocabulary, and the target with its logits alone
 
-    def states(self, batch: dict[str, Tensor]) -> Pass:
-        """The pass of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows: logits [B, S, V], hidden
-        states and features [B, S, H] on the device of its tokens."""
+    def features(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
+        """Outputs [B, S, H] of the layers, of a batch (see `DraftLoss`) whose `rows` are the numbers of its rows, on
+        the device of its tokens."""
         rows, tokens = batch["rows"].cpu(), batch["tokens"]
         numbers = rows.tolist()
         if not all(layer.holds(row) for layer in self.layers.values() for row in numbers):
             if self.elsewhere is not None:
-                out = behind_layers(self.target, tokens, self.elsewhere.features(batch))
+                features = self.elsewhere.features(batch)
             else:
-                out = self.target.text(tokens, reads=self.reads, documents=batch["documents"])
+                documents = batch["documents"]
+                features = self.target.text(tokens, False, reads=self.reads, documents=documents).features
             for number, layer in self.layers.items():
-                for row, states in zip(numbers, out.features[number].to("cpu", layer.states.dtype), strict=True):
+                for row, states in zip(numbers, features[number].to("cpu", layer.states.dtype), strict=True):
                     layer.write(row, states)
-            return out
-        features = {number: layer.states[rows].to(tokens.device) for number, layer in self.layers.items()}
-        return behind_layers(self.target, tokens, features)
+        return {number: layer.states[rows].to(tokens.device) for number, layer in self.layers.items()}
+
+    def states(self, batch: dict[str, Tensor]) -> Pass:
+        """The pass of a batch: logits [B, S, V], hidden states and features [B, S, H]."""
+        return behind_layers(self.target, batch["tokens"], self.features(batch))
+
+    def drafted(
+        self, batch: dict[str, Tensor], vocabulary: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, dict[int, Tensor]]:
+        """`drafted_logits` of a draft vocabulary, hidden states and features. All tokens' logits are computed once for
+        each row: whether the likeliest of them can be drafted is kept."""
+        tokens, rows, features = batch["tokens"], batch["rows"].cpu(), self.features(batch)
+        if self.few is None or not torch.equal(self.few[0], vocabulary):
+            self.few = vocabulary.clone(), with_few_logits(self.target, vocabulary)
+            self.known.zero_()
+        end = self.target.n_layers
+        out = self.few[1].text(tokens, layers=(end, end), hidden=features[end - 1])
+        assert out.logits is not None
+        if (new := ~self.known[rows]).any():
+            at = new.to(tokens.device)
+            last = {end - 1: features[end - 1][at]}
+            (few, inside), _ = drafted_behind(self.target, tokens[at], last, vocabulary)
+            if not torch.allclose(few.float(), out.logits[at].float(), rtol=0.05, atol=0.05):
+                raise ValueError(
+                    f"{type(self.target.model).__name__} computes other logits for some tokens than for all; take "
+                    "train.cache=none"
+                )
+            self.inside[rows[new]], self.known[rows] = inside.cpu(), True
+        return (out.logits, self.inside[rows].to(tokens.device)), out.hidden, features
+
+
+def with_few_logits(target: Target, vocabulary: Tensor) -> Target:
+    """A view of the target whose logits are those of these tokens alone, int64 [V']."""
+    model, head = view(target.model), nn.Linear(0, 0, bias=False, device="meta")
+    head.in_features, head.out_features = target.lm_head.in_features, len(vocabulary)
+    for name, parameter in target.lm_head.named_parameters():
+        setattr(head, name, nn.Parameter(parameter.detach()[vocabulary], requires_grad=False))
+    model.set_output_embeddings(head)
+    return Target(model, returns=target.returns)
 
 
 def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:
