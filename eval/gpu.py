@@ -191,10 +191,7 @@ def faults(sizes: Sizes) -> Iterator[Row]:
 
 PARTS: dict[str, tuple[Sequence[str], Callable[[Sizes], Iterator[Row]]]] = {
     "speeds": (("batch", "T", "arm", "tokens/s", "over plain", "τ", "ms a step", "identical"), speeds),
-    "passes": (
-        ("model", "rows", "ms, 1 node", "its bytes, ms", "ratio", "nodes", "τ 2 / 3 / 4, 16 nodes"),
-        passes,
-    ),
+    "passes": (("model", "rows", "ms, 1 node", "its bytes, ms", "ratio", "nodes", "τ 2 / 3 / 4, 16 nodes"), passes),
     "exactness": (("dtype", "T", "texts", "stats.exact"), exactness),
     "training": (("ms a step", "target forwards", "tokens/s"), training),
     "faults": (("drafter", "way", "what"), faults),

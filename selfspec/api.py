@@ -34,7 +34,7 @@ from selfspec.detokenize import Detokenizer, text_of
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.encode import Ids, Messages, Prompts, encode
 from selfspec.hf_generate import SpeculativeOutput, decode
-from selfspec.output import Generated, finish_reason
+from selfspec.output import Generated
 from selfspec.request import WORDS, Request, taking
 from selfspec.trace import Tracer
 from selfspec.utils.errors import did_you_mean
@@ -95,7 +95,7 @@ class Spec:
         self._decoded += 0 if result.stats.compiled else result.stats.seconds
         parts = result.token_ids, self._decode(result.token_ids), result.from_draft, result.stats, options.seed
         trace = None if tracer is None else tracer.trace(result.stats)
-        reasons = [finish_reason(row, text, options) for row, text in zip(*parts[:2], strict=True)]
+        reasons = ["stop" if stopped else "length" for stopped in result.stopped]
         return Generated(*parts, rule, forecast, trace, self.tokenizer, reasons)
 
     def _tracer(self, asked: Request, prompts: list[list[int]], options: Options, sources: tuple[str, ...]) -> Tracer:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.budget.policy import Forecast
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options
 from selfspec.core.stats import Stats
 from selfspec.detokenize import Detokenizer
 from selfspec.trace import Trace
@@ -82,9 +81,3 @@ class Generated:
             )
             lines.append(f'<pre style="white-space:pre-wrap">{"".join(marked)}</pre>')
         return "".join(lines)
-
-
-def finish_reason(tokens: list[int], text: str, options: Options) -> str:
-    """Why a row of these tokens ended."""
-    stops = (string for stop in options.stops for string in getattr(stop, "strings", ()))
-    return "stop" if tokens[-1] in options.eos or any(string in text for string in stops) else "length"

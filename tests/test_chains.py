@@ -28,6 +28,18 @@ from selfspec.training.draft_loss import DraftLoss
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 
 
+@pytest.mark.parametrize("sizes", [[124, 1, 124], [5, 127, 5], [5, 126, 2]])
+def test_chains_end_at_the_last_position(sizes: list[int]) -> None:
+    target = served(tiny("gpt_neo"))
+    assert target.max_positions == 128
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 60, (size,), generator=generator).tolist() for size in sizes]
+    plain = autoregressive(target, prompts, Options(9)).token_ids
+    trees = RandomTrees([p + t for p, t in zip(prompts, plain, strict=True)])
+    for drafter in (made(PromptLookup, target), trees):
+        assert speculative(target, prompts, Options(9), drafter, 7).token_ids == plain
+
+
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "deepseek_v32", "inkling_text", "llama4_text"])
 def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     target = served(tiny(kind))

@@ -10,11 +10,13 @@ import torch
 from conftest import VOCAB, RandomTrees
 
 import selfspec
+from selfspec.core.contract import Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
+from selfspec.core.tree import DraftTree, chain
 from selfspec.evaluation.benchmark import DecodeConfig, regime, run_arms
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import summarize
@@ -80,6 +82,17 @@ def test_altered_tokens_bound_the_distance_from_the_exact_distribution(llama: Ta
     different = sum(a != b for a, b in zip(plain, loose, strict=True)) / samples
     assert 0 < different <= rule.altered / samples
     assert distance <= different + 1e-9
+
+
+def test_what_is_not_emitted_is_not_altered(llama: Target) -> None:
+    class Same(RandomTrees):
+        def propose(self, context: Context) -> DraftTree:
+            return chain(torch.cat([context.roots[:, None], torch.full((1, 6), 31)], 1))
+
+    rule = Lossy("top_k:61")  # takes whatever is drafted
+    result = speculative(llama, [[5, 9, 2, 7]], Options(3, relaxed=rule), Same([]), 7)
+    assert result.token_ids == [[31] * 3]
+    assert rule.altered == 3
 
 
 def test_the_benchmark_names_and_measures_it(heads_folder: Path) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, made, randomize, tiny_model
+from conftest import VOCAB, Watch, made, randomize, tiny_model
 from families import FAMILIES, build
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 
 from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
@@ -19,6 +21,7 @@ from selfspec.core.verify import Kept
 from selfspec.drafters.mask import Mask, MaskSession
 from selfspec.drafters.parts.mask_layout import Layout, behind, layout, with_mask_slots
 
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 PARENTS = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
 DEPTHS = [0] * 7 + [1] * 4 + [2]  # of the mask rows that `trees` gives
 
@@ -165,3 +168,51 @@ def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(Mask, Target(tiny_model()), **settings)
     assert Layout(1, (1,)).nodes == 1
+
+
+@pytest.mark.parametrize("change", ["hook", "lora", "replaced"])
+def test_passes_follow_what_is_changed_in_the_model(change: str) -> None:
+    """A pass with mask slots verifies too."""
+    model = tiny_model()
+    target, options = Target(model), Options(24)
+    drafter = made(Mask, target, masks=3, rank=4)
+    randomize(drafter)
+    drafter.eval()
+    before = speculative(target, PROMPTS, options, drafter, 9).token_ids
+    if change == "hook":
+        model.model.layers[1].mlp.register_forward_hook(lambda module, given, out: out * 3 + 0.5)
+    elif change == "lora":
+        names = ["q_proj", "down_proj"]
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=names, init_lora_weights=False), model)
+        model.double().eval()
+    else:
+        model.model.layers[1].mlp = tiny_model().model.layers[0].mlp
+    plain = autoregressive(target, PROMPTS, options).token_ids
+    assert plain != before
+    assert speculative(target, PROMPTS, options, drafter, 9).token_ids == plain
+    if change == "lora":  # one that is made for such a model leaves the maps with adapters alone
+        again = made(Mask, target, masks=3, rank=4).eval()
+        assert not any("lora" in path or "down_proj" in path for path in again.gated.paths)
+        assert speculative(target, PROMPTS, options, again, 9).token_ids == plain
+
+
+@pytest.mark.parametrize("adapter", ["lora", "vectors"])
+def test_two_rows_draft_in_every_second_pass(adapter: str) -> None:
+    target = Target(tiny_model())
+    drafter = made(Mask, target, masks=3, rank=4, adapter=adapter)
+    randomize(drafter)
+    watch = Watch(drafter.eval())
+    options = Options(12)
+    result = speculative(target, PROMPTS[:1], options, watch, 2)
+    assert result.token_ids == autoregressive(target, PROMPTS[:1], options).token_ids
+    slots = [bool((tree.tokens >= VOCAB).any()) for _, tree in watch.seen]
+    assert slots[:6] == [True, False] * 3
+
+
+def test_a_lossy_rule_is_shown_no_mask_slot() -> None:
+    target = Target(tiny_model())
+    drafter = made(Mask, target, masks=3, rank=4)
+    randomize(drafter)
+    rule = Lossy("top_k:3")
+    result = speculative(target, PROMPTS, Options(24, relaxed=rule), drafter.eval(), 9)
+    assert sum(map(len, result.token_ids)) == 2 * 24

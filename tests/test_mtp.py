@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, tiny_model
+from conftest import VOCAB, Watch, made, randomize, tiny_model
 from families import FAMILIES, KDA, MLA, MOE, build
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,6 +26,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig
+from selfspec.drafters.parts import feature_cache
 from selfspec.integrations.export import export
 from selfspec.training.state import warm_start
 
@@ -434,3 +435,38 @@ def test_a_module_of_another_form_is_trained_and_written(tmp_path: Path) -> None
             with pytest.raises(ValueError, match=r"drafter\.form=None: modules of 'ernie4_5_moe' have"):
                 export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
     export(str(tmp_path / "drafter"), "vllm", tmp_path / "out")
+
+
+def two_modules(target: Target) -> Mtp:
+    drafter: Mtp = made(Mtp, target, modules=2, depth=4, width=3, min_prob=0.0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.trained().values():
+            parameter.normal_(std=0.4)
+    return drafter.eval()
+
+
+def test_a_row_may_end_before_another_has_begun_to_draft(llama: Target) -> None:
+    prompts = [[1, 2, 3, 4, 5], [7]]
+    first = autoregressive(llama, prompts[:1], Options(1)).token_ids[0]
+    options = Options(8, eos=frozenset(first))
+    plain = autoregressive(llama, prompts, options).token_ids
+    assert len(plain[0]) == 1 < len(plain[1])
+    assert speculative(llama, prompts, options, two_modules(llama), 8).token_ids == plain
+
+
+def test_a_row_that_reads_nothing_keeps_what_its_layers_carry(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees beside a long prompt, which is read in pieces, are those of the short prompt alone."""
+    monkeypatch.setattr(feature_cache, "PREFILL", 64)
+    drafter, short = two_modules(llama), [3, 4, 5]
+    long = torch.randint(1, VOCAB, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def trees(*prompts: list[int]) -> dict[int, list[int]]:
+        watch = Watch(drafter)
+        speculative(llama, prompts, Options(12), watch, 8)
+        rows = [(text, tree.tokens[i].tolist()) for texts, tree in watch.seen for i, text in enumerate(texts)]
+        return {len(text): tokens for text, tokens in rows if text[:3] == short}
+
+    alone, beside = trees(short), trees(long, short)
+    assert len(alone.keys() & beside.keys()) > 3
+    assert all(alone[at] == beside[at] for at in alone.keys() & beside.keys())

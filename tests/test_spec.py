@@ -248,6 +248,8 @@ def test_a_result_says_why_each_row_ended(spec: Spec, heads_folder: Path) -> Non
     text = spec.generate("one two three", max_new_tokens=12).text
     assert spec.generate(["one two three"] * 2, max_new_tokens=12).finish_reasons == ["length"] * 2
     assert spec.generate("one two three", max_new_tokens=12, stop=text[:3]).finish_reasons == ["stop"]
+    across = text[:1]  # a stop string that begins in the prompt
+    assert spec.generate("one two three", max_new_tokens=12, stop=f"three{across}").finish_reasons == ["stop"]
     spec = selfspec.load(str(heads_folder))
     token = spec.generate([[5, 9, 2]], 4).token_ids[0][2]
     spec.target.model.generation_config.eos_token_id = [token]

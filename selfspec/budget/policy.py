@@ -118,15 +118,16 @@ class Experience:
 
     def _ask(self, worth: float, seconds: float) -> None:
         """Choose what is asked for next, after a pass that was asked for `asked` nodes (rule 2)."""
+        asked = self.asked  # other threads may change it
         sizes = {size: (w, s, _FORGOTTEN * n) for size, (w, s, n) in self.by_size.items()}
-        w, s, n = sizes.get(self.asked, (0.0, 0.0, 0.0))
-        sizes[self.asked] = _KEEP * w + worth, _KEEP * s + seconds, n + 1
+        w, s, n = sizes.get(asked, (0.0, 0.0, 0.0))
+        sizes[asked] = _KEEP * w + worth, _KEEP * s + seconds, n + 1
         self.by_size = sizes
         if n + 1 < _TRIAL:
             return
-        compared = [self.asked]
-        larger, smaller = self.kept > 0.8 * self.asked, self.kept < 0.6 * self.asked
-        for size, promising in ((2 * self.asked, larger), (self.asked // 2, smaller)):
+        compared = [asked]
+        larger, smaller = self.kept > 0.8 * asked, self.kept < 0.6 * asked
+        for size, promising in ((2 * asked, larger), (asked // 2, smaller)):
             if sizes.get(size, (0.0, 0.0, 0.0))[2] >= _TRIAL / 2:
                 compared.append(size)
             elif promising and _SMALLEST <= size <= LARGEST:
@@ -238,7 +239,7 @@ class AutoSession:
                 (4, 8, 16, 32, LARGEST), key=lambda n: (1 + trust * masked.expected_drafted(mode, n)) / self.costs[n]
             )
         limited = replace(context, nodes=nodes, rate=plain / past.slow)
-        tree, expected = self.inner.propose(limited), 0.0
+        tree, expected = self.target.shaped(self.inner.propose(limited)), 0.0
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             past.prunable = tree.prunable
             tree, expected = self._cut(tree, (clock(context.roots.device) - start) / past.slow)

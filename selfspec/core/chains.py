@@ -213,7 +213,9 @@ class ChainTarget(Target):
         before = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
         sizes = (parents == before).long().cumprod(1).sum(1).tolist()
         states.ran = []
+        limit = self.max_positions or 2**62
         for row, size in enumerate(sizes):
+            size = min(size, limit - states.lengths[row])  # what stands behind is never emitted
             chain, waiting = tokens[row, :size].tolist(), states.waiting[row]
             outputs, state = self.run(waiting + chain, states.states[row], reads)
             states.ran.append((chain, state))

@@ -30,12 +30,21 @@ _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions th
 @dataclass
 class Result:
     """token_ids: new tokens of each row. from_draft: for each of them whether the tree held it (False: bonus token).
-    records: where asked for, each token's logits and processed scores, both [V]."""
+    records: where asked for, each token's logits and processed scores, both [V]. stopped: whether an end token or a
+    criterion ended the row, not its length."""
 
     token_ids: list[list[int]]
     from_draft: list[list[bool]]
     stats: Stats
     records: list[list[tuple[Tensor, Tensor]]]
+    stopped: list[bool]
+
+    @classmethod
+    def of(cls, rows: int) -> Result:
+        """Of so many rows, before anything was emitted."""
+        return cls(
+            [[] for _ in range(rows)], [[] for _ in range(rows)], Stats(), [[] for _ in range(rows)], [False] * rows
+        )
 
 
 @torch.inference_mode()
@@ -45,8 +54,8 @@ def autoregressive(
     """Plain decoding, one token per pass: the oracle for `speculative` and the baseline of every speedup. Drafter and
     nodes are ignored; the signature is that of `speculative`."""
     check(target, prompts, options)
-    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
-    steps = _steps(target, prompts, options, None, 1, result.stats, result.records)
+    result = Result.of(len(prompts))
+    steps = _steps(target, prompts, options, None, 1, result.stats, result.records, result.stopped)
     return with_room(_collected, result, steps)
 
 
@@ -56,8 +65,8 @@ def speculative(
 ) -> Result:
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
-    result = Result([[] for _ in prompts], [[] for _ in prompts], Stats(), [[] for _ in prompts])
-    steps = speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records)
+    result = Result.of(len(prompts))
+    steps = speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records, result.stopped)
     return with_room(_collected, result, steps)
 
 
@@ -90,14 +99,15 @@ def speculative_steps(
     nodes: int,
     stats: Stats,
     records: list[list[tuple[Tensor, Tensor]]] | None = None,
+    stopped: list[bool] | None = None,
 ) -> Iterator[Added]:
-    """`speculative`, one pass at a time; `stats` and, where asked for, `records` are filled on the way. Bad arguments
-    are refused before the first step."""
+    """`speculative`, one pass at a time; `stats` and, where asked for, `records` and `stopped` are filled on the way.
+    Bad arguments are refused before the first step."""
     check(target, prompts, options)
     target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
-    return _steps(target, prompts, options, drafter, nodes, stats, records)
+    return _steps(target, prompts, options, drafter, nodes, stats, records, stopped)
 
 
 @torch.inference_mode()
@@ -109,11 +119,13 @@ def _steps(
     nodes: int,
     stats: Stats,
     records: list[list[tuple[Tensor, Tensor]]] | None,
+    stopped: list[bool] | None,
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     t0, compiled, waits = clock(target.device), target.compiled, target.engine.waits("tree_pass_alone")
     rows = Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
+    rows.stopped = rows.stopped if stopped is None else stopped
     session = None if drafter is None else _begin(drafter, target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one

@@ -44,6 +44,7 @@ class Rows:
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
         self.walks = unseen and plain
         self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+        self.stopped = [False for _ in prompts]  # whether an end token or a criterion ended the row
         warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
         temperature = 1.0 if warper is None else warper.temperature
         self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)
@@ -64,7 +65,12 @@ class Rows:
 
     def picker(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> tuple[Tensor, Tensor]:
         """The target's picks for some rows, each after its tokens and those this pass emitted before; their scores."""
-        scores = self._processed(logits, rows, ahead) if self.rules.processors else warp(logits, self.warpers)
+        if self.rules.processors:
+            raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            prefixes = [self.tokens[row] + new for row, new in zip(rows, ahead, strict=True)]
+            scores = self.rules.scores(raw, [self.alive[row] for row in rows], prefixes)
+        else:
+            scores = warp(logits, self.warpers)
         if self.recording:
             for row, raw, processed in zip(rows, logits, scores, strict=True):
                 record = (raw.clone(), processed.clone()) if self.options.record else (raw, processed)
@@ -91,18 +97,12 @@ class Rows:
         if out.walked is not None:
             return *read_walk(out.walked), Kept(out.walked)
         assert out.logits is not None
-        paths, emitted = verify(tree, out.logits, self.picker, self.options.relaxed)
+        paths, emitted = verify(tree, out.logits, self.picker, self.options.relaxed, self._ended)
         return paths, emitted, Kept.of(paths, emitted, self.target.device)
 
-    def _processed(self, logits: Tensor, rows: list[int], ahead: list[list[int]]) -> Tensor:
-        """Rows that ended in this pass keep their logits: processors never see text that is not emitted."""
-        eos = self.options.eos
-        ended = [len(new) >= self.left[row] or not eos.isdisjoint(new) for row, new in zip(rows, ahead, strict=True)]
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).clone()
-        if at := [i for i, done in enumerate(ended) if not done]:
-            prefixes = [self.tokens[rows[i]] + ahead[i] for i in at]
-            scores[at] = self.rules.scores(scores[at], [self.alive[rows[i]] for i in at], prefixes)
-        return scores
+    def _ended(self, row: int, emitted: list[int]) -> bool:
+        """Whether a row ends with these tokens of a pass, whatever criteria of the user's say."""
+        return len(emitted) >= self.left[row] or not self.options.eos.isdisjoint(emitted)
 
     def prefill(self, session: Session | None, reads: tuple[int, ...]) -> None:
         """Cache every prompt but its last token, which becomes the root."""
@@ -136,6 +136,7 @@ class Rows:
             self.tokens[i] += cut
             self.left[i] -= len(cut)
             emitted[i] = cut
+            self.stopped[self.alive[i]] = end is not None
             if end is None and self.left[i] > 0:
                 going.append(i)
         return emitted, moved_up(going)

@@ -92,6 +92,7 @@ class Target:
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
         self._taken: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
         self._built_from = self._structure()
+        self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
 
@@ -149,6 +150,7 @@ class Target:
             self.refused(self.model)
             self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
+            self.rebuilt += 1
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""

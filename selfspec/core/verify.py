@@ -21,15 +21,22 @@ Relaxed = Callable[[Tensor, list[int], list[list[int]]], list[int]]
 
 
 def verify(
-    tree: DraftTree, logits: Tensor, picker: Picker, relaxed: Relaxed | None = None
+    tree: DraftTree,
+    logits: Tensor,
+    picker: Picker,
+    relaxed: Relaxed | None = None,
+    ended: Callable[[int, list[int]], bool] = lambda row, emitted: False,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Walk every row's tree from its root, all rows one level at a time; only visited nodes are picked from.
 
-    logits: [B, N, V] of the target. Returns per row the path (accepted nodes, root first) and the emitted tokens: those
-    of path[1:] and then the bonus token. Every emitted token is the target's own pick, whatever the tree holds (but for
-    a `relaxed` rule, which may prefer a drafted token to the pick).
+    logits: [B, N, V] of the target; ended: whether a row ends with what it emitted, behind which no walk goes. Returns
+    per row the path (accepted nodes, root first) and the emitted tokens: those of path[1:] and then the bonus token.
+    Every emitted token is the target's own pick, whatever the tree holds (but for a `relaxed` rule, which may prefer a
+    drafted token to the pick).
     """
     drafted, children = tree.tokens.tolist(), tree.children
+    if tree.plain is not None:  # mask slots are no drafted tokens
+        children = [[[c for c in below if c < tree.plain] for below in row] for row in children]
     rows = list(range(len(drafted)))
     paths: list[list[int]] = [[0] for _ in rows]
     emitted: list[list[int]] = [[] for _ in rows]
@@ -47,7 +54,8 @@ def verify(
             child = next((c for c in children[row][paths[row][-1]] if drafted[row][c] == token), None)
             if child is not None:
                 paths[row].append(child)
-                walking.append(row)
+                if not ended(row, emitted[row]):
+                    walking.append(row)
         rows = walking
     return paths, emitted
 

@@ -267,7 +267,7 @@ class MaskSession:
         return layout(tuple(map(tuple, self.drafter.calibration[mode].acceptance)), rows)
 
     def observe(self, accepted: Accepted) -> None:
-        if accepted.logits is None or self.hosts is None:
+        if accepted.logits is None or self.hosts is None or not any(self.slots):
             self.logits = self.hosts = None
             return
         logits, hosts, going = accepted.logits, self.hosts, len(accepted.rows) == len(accepted.logits)

@@ -59,13 +59,12 @@ class LayersCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
     @property
     def ready(self) -> bool:
         """Whether every layer has an entry to begin from in every row."""
-        if not super().ready or len(self.layers) == 1:
-            return super().ready
-        before = [0] * len(self.pending or []) if self.cache is None else self.cache.lengths
-        if self.cache is not None and min(before) >= len(self.layers):
+        if not super().ready:
+            return False
+        if len(self.layers) == 1 or (self.cache is not None and min(self.cache.lengths) >= len(self.layers)):
             return True
-        self._settle()
-        before = before or [0] * len(self.pending)
+        self._settle()  # before rows are counted: some may have ended
+        before = [0] * len(self.pending) if self.cache is None else self.cache.lengths
         return min(n + len(part) for n, part in zip(before, self.pending, strict=True)) >= len(self.layers)
 
     def _open(self, rows: int, verified: KVCache) -> KVCache:
@@ -109,7 +108,8 @@ class LayersCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
         *features, paths, tokens, last, carried = (engine.padded(part) for part in tensors)
         pending = PendingRows(self._view(cache, width, False), tuple(features), paths, tokens, last)
         roots = engine.run(read, self.layers, carried, pending, False, compiled=False)
-        self.carried = carried_by(roots, carried)[: len(count)]
+        read_some = torch.tensor([n > 0 for n in count], device=device)[:, None, None]
+        self.carried = torch.where(read_some, carried_by(roots, carried)[: len(count)], self.carried)
 
     @property
     def carried_on(self) -> tuple[Tensor, ...]:

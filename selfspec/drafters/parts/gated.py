@@ -7,6 +7,7 @@ behind them are mask rows. So the gate is a slice, fixed when the view is built,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -20,6 +21,8 @@ from transformers.pytorch_utils import Conv1D
 from selfspec.core.support import layer_stack, view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.views import Adapted, adaptable, inject, lora_of
+
+_OF_PEFT = re.compile(r"\.(lora_\w+|base_layer)(\.|$)")  # parts of a map that holds an adapter already
 
 
 class _GatedLinear(nn.Module):
@@ -106,24 +109,31 @@ class GatedTarget(Adapted):
             self.register_buffer("masks", mean + 0.1 * scale * scatter, persistent=False)
         self.paths = wanted
         self._views: dict[tuple[int, tuple[int, ...]], Target] = {}
+        self._rebuilt = target.rebuilt
         self._copies: dict[int, nn.Parameter] = {}
 
     def train(self, mode: bool = True) -> GatedTarget:
         """Views are built anew from what was trained."""
         super().train(mode)
+        self._copies = {}
+        self._forget()
+        return self
+
+    def _forget(self) -> None:
         for old in self._views.values():
             old.forget()
-        self._views, self._copies = {}, {}
-        return self
+        self._views, self._rebuilt = {}, self.target.rebuilt
 
     def behind(self, plain: int, depths: Sequence[int]) -> Target:
         """The target with its rows behind the first `plain` gated. depths: of each of them which mask it is, from 0.
         Shares all weights; built once."""
         key = plain, tuple(depths) if len(self.scales) else ()
+        if self._rebuilt != self.target.rebuilt:  # passes on these verify: they follow every change of the model
+            self._forget()
         views = self._views
         if key not in views:
             model = view(self.target.model)
-            which = torch.tensor(key[1], device=self.target.device)
+            which = torch.tensor(key[1], dtype=torch.long, device=self.target.device)
             for name, scale, bias in zip(self.paths, self.scales, self.biases, strict=False):
                 gated = _GatedVectors(_at(model, name), self._ready(scale), self._ready(bias), which, plain)
                 _put(model, name, gated)
@@ -154,7 +164,7 @@ def _maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
     blocks = [(name, block) for layer in layer_stack(model) for name, block in layer.named_children()]
     mixed = {name for name, block in blocks if any(path.endswith("experts") for path, _ in block.named_modules())}
     inside = [
-        [paths[id(m)] for m in block.modules() if adaptable(model, paths[id(m)], m)]
+        [path for m in block.modules() if adaptable(model, path := paths[id(m)], m) and not _OF_PEFT.search(path)]
         for name, block in blocks
         if name not in mixed
     ]
