@@ -37,7 +37,8 @@ from selfspec.output import Generated
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.resources import relative_cost
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import parse_json, write_section, write_text
+from selfspec.utils.files import code_hash, parse_json, write_section, write_text
+from selfspec.utils.machine import device_name
 
 register()
 ROOT = Path(__file__).parents[1]
@@ -123,7 +124,7 @@ def passes(sizes: Sizes) -> Iterator[Row]:
     for config, gib in sizes.llamas.items():
         free = torch.cuda.mem_get_info()[0] / 2**30 if sizes.device == "cuda" else float("inf")
         if free < gib:
-            yield [Path(config).stem, f"not run: it needs {gib} GiB, {free:.0f} are free", *[""] * 6]
+            yield [Path(config).stem, f"not run: it needs {gib} GiB, {free:.0f} are free", *[""] * 5]
             continue
         target = Target(random_model(str(ROOT / config), torch.bfloat16, sizes.device))
         target.use_engine(sizes.engine)
@@ -199,10 +200,12 @@ PARTS: dict[str, tuple[Sequence[str], Callable[[Sizes], Iterator[Row]]]] = {
 
 
 def run(name: str, sizes: Sizes, folder: Path, end: float) -> Iterator[tuple[list[Row], str]]:
-    """A part's lines so far, and why others are missing, after each of them. What was measured whole is read."""
+    """A part's lines so far, and why others are missing, after each of them. What this code measured whole here is
+    read."""
     path = folder / f"{name}.json"
-    if path.is_file():
-        yield json.loads(path.read_text()), ""
+    by = [code_hash("core", "engine", "drafters", "budget"), device_name(torch.device(sizes.device)), torch.__version__]
+    if path.is_file() and (kept := json.loads(path.read_text()))["by"] == by:
+        yield kept["rows"], ""
         return
     rows: list[Row] = []
     try:
@@ -216,7 +219,7 @@ def run(name: str, sizes: Sizes, folder: Path, end: float) -> Iterator[tuple[lis
     except Exception as error:  # of a driver, a library, memory: the other parts are worth their time all the same
         yield rows, f"failed: {type(error).__name__}: {one_line(error)}"
         return
-    write_text(path, json.dumps(rows) + "\n")
+    write_text(path, json.dumps({"by": by, "rows": rows}) + "\n")
     yield rows, ""
 
 
@@ -239,7 +242,7 @@ def main(config: DictConfig) -> None:
                 texts[name] = f"{head}\n\n{table}"
                 text = "\n\n".join(texts.values())
                 write_text(folder / "gpu.md", text + "\n")
-                if gpu:
+                if gpu and config.parts is None:  # some parts alone would take the place of all
                     write_section(Path(config.results), "gpu", text)
         print(f"\n{text}\n{folder}")
         if "(failed: " in text:

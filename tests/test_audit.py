@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_the_verdict_follows_the_margin() -> None:
     assert verdict(plain=0.31) == "BUG"
     assert verdict(apart=0.31) == "BUG"
     assert verdict(float("inf")) == "BUG"
+    assert verdict(apart=math.nan) == verdict(plain=math.nan) == verdict(math.nan) == "BUG"
+
+
+def test_answers_of_one_token_are_no_bug(spec: Spec) -> None:
+    """Both sides are then the prompt's one pass, which transformers repeats to the bit."""
+    found = audit(spec, [[1, 2, 3], [4, 5]], AuditConfig(max_new_tokens=1, temperatures=[0.0], nodes=[4]))
+    assert found.verdict == "identical"
+    assert found.noise > 0
 
 
 def test_the_law_is_the_models_and_bias_is_found(spec: Spec) -> None:

@@ -47,7 +47,7 @@ def place(
     (place / "empty").mkdir()
     (place / "text").mkdir()
     for name in ("a", "b"):
-        (place / "text" / f"{name}.txt").write_text("word " * 400)
+        (place / "text" / f"{name}.txt").write_text(f"{name} word " * 250)
     (place / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (place / "turns.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
     (place / "prompts.jsonl").write_text('{"prompt": 5}\n')
@@ -108,7 +108,11 @@ CASES = [
     ("heads", f"{TRAIN} train.lr=-1", "train.lr=-1"),
     ("heads", f"{TRAIN} train.length=512", "train.length=512 exceeds the target's 256 positions"),
     ("heads", f"{TRAIN} train.length=4", "train.length=4 is too short"),
-    ("heads", f"{TRAIN} train.length=48 train.distill.rows=4 train.distill.folder=/dev/null/x", "train.distill.folder"),
+    (
+        "heads",
+        f"{TRAIN} train.length=48 train.distill.rows=4 train.distill.new_tokens=8 train.distill.folder=/dev/null/x",
+        "train.distill.folder",
+    ),
     ("heads", f"{TRAIN} target.name=runs/nothing", "runs/nothing has no config.json"),
     ("heads", f"{TRAIN} target.name=no_tokenizer", "has no tokenizer"),
     ("heads", f"{TRAIN} target.dtype=int4", "dtype='int4'"),

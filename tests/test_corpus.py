@@ -234,6 +234,25 @@ def test_many_records_are_divided_by_their_text(tokenizer: Any, tmp_path: Path) 
     assert 200 < len(held) < 400
 
 
+def test_a_side_does_not_follow_from_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    """A template may render the date: what was held out yesterday must not train today."""
+    path = write_lines(tmp_path / "d.jsonl", [talk(i) for i in range(40)])
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ 'Today is Monday.' }}" + other.chat_template
+    held = [{d.text[-9:] for d in JsonLines(path=path, tokenizer=each).validation()} for each in (tokenizer, other)]
+    assert held[0] == held[1] != set()
+
+
+def test_equal_files_fall_on_one_side(tmp_path: Path) -> None:
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"text {i % 5}\n")
+    source = TextFolder(str(tmp_path))
+    train, held = [d.text for d in source.train()], [d.text for d in source.validation()]
+    assert len(train) + len(held) == 20
+    assert len(held) == 4
+    assert not set(train) & set(held)
+
+
 def test_parquet_and_data_sets_by_name_are_read_alike(tokenizer: Any, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{**talk(i), "text": None} if i % 2 else {"messages": None, "text": f"text {i}"} for i in range(20)]

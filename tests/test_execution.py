@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from conftest import HUMAN_EVAL, write_lines
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse, Replace, Sequence, Strip
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.data import execution
 from selfspec.data.execution import Solves, runs_through
 from selfspec.data.questions import Answering, Asking, read_questions
+from selfspec.evaluation.evaluation_prompts import Prompt
 
 PROMPT = 'import math\n\n\ndef area(r: float) -> float:\n    """Of a circle."""\n'
 TEST = "def check(candidate):\n    assert abs(candidate(2.0) - 12.566) < 0.01\n    assert candidate(0) == 0\n"
@@ -131,3 +135,13 @@ def test_every_reference_of_human_eval_passes_and_no_empty_answer_does(tokenizer
         assert check(question.record["prompt"] + question.record["canonical_solution"]), question.id
         assert check(question.record["canonical_solution"]), question.id
         assert not check("    pass\n"), question.id
+
+
+def test_a_continuation_keeps_its_first_space() -> None:
+    """Decoders of SentencePiece drop the space before a text's first word."""
+    tokenizer = Tokenizer(WordLevel({"def": 0, "\u2581\u2581\u2581\u2581return": 1, "\u2581x": 2, ":": 3}, "def"))
+    tokenizer.decoder = Sequence([Replace("\u2581", " "), Fuse(), Strip(" ", 1, 0)])
+    said = list[str]()
+    prompt = Prompt([0, 3], check=lambda text: said.append(text) is None)
+    assert prompt.right(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [1, 2])
+    assert said == ["    return x"]

@@ -60,6 +60,9 @@ def test_parts_are_written_as_they_come_and_read_again(
     for _ in range(2):  # the second time it is read
         assert last("part", float("inf")) == ([["a"], ["b"], ["c"]], "")
     assert asked == ["a", *"abc"]
+    monkeypatch.setattr(gpu, "code_hash", lambda *folders: "other")
+    last("part", float("inf"))  # of other code: measured again
+    assert asked == ["a", *"abcabc"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA devices alone")

@@ -513,7 +513,15 @@ def test_broken_calibrations_are_refused(change: dict[str, Any], tmp_path: Path)
         (["drafter=sequential", "train.length=5"], "train.length=5 is too short"),
         (["drafter=feature", "target.dtype=bfloat16"], "loop.precision=no: a layer trained in full"),
         (["drafter=feature", "target.dtype=float16"], "can not be trained in full in float16"),
-        (["drafter=early_exit", "train.distill.rows=4", "train.distill.folder=/dev/null/x"], "train.distill.folder"),
+        (
+            [
+                "drafter=early_exit",
+                "train.distill.rows=4",
+                "train.distill.new_tokens=8",
+                "train.distill.folder=/dev/null/x",
+            ],
+            "train.distill.folder",
+        ),
     ],
 )
 def test_settings_that_can_not_train_fail_at_once(

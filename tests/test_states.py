@@ -435,6 +435,13 @@ def test_states_that_a_run_has_kept(folder: str, whole: tuple[Target, Any], part
     own = whole[0].text(states.first[None], False, reads=tuple(states.columns)).features
     for layer, column in states.columns.items():
         assert torch.allclose(states.of(states.first)[:, column], own[layer][0], atol=1e-5)
+    # a second drafter's layers join those of the first, and a training reads them without the target
+    run_training(training(tmp_path, folder, None, "medusa", "train.cache=disk", "loop.steps=12"), tmp_path / "second")
+    assert json.loads((place / "states.json").read_text())["layers"] == [
+        int(path.stem.removeprefix("layer_")) + 1 for path in sorted(place.glob("layer_*.states"))
+    ]
+    run_training(training(tmp_path, folder, str(place), "eagle3"), tmp_path / "third")
+    assert len(losses(tmp_path / "third")) == 20
 
 
 def test_samples_of_recorded_states(recorded: Path, parts: Target) -> None:

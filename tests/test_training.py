@@ -121,6 +121,14 @@ def test_learning_rate_rises_stays_and_falls_to_zero() -> None:
     assert factors[50:] == sorted(factors[50:], reverse=True)
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 7, 50, 90, 120])
+@pytest.mark.parametrize("decay", [0.0, 0.001, 0.5, 1.0])
+def test_the_highest_learning_rate_is_at_a_turn(warmup: int, decay: float) -> None:
+    for steps in (1, 2, 13, 100):
+        config = LoopConfig(steps=steps, warmup=warmup, decay=decay)
+        assert max(map(config.lr_factor, config.turns())) == max(map(config.lr_factor, range(steps)))
+
+
 def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
     before = weights_hash(load_target(tiny_folder)[0].model)
     figures = run_training(
@@ -381,6 +389,8 @@ def test_the_best_weights_are_kept_and_a_flat_run_ends(
     again = run_training(small("best", tiny_folder, source_root, *settings), tmp_path / "a")  # finished: nothing is run
     assert again["kept_step"] == 4
     assert len(logged(tmp_path / "a", "train")) == 8
+    longer = (*settings[:2], "loop.patience=3", settings[3])
+    assert run_training(small("best", tiny_folder, source_root, *longer), tmp_path / "a")["steps"] == 10
 
 
 def test_a_run_that_ends_by_the_clock(

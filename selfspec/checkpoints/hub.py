@@ -95,7 +95,7 @@ def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
     if points:
         card.text += f"\n{_MEASURED}\n\n{_table(points)}\n"
         data.model_name = f"{meta['kind']} drafter"
-        data.eval_results = [result for point in points for result in _index(point)]
+        data.eval_results = [result for point in points if "lossy" not in point for result in _index(point)]
     path.write_text(str(card))
 
 
@@ -108,7 +108,15 @@ def _table(points: Sequence[Figures]) -> str:
         decode, ratio = point["config"]["decode"], point["speedup"].get("autoregressive")
         speedup = "-" if ratio is None else f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
         tau, nodes = point["speculative"]["acceptance_length"], point["config"]["tree"]["nodes"]
-        cells = decode["temperature"], nodes, f"{tau:.2f}", speedup, decode["prompts"]
+        if (lossy := point.get("lossy")) is not None:
+            nodes = f"{nodes}, LOSSY {decode['lossy']}: {100 * lossy['altered']:.1f}% of tokens altered"
+        cells = (
+            decode["temperature"],
+            nodes,
+            f"{tau:.2f}",
+            speedup,
+            point["speculative"].get("prompts", decode["prompts"]),
+        )
         lines.append(f"| {' | '.join(map(in_markdown, cells))} |")
     return "\n".join(lines) + "\n\nBy selfspec's `eval/decode.py`; a speedup holds for one machine, dtype and target."
 

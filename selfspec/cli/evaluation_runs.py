@@ -110,7 +110,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     spec = _loaded(run, config)
     begun = folder / "summary.json"
     if begun.is_file() and (summary := read_json(begun)).get("columns", {}).keys() == columns.keys():
-        check_same(folder / "config.yaml", as_plain(config))
+        check_same(folder / "config.yaml", as_plain(config), _BESIDE)
         print(f"{folder} is finished; delete it to measure it again")
         return summary
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)

@@ -47,11 +47,12 @@ def _classes(schema: type) -> list[type]:
 
 def _default(part: Field[Any]) -> str:
     """A field's default as YAML has it."""
-    value = part.default if part.default_factory is MISSING else part.default_factory()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else _yaml(value)
+    return _yaml(part.default if part.default_factory is MISSING else part.default_factory())
 
 
 def _yaml(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
     return _YAML.get(str(value), str(value))
 
 
@@ -130,10 +131,16 @@ def _data() -> list[Row]:
 
 
 def _defaults(config: str) -> dict[str, str]:
-    """What the script's own config sets, at its top level."""
+    """What the script's own config sets, in its groups too."""
     text = (config_folder() / f"{config}.yaml").read_text()
     pairs = re.findall(r"^(?:  - )?(\w+): ([^\n#{]+?)\s*(?:#.*)?$", text, re.MULTILINE)
-    return {key: _YAML.get(value, value) for key, value in pairs}
+    inner = {
+        f"{group}.{key}": _yaml(value)
+        for group, settings in yaml.safe_load(text).items()
+        if isinstance(settings, dict) and group != "hydra"
+        for key, value in settings.items()
+    }
+    return {key: _YAML.get(value, value) for key, value in pairs} | inner
 
 
 def page(name: str, command: Command) -> str:

@@ -36,7 +36,7 @@ from selfspec.training.draft_loss import needs_layers
 from selfspec.training.drafter_data import distilled, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.pretrain import instruct, pretrain
+from selfspec.training.pretrain import check_second_stage, instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
 from selfspec.training.state import saved_config, warm_start
 from selfspec.training.states import SERVER
@@ -229,6 +229,8 @@ def finished(folder: Path, loop: LoopConfig | None = None) -> Figures | None:
         return None
     ended = summary.get("minutes", math.inf)
     short = loop is not None and (summary.get("finished", 0) < loop.steps or ended < (loop.minutes or math.inf))
+    if loop is not None and (patience := summary.get("patience")):  # by which it ended
+        short = loop.patience == 0 or loop.patience > patience
     return None if short else summary
 
 
@@ -241,6 +243,7 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         if is_main_process():
             count = done.get("steps", run.loop.steps)
             more = "minutes" if run.loop.minutes is not None and count < run.loop.steps else "steps"
+            more = "patience" if "patience" in done else more
             print(f"{folder} is finished, with {count} steps; a higher loop.{more}= trains it further")
         return done
     with run_folder(config, folder, checkpoint_path(folder)) as plain:
@@ -339,12 +342,14 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
     # A first stage of other length would not be what a finished second one began from.
     last = "pretrain.instruct.steps" if run.pretrain.instruct.steps else "loop.steps"
-    free = [*(key for key in _FREE if key != "loop.steps"), last]
+    free = [*(key for key in _FREE if key not in ("loop.steps", "loop.minutes")), last]
     with run_folder(config, folder, begun, free) as plain:
         data = instantiate(config.data)
         tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)
         texts = data.train(), data.validation()
         figures: Figures = {}
+        if run.pretrain.instruct.steps:
+            check_second_stage(*texts, tokenizer, run.pretrain.instruct, run.loop)
         if run.pretrain.init is None:
             with RunLog(first, run, plain, "train.jsonl") as log:
                 figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)

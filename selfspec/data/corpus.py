@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,14 +141,20 @@ def _usable(documents: list[Document], problem: str) -> list[Document]:
 
 
 def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """(training, validation): a seeded shuffle, then the first `fraction` of the documents, at least one, validates."""
+    """(training, validation): `fraction` of the documents, at least one, validates. A document's text decides, so that
+    equal ones fall on one side."""
     _check_share(fraction)
-    if len(documents) < 2:
-        raise ValueError(f"no usable example: {len(documents)} document, but one must train and another validate")
-    shuffled = documents[:]
-    random.Random(0).shuffle(shuffled)
-    n = min(len(documents) - 1, max(1, round(fraction * len(documents))))
-    return shuffled[n:], shuffled[:n]
+    keys = [hashlib.blake2b(document.text.encode(), digest_size=8).digest() for document in documents]
+    known = sorted(set(keys))
+    if len(known) < 2:
+        raise ValueError(
+            f"no usable example: {len(known)} document among {len(documents)}, but one must train and another validate"
+        )
+    edge = known[min(len(known) - 1, max(1, round(fraction * len(known))))]
+    sides: tuple[list[Document], list[Document]] = ([], [])
+    for document, key in zip(documents, keys, strict=True):
+        sides[key < edge].append(document)
+    return sides
 
 
 @dataclass(frozen=True)

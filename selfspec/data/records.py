@@ -95,11 +95,11 @@ class Records(ABC):
             )
         edge = self.validation_share
         if len(first) <= _SMALL:
-            texts = sorted({_digest(documents) for documents in first})
-            edge = texts[min(len(texts) - 1, max(1, round(edge * len(texts))))]
+            known = sorted({digest for _, digest in first})
+            edge = known[min(len(known) - 1, max(1, round(edge * len(known))))]
         some = set[str]()
-        for documents in chain(first, usable):
-            part = "validation" if _digest(documents) < edge else "train"
+        for documents, digest in chain(first, usable):
+            part = "validation" if digest < edge else "train"
             some.add(part)
             yield from ((document, part) for document in documents)
         if len(some) < 2:
@@ -108,8 +108,8 @@ class Records(ABC):
                 "equal texts fall on one side, so give more different ones"
             )
 
-    def _usable(self, broken: Broken) -> Iterator[list[Document]]:
-        """The documents of each record."""
+    def _usable(self, broken: Broken) -> Iterator[tuple[list[Document], float]]:
+        """The documents of each record, and the number by which it trains or validates."""
         for place, record in self.records():
             try:
                 if isinstance(record, ValueError):
@@ -127,7 +127,7 @@ class Records(ABC):
                     ) from error
                 continue
             if documents:
-                yield documents
+                yield documents, _digest(record)
             else:
                 broken.empty += 1
 
@@ -197,10 +197,15 @@ class Records(ABC):
         return self.validation()
 
 
-def _digest(documents: list[Document]) -> float:
-    """A number in [0, 1) that follows from a record's text."""
-    text = "".join(document.text for document in documents)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) / 2**64
+def _digest(record: object) -> float:
+    """A number in [0, 1) that follows from what a record says, however a chat template renders it."""
+    assert isinstance(record, dict)
+    text, turns = record.get("text"), record.get("messages") or record.get("conversations")
+    if turns:
+        said = json.dumps([[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns])
+    else:
+        said = text if isinstance(text, str) and text else json.dumps([record.get(_IDS), record.get("tokens")])
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest()) / 2**64
 
 
 def _encodable(text: str, place: str) -> None:

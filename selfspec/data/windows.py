@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from selfspec.data.store import Corpus, Stream
+from selfspec.utils.files import wrapped
 
 _OPEN = 16  # rows that are filled at the same time
 
@@ -40,7 +41,7 @@ class Windows:
 
     def _starts(self, epoch: int) -> Tensor:
         if self._epoch[0] != epoch:
-            g = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            g = torch.Generator().manual_seed(wrapped(self.seed * 1_000_003 + epoch))
             shift = 0 if self.aligned else int(torch.randint(self.length, (1,), generator=g))
             self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g) * self.length + shift)
         return self._epoch[1]
@@ -86,7 +87,7 @@ class Packed:
         """The row that is read as the i-th of all."""
         epoch, at = divmod(i, self.per_epoch)
         if self._epoch[0] != epoch:
-            g = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            g = torch.Generator().manual_seed(wrapped(self.seed * 1_000_003 + epoch))
             self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g))
         return int(self._epoch[1][at])
 

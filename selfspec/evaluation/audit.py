@@ -98,7 +98,8 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        if max(self.deviation, self.deviation_plain, *(d.margin for d in self.divergences), 0.0) > self.bound:
+        found = (self.deviation, self.deviation_plain, *(d.margin for d in self.divergences))
+        if not all(value <= self.bound for value in found):  # NaN is no less a bug
             return VERDICTS[2]
         return VERDICTS[1] if self.divergences else VERDICTS[0]
 
@@ -111,6 +112,11 @@ def _swing(one: Tensor, other: Tensor) -> Tensor:
     likely = one.topk(min(_LIKELY, one.shape[-1])).indices
     change = (other.gather(1, likely) - one.gather(1, likely)).double()
     return change.amax(1) - change.amin(1)
+
+
+def _largest(swings: Tensor) -> float:
+    """The largest change; infinite where logits are NaN."""
+    return float(swings.nan_to_num(nan=math.inf).max())
 
 
 def _stock(spec: Spec, prompt: list[int], new: list[int]) -> tuple[Tensor, Tensor]:
@@ -132,7 +138,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     check(target, prompts, Options(config.max_new_tokens))
     rows = tokens = 0
     noise: list[Tensor] = []
-    deviation = deviation_plain = 0.0
+    deviation = deviation_plain = least = 0.0
     divergences: list[Divergence] = []
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
     trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
@@ -149,7 +155,8 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
             if (temperature, seed) in (settings[0], settings[-1]):
                 steps, whole = _stock(spec, prompt, plain[-1])
                 noise.append(_swing(steps, whole))
-                deviation_plain = max(deviation_plain, float(_swing(steps, logits[-1]).max()))
+                least = max(least, float(logits[-1].abs().max()))
+                deviation_plain = max(deviation_plain, _largest(_swing(steps, logits[-1])))
             bar.update()
         for nodes, size in trees:
             for first in range(0, len(prompts), size):
@@ -165,7 +172,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
                     rows, tokens = rows + 1, tokens + at
                     same = min(at + 1, shorter)  # the logits behind one and the same prefix
                     swings = _swing(logits[i][:same], torch.stack([raw for raw, _ in records[:same]]))
-                    deviation = max(deviation, float(swings.max()))
+                    deviation = max(deviation, _largest(swings))
                     if at < max(len(plain[i]), len(new)):
                         both = [row[at] if at < len(row) else -1 for row in (plain[i], new)]
                         before = logits[i][min(at, shorter - 1)]
@@ -176,7 +183,8 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
                     bar.set_postfix(divergences=len(divergences), tokens=tokens, refresh=False)
     bar.close()
     measured = torch.cat(noise)
-    figures = (float(measured.max()), float(measured.median()), deviation_plain, deviation)
+    least *= torch.finfo(target.dtype).eps  # of answers of one token, both sides of which are one pass over the prompt
+    figures = (max(_largest(measured), least), float(measured.median()), deviation_plain, deviation)
     return Audit(f"torch.{target.dtype_name}", rows, tokens, *figures, divergences)
 
 

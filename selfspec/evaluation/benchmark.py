@@ -6,7 +6,8 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
@@ -22,7 +24,6 @@ from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Answering
-from selfspec.detokenize import text_of
 from selfspec.evaluation.arm_record import Record, Regime
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.metrics import DEFINITIONS, speedup
@@ -149,7 +150,7 @@ def _pair(records: list[Record]) -> tuple[list[Record], list[Record]]:
 def _narrow(records: list[Record], config: DecodeConfig) -> bool:
     """Whether the interval is as narrow as `until_width` asks."""
     slow, fast = _pair(records)
-    if config.until_width is None or len(slow) < _FEWEST:
+    if config.until_width is None or len({(r.group, r.cluster) for r in slow}) < _FEWEST:
         return False
     interval = speedup(slow, fast)
     return interval["high"] - interval["low"] <= config.until_width * interval["ratio"]
@@ -243,17 +244,12 @@ def _record(
         stats=result.stats if arm != "hf_generate" else None,
         group=batch[0].group,
         questions=[(prompt.question, prompt.turn) for prompt in batch],
-        right=[None if p.check is None else p.check(_text(spec, row)) for p, row in zip(batch, ids, strict=True)],
+        right=[prompt.right(spec.tokenizer, row) for prompt, row in zip(batch, ids, strict=True)],
         regime=None if exact else regime(spec, _given(batch)[0], ids, config.sampling()),
         altered=None if result.lossy is None else result.lossy.altered,
         forecast=None if result.forecast is None else result.forecast.as_dict(),
         texts=[prompt.text for prompt in batch],
     )
-
-
-def _text(spec: Spec, ids: list[int]) -> str:
-    assert spec.tokenizer is not None
-    return text_of(spec.tokenizer, ids)
 
 
 def host_overhead(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str) -> float:
@@ -294,6 +290,18 @@ def regime(spec: Spec, prompts: list[list[int]], token_ids: list[list[int]], sam
     return Regime(log_prob, entropy, top1, sum(map(len, grams)), sum(len(set(row)) for row in grams))
 
 
+@contextmanager
+def without_defaults(model: Any) -> Iterator[None]:
+    """transformers' generate without the rules that the target's generation_config brings: a repetition penalty, top-p
+    and top-k of its own, which the other arms do not apply either."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
 def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: int, **method: Any) -> Generated:
     """transformers' own generate on the same model; left-padded where lengths differ. method: further arguments of
     generate, which choose one of its own ways to decode faster."""
@@ -308,15 +316,16 @@ def hf_generate(spec: Spec, batch: list[list[int]], config: DecodeConfig, seed: 
         sampled |= {"top_p": config.top_p or 1.0, "min_p": config.min_p}
         torch.manual_seed(seed)
     room = spec.target.max_positions - width if spec.target.max_positions else config.max_new_tokens
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=min(config.max_new_tokens, room),
-        eos_token_id=sorted(eos) or None,
-        pad_token_id=min(eos, default=0),
-        **sampled,
-        **method,
-    )
+    with without_defaults(model):
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=min(config.max_new_tokens, room),
+            eos_token_id=sorted(eos) or None,
+            pad_token_id=min(eos, default=0),
+            **sampled,
+            **method,
+        )
     rows = []
     for row in out[:, width:].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))

@@ -26,7 +26,6 @@ from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
-from selfspec.detokenize import text_of
 from selfspec.evaluation.arms import METHODS, Call, ours, theirs
 from selfspec.evaluation.benchmark import timed
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -229,10 +228,6 @@ def _between_plain(
         s = result.stats
         return {"seconds": took, "ids": result.token_ids[0], "decode": s.seconds - s.seconds_prefill}
 
-    def right(answer: list[int]) -> bool | None:
-        text = "" if spec.tokenizer is None else text_of(spec.tokenizer, answer)
-        return None if point.prompt.check is None else point.prompt.check(text)
-
     ids = point.prompt.ids
     before = plain()
     for first in range(0, len(order), config.between):
@@ -249,7 +244,9 @@ def _between_plain(
             where = (*point.key, point.text, arm, nodes)
             counts = (seconds, len(new), beside["seconds"], len(expected), figures.pop("passes"))
             regime = figures.pop("text", None)
-            yield Run(*where, *counts, **figures, **beside_plain, right=right(new), regime=regime)  # type: ignore[misc]
+            yield Run(
+                *where, *counts, **figures, **beside_plain, right=point.prompt.right(spec.tokenizer, new), regime=regime
+            )  # type: ignore[misc]
         before = after
 
 

@@ -155,6 +155,11 @@ def write_summary(runs: list[Run], target: str, machine: str, path: Path) -> Non
         for name, rows in by_questions(runs).items()
         for t in sorted({row["T"] for row in rows})
     }
+    everywhere = set.intersection(*map(set, columns.values()))  # a resumed comparison may have asked others elsewhere
+    if not everywhere - {"plain"}:
+        print(f"{path} keeps its summary: no arm was run in all of {', '.join(columns)}")
+        return
+    columns = {name: {arm: at[arm] for arm in at if arm in everywhere} for name, at in columns.items()}
     table = summary_table(columns)
     stamp = hashlib.sha256(table.encode()).hexdigest()[:12]
     plot_summary(columns, f"{target}, {machine}", stamp, path.parent / FIGURE)

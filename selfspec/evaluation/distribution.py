@@ -14,6 +14,7 @@ from selfspec.core.generate import speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.verify import Relaxed
+from selfspec.evaluation.benchmark import without_defaults
 
 
 @dataclass
@@ -108,17 +109,18 @@ def distribution_tests(
         texts = []
         ids = torch.tensor([prompt], device=spec.target.device)
         for first in range(0, samples, 100):
-            out = spec.target.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=3,
-                do_sample=True,
-                top_k=top_k,
-                temperature=1.0,
-                eos_token_id=None,
-                pad_token_id=0,
-                num_return_sequences=min(100, samples - first),
-            )
+            with without_defaults(spec.target.model):
+                out = spec.target.model.generate(
+                    input_ids=ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=3,
+                    do_sample=True,
+                    top_k=top_k,
+                    temperature=1.0,
+                    eos_token_id=None,
+                    pad_token_id=0,
+                    num_return_sequences=min(100, samples - first),
+                )
             texts += out[:, len(prompt) :].tolist()
         return counted(texts)
 

@@ -6,8 +6,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
 from selfspec.api import Spec
 from selfspec.data.questions import Question
+from selfspec.detokenize import text_of
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
 
@@ -29,6 +32,16 @@ class Prompt:
     def text(self) -> int:
         """crc32 of its ids and seed, by which a text that changed is noticed."""
         return zlib.crc32(f"{self.seed} {self.ids}".encode())
+
+    def right(self, tokenizer: Tokenizer | None, answer: list[int]) -> bool | None:
+        """Whether an answer is right, None where that can not be checked."""
+        if self.check is None or tokenizer is None:
+            return None
+        said = text_of(tokenizer, answer)
+        if self.turn_text is None:  # it continues a text; alone, some tokenizers drop the space that it begins with
+            before, whole = (text_of(tokenizer, ids) for ids in (self.ids, self.ids + answer))
+            said = whole[len(before) :] if whole.startswith(before) else said
+        return self.check(said)
 
 
 def prompts_of(

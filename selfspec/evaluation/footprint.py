@@ -29,7 +29,9 @@ def price(name: str, spec: Spec) -> Figures:
         if untrained(part) is None:
             home = drafter_folder(part)
             figures["disk"] += _disk(home)
-            figures["training"] = _training(home)
+            for key, value in (_training(home) or {}).items():
+                figures.setdefault("training", {}).setdefault(key, 0)
+                figures["training"][key] += value
     return figures
 
 

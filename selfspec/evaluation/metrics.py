@@ -60,7 +60,8 @@ def summarize(records: list[Record]) -> Figures:
         if "autoregressive" in arms:  # plain steps that one pass, its draft included, takes: speedup is tau over this
             plain = _speculative(arms["autoregressive"])["milliseconds_per_pass"]
             cost = summary["speculative"]["milliseconds_per_pass"] / plain
-            summary["speculative"] |= {"cost": cost, "decode": summary["speculative"]["acceptance_length"] / cost}
+            rates = [_decoding(arms[arm]) for arm in ("autoregressive", "speculative")]  # rows of a batch share a pass
+            summary["speculative"] |= {"cost": cost, "decode": rates[0] / rates[1]}
         if arms["speculative"][0].altered is not None:
             summary["lossy"] = _lossy(arms)
         for slow in ("autoregressive", "hf_generate"):
@@ -126,6 +127,12 @@ def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
     return {"altered": mean(sum(r.altered or 0 for r in rows), sum(r.tokens for r in rows)), **figures}
 
 
+def _decoding(rows: list[Record]) -> float:
+    """Seconds per token behind the prompts, whose pass gives each row its first token."""
+    seconds = sum(r.stats.seconds - r.stats.seconds_prefill for r in rows if r.stats is not None)
+    return mean(seconds, sum(max(0, len(ids) - 1) for r in rows for ids in r.token_ids))
+
+
 def _speculative(rows: list[Record]) -> Figures:
     pooled = total([r.stats for r in rows if r.stats is not None])
     parts = {part: getattr(pooled, f"seconds_{part}") for part in ("prefill", "draft", "target", "other")}
@@ -137,6 +144,7 @@ def _speculative(rows: list[Record]) -> Figures:
         forecast = {"forecast": {**sums, "speedup": mean(sums["tokens"], sums["steps"])}}
     return {
         **forecast,
+        "prompts": sum(len(r.token_ids) for r in rows),
         "passes": pooled.passes,
         "acceptance_length": pooled.acceptance_length,
         "full_acceptance": pooled.accepted_per_depth,

@@ -69,7 +69,7 @@ def show(spec: Spec, prompts: Sequence[Prompt], config: ShowConfig, nodes: int |
         )
         print(
             f"{DIM}{same}, {fast.stats.acceptance_length:.2f} per pass, "
-            f"{plain.stats.seconds / fast.stats.seconds:.2f}x as fast{RESET}"
+            f"{fast.stats.tokens_per_second / plain.stats.tokens_per_second:.2f}x as fast{RESET}"
         )
 
 

@@ -75,7 +75,7 @@ def group_table(points: list[Figures]) -> str:
             right = f"{speculative['right']}/{speculative['of']}" if speculative.get("of") else "-"
             tau = f"{figures['acceptance_length']:.2f}" if "acceptance_length" in figures else "-"
             ratio = interval(figures["speedup"]) if "speedup" in figures else "-"
-            lines.append([point["label"], group, tau, ratio, *cells, right])
+            lines.append([_label(point), group, tau, ratio, *cells, right])
     return markdown(
         ["point", "group", "tau", "vs autoregressive", "entropy", "top-1", "distinct 4-grams", "right"], lines
     )

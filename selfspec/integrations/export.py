@@ -309,9 +309,11 @@ def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     if to == "speculators":
         return [f"vllm serve {shlex.quote(str(at))}"]
     if to == "sglang":
+        width, steps = drafter.config.width, drafter.depth
+        tokens = min(16, 1 + width + (steps - 1) * width**2)  # it takes no more than there are candidates
         return [
             f"python -m sglang.launch_server --model-path {name} --speculative-algorithm EAGLE3 "
-            f"--speculative-draft-model-path {shlex.quote(str(at))} --speculative-num-steps {drafter.depth} "
-            f"--speculative-eagle-topk {drafter.config.width} --speculative-num-draft-tokens 16"
+            f"--speculative-draft-model-path {shlex.quote(str(at))} --speculative-num-steps {steps} "
+            f"--speculative-eagle-topk {width} --speculative-num-draft-tokens {tokens}"
         ]
     return [vllm]

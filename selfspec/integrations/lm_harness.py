@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria
 
 from selfspec.api import NODES, load
+from selfspec.hf_generate import stopping
 from selfspec.utils.errors import one_line_errors
 from selfspec.utils.files import Figures, read_json
 
@@ -26,6 +28,18 @@ try:
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; pip install "selfspec[lm-eval]"') from error
+
+
+class _Answer(StoppingCriteria):
+    """Ends a row by the text of its answer alone: a prompt may end in what a stop string begins with."""
+
+    def __init__(self, criterion: StoppingCriteria, prompt: int) -> None:
+        self.criterion, self.prompt = criterion, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        answer = input_ids[:, self.prompt :]
+        ended: Tensor = self.criterion(answer, scores)
+        return ended
 
 
 @register_model("selfspec")
@@ -60,11 +74,13 @@ class Harness(HFLM):
             arguments["do_sample"] = temperature > 0
         if arguments["do_sample"]:
             arguments["temperature"] = temperature
+        if strings := [text for text in stop if text]:  # it cuts at all afterwards
+            ends = stopping("until", self.tokenizer, strings)
+            arguments["stopping_criteria"] = [_Answer(ends, context.shape[1])]
         start = time.perf_counter()
         out = self.model.generate(
             context,
             max_length=max_length,
-            stop_strings=[text for text in stop if text] or None,  # it cuts at all afterwards
             pad_token_id=self.tokenizer.pad_token_id,
             custom_generate=self.spec,
             nodes=self.nodes,

@@ -50,8 +50,6 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
         try_states(target, drafter, loop)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
-    if target.max_positions is not None and config.length > target.max_positions:
-        raise ValueError(f"train.length={config.length} exceeds the target's {target.max_positions} positions")
     here = shard.group(str(target.device)).num_processes * loop.accumulate
     logits = loop.batch_size * config.length // here * target.vocab_size * target.dtype.itemsize
     if logits > (free := free_memory(target.device)):
@@ -62,6 +60,9 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     lengths = {"train.length": config.length}
     if config.distill.rows:
         lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens
+    for name, length in lengths.items():
+        if target.max_positions is not None and length > target.max_positions:
+            raise ValueError(f"{name}={length} exceeds the target's {target.max_positions} positions")
     least = drafter.depth + 2 if isinstance(drafter, Trained) else 2
     for name, length in lengths.items():
         if length < least:
@@ -92,7 +93,7 @@ def config_warnings(
         yield f"only {share:.1%} of the training tokens count in the loss (what the assistant says); see --check"
     if prompts < config.prompts:
         yield f"train.prompts={config.prompts}, but the validation text has {prompts}, which are used"
-    highest = max(loop.lr_factor(step) for step in range(loop.steps))
+    highest = max(map(loop.lr_factor, loop.turns()))
     if loop.warmup >= loop.steps:
         yield (
             f"loop.warmup={loop.warmup} reaches beyond loop.steps={loop.steps}: the learning rate gets to "

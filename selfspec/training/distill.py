@@ -30,7 +30,7 @@ from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
 from selfspec.drafters.base import Drafter
 from selfspec.utils.checks import at_least, shares
-from selfspec.utils.files import atomic, digest, mean, shown
+from selfspec.utils.files import atomic, digest, mean, shown, wrapped
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "used")  # of a chunk's file
@@ -149,7 +149,7 @@ def distill(
         )
     identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end)))
-    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)} text={text}"}
+    settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
     others = folder.is_dir() and any(folder.iterdir())
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts
     if others and not folder.exists() and not quiet:
@@ -229,7 +229,7 @@ def _write(
     """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. Each call's
     stats are appended to `stats`."""
     rows = min(_CHUNK, config.rows - first)
-    g = torch.Generator().manual_seed(seed * 1_000_003 + first)
+    g = torch.Generator().manual_seed(wrapped(seed * 1_000_003 + first))
     length = config.prompt_tokens + config.new_tokens
     prompts, chosen = source.prompts(config.prompt_tokens, rows, length, g)
     eos = end_tokens(target)

@@ -115,8 +115,10 @@ def states_of(
         servers = Servers(server_urls("train.states_url", config.states_url))
         return FromServer(target, reads, servers, config.states_layers, config.states_gb), train, validation
     folder = FromFolder(target, reads, Path(config.states), config.states_layers, config.length)
-    known = folder.covered(train, config.length, "training"), folder.covered(validation, config.length, "validation")
-    return folder, *known
+    train = folder.covered(train, config.length, "training")
+    if folder.of_rows:
+        return folder, *folder.held_out(train)
+    return folder, train, folder.covered(validation, config.length, "validation")
 
 
 def check_sizes(config: DrafterTraining, loop: LoopConfig, world: int) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,14 +162,15 @@ def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Pat
     return cache_folder() / "hidden" / digest.hexdigest()[:24]
 
 
-def write_rows(folder: Path, rows: Packed, layers: Sequence[int], model: str, dtype: torch.dtype) -> None:
-    """Say in a folder of kept states which documents its rows hold, so that it can be read as train.states."""
-    if (path := folder / ROWS).is_file():
-        return
-    every = rows.rows(range(rows.per_epoch))
-    with atomic(path) as scratch:
-        save_file({"tokens": every["tokens"].int(), "documents": every["documents"].short()}, scratch)
+def write_rows(folder: Path, rows: Packed, model: str, dtype: torch.dtype) -> None:
+    """Say in a folder of kept states which layers it holds, those of other drafters' trainings too, and which documents
+    its rows are of, so that it can be read as train.states."""
+    layers = sorted(int(path.stem.removeprefix("layer_")) for path in folder.glob("layer_*.states"))
     write_about(folder, [layer + 1 for layer in layers], model, str(dtype).removeprefix("torch."))
+    if not (path := folder / ROWS).is_file():
+        every = rows.rows(range(rows.per_epoch))
+        with atomic(path) as scratch:
+            save_file({"tokens": every["tokens"].int(), "documents": every["documents"].short()}, scratch)
 
 
 def _whole(path: Path, size: int, rows: int) -> bool:

@@ -88,6 +88,8 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
         raise ValueError(f"loop.steps={config.steps}, but this run is at step {state.step}; give as many or more")
     if state.step:
         notes.append(f"goes on from step {state.step}")
+    if 0 < config.patience <= state.since:
+        notes.append(f"loop.patience={config.patience}: {state.since} validations brought nothing better; raise it")
     if accelerator.is_main_process:
         recorded = log.rewind(state.step)
         if state.step - recorded > max(config.log_every, 1):
@@ -140,8 +142,8 @@ class _Loop:
 
     def step(self) -> None:
         """One optimizer step and the figures that are logged for it."""
-        self.prepared()
         state, config, start = self.state, self.config, time.perf_counter()
+        self.prepared()
         arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config
         before = state.seconds
         try:

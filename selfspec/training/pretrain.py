@@ -218,6 +218,23 @@ def pretrain(
     return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, {})
 
 
+def check_second_stage(
+    train: list[Document],
+    validation: list[Document],
+    tokenizer: Tokenizer | None,
+    config: InstructConfig,
+    loop: LoopConfig,
+) -> None:
+    """Raises ValueError for what `instruct` would refuse once the first stage is trained. tokenizer: that is given."""
+    replace(loop, steps=config.steps, batch_size=config.batch_size, decay=config.decay)
+    if tokenizer is not None and not tokenizer.chat_template:
+        chat_tokenizer(tokenizer)
+    if tokenizer is not None and tokenizer.chat_template and tokenizer.eos_token is None:
+        raise ValueError(f"tokenizer {tokenizer.name_or_path!r} has a chat template and no EOS token that ends a turn")
+    for documents, split in ((train, "train"), (validation, "validation")):
+        pool(documents, split)
+
+
 def instruct(
     train: list[Document],
     validation: list[Document],
@@ -236,7 +253,7 @@ def instruct(
         tokenizer = chat_tokenizer(tokenizer)
         torch.manual_seed(loop.seed)  # of the new rows
         model.resize_token_embeddings(len(tokenizer))
-    ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    ends = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
     model.config.eos_token_id = ends
     if model.generation_config is not None:
         model.generation_config.eos_token_id = ends
@@ -292,11 +309,15 @@ def _stage(
     ]
     module = NextToken(model, average(accelerator))
 
+    validated = {  # before anything is trained: a text may be too short
+        name: (consecutive(stream.tokens, windows.length), consecutive(stream.mask, windows.length))
+        for name, stream in held_out.items()
+    }
+
     def validate() -> Figures:
         figures: Figures = {}
         for name, stream in held_out.items():
-            tokens, mask = consecutive(stream.tokens, windows.length), consecutive(stream.mask, windows.length)
-            rows = [{"tokens": t[None], "mask": m[None]} for t, m in zip(tokens, mask, strict=True)]
+            rows = [{"tokens": t[None], "mask": m[None]} for t, m in zip(*validated[name], strict=True)]
             counts = torch.tensor([float(row["mask"][:, 1:].sum()) for row in rows])
             nats = torch.tensor(
                 [float(module({k: v.to(accelerator.device) for k, v in row.items()})[0]) for row in rows]

@@ -24,7 +24,7 @@ from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.parts.losses import drafted_logits
-from selfspec.utils.files import read_json
+from selfspec.utils.files import read_json, write_text
 from selfspec.utils.openai_client import Servers, first_choice
 from selfspec.utils.progress import progress
 
@@ -33,6 +33,7 @@ ROWS = "rows.safetensors"  # in a folder that train.cache=disk has kept: the tok
 SERVER = "server"  # the value of train.states that asks one
 _AT_ONCE = 16  # requests that a server has at a time
 _AHEAD = 64  # steps that are asked for in advance, at most
+_HELD_OUT = 0.05  # of the documents of a folder that has none to validate
 _PIECE = 1024  # tokens whose logits are held at once
 _AGAIN = 3  # requests for states whose file a server did not write
 
@@ -336,6 +337,11 @@ class FromFolder(States):
         if not self.places:
             raise ValueError(f"train.states={self.folder}: no row of it is whole; let the run that keeps it go on")
 
+    @property
+    def of_rows(self) -> bool:
+        """Whether a training has kept them (`train.cache=disk`)."""
+        return bool(self._kept)
+
     def knows(self, tokens: Tensor) -> bool:
         return key_of(tokens) in self.places
 
@@ -377,9 +383,25 @@ class FromFolder(States):
             print(
                 f"states of {len(kept)} of {len(documents)} {name} documents are there{shorter}; the rest is left out"
             )
-        starts = torch.tensor([0, *(len(one.tokens) for one in kept)]).cumsum(0)
-        tokens, mask = (torch.cat(parts) for parts in zip(*((s.tokens, s.mask) for s in kept), strict=True))
-        return joined(tokens, mask, starts, corpus.is_chat[chats])
+        return _corpus(kept, corpus.is_chat[chats])
+
+    def held_out(self, corpus: Corpus) -> tuple[Corpus, Corpus]:
+        """Training and validation texts out of those of a folder that `train.cache=disk` keeps, which holds the rows
+        that train alone. Raises ValueError for a single document."""
+        count = len(corpus.is_chat)
+        if count < 2:
+            raise ValueError(f"{self.folder} holds states of one document; one must train and another validate")
+        chosen = torch.zeros(count, dtype=torch.bool)
+        chosen[:: max(2, round(1 / _HELD_OUT))] = True
+        print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
+        sides = [[corpus.document(i) for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
+        return _corpus(sides[0], corpus.is_chat[~chosen]), _corpus(sides[1], corpus.is_chat[chosen])
+
+
+def _corpus(documents: list[Stream], is_chat: Tensor) -> Corpus:
+    starts = torch.tensor([0, *(len(one.tokens) for one in documents)]).cumsum(0)
+    tokens, mask = (torch.cat(parts) for parts in zip(*((s.tokens, s.mask) for s in documents), strict=True))
+    return joined(tokens, mask, starts, is_chat)
 
 
 def _ids_of(path: Path) -> Tensor | None:
@@ -400,4 +422,4 @@ def write_about(folder: Path, layers: Sequence[int], model: str, dtype: str | No
     """Say in a folder which layers its files will hold; dtype: of files that do not say it themselves."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {"layers": list(layers), "model": model} | ({} if dtype is None else {"dtype": dtype})
-    (folder / ABOUT).write_text(json.dumps(about) + "\n")
+    write_text(folder / ABOUT, json.dumps(about) + "\n")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from selfspec.training.loop_config import Batches, LoopConfig
+from selfspec.utils.files import wrapped
 
 
 def autocast(device: torch.device, config: LoopConfig) -> torch.autocast:
@@ -37,7 +38,7 @@ def optimizer_step(
         for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
             group["lr"] = peak * factor
     # Whatever a module draws at random follows from the step, so that no generator's state has to be saved.
-    torch.manual_seed((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index)
+    torch.manual_seed(wrapped((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index))
     batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}
     pieces = [
         dict(zip(batch, values, strict=True))

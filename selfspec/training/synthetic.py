@@ -120,10 +120,7 @@ def synthetic(
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
     identity = {k: v for k, v in asdict(config).items() if k not in _BESIDE and (k not in _LATER or v)}
-    read_by = f"{asdict(template)} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
-    settings = {"settings": f"{identity} target={target_hash(target)} {writer.dtype_name} {read_by}"}
-    name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
-    folder = Path(config.folder or cache_folder() / "synthetic") / name
+    folder, settings = _place(config, target, tokenizer, template, f"{identity} target={target_hash(target)}", writer)
     folder.mkdir(parents=True, exist_ok=True)
     chunks = range(0, config.conversations, _CHUNK)
     known = {first: read(_file(folder, first), settings, _FIELDS) for first in chunks}
@@ -150,6 +147,22 @@ def synthetic(
     if not quiet:
         _card(folder, config, target, tokenizer, template, train, validation)
     return train, validation
+
+
+def _place(
+    config: Synthetic, target: Target, tokenizer: Tokenizer, template: Template, what: str, writer: Target
+) -> tuple[Path, dict[str, str]]:
+    """The folder of these conversations, and the settings that its files carry. The template counts by its source:
+    what it renders may hold the date. Earlier versions went by that, and what they wrote is read."""
+    source = f"{tokenizer.chat_template} {sorted(config.chat_template_kwargs.items())}"
+    for form in (asdict(template), source):
+        read_by = f"{form} {tokenizer_hash(tokenizer)} {sorted(end_tokens(target))}"
+        settings = {"settings": f"{what} {writer.dtype_name} {read_by}"}
+        name = hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]
+        folder = Path(config.folder or cache_folder() / "synthetic") / name
+        if folder.is_dir():
+            break
+    return folder, settings
 
 
 def _check_positions(config: Synthetic, target: Target, longest: int) -> None:
@@ -257,6 +270,8 @@ def _divided(conversations: list[tuple[Tensor, Tensor]], opening: int, share: fl
         seen.add(question)
         digest = hashlib.blake2b(str(question).encode(), digest_size=8).digest()
         sides[int.from_bytes(digest) / 2**64 < share].append((tokens, mask))
+    if len(sides[0]) > 1 and not sides[1]:  # of few conversations chance may choose none
+        sides[1].append(sides[0].pop(len(sides[0]) // 2))
     if not all(sides):
         raise ValueError(
             f"data=synthetic: of {len(seen)} usable conversations none is left to {'train' if sides[1] else 'validate'}"

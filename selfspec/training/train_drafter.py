@@ -138,6 +138,8 @@ def _whole(run: DrafterRun, rows: dict[str, Tensor]) -> Figures:
     summary["partial"] = run.target.partial
     summary["chat"] = run.tokenizer.chat_template is not None
     summary |= {} if run.loop.minutes is None else {"minutes": run.loop.minutes}
+    if not run.loop.over(figures.get("steps", run.loop.steps), figures.get("seconds", 0.0)):
+        summary["patience"] = run.loop.patience  # by which it ended
     place = run.folder / "drafter"
     if run.accelerator.is_main_process:
         save_drafter(run.drafter, place, run.target, run.target_name, run.tokenizer, note, training)
@@ -158,6 +160,7 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
         raise ValueError(f"this {run.drafter.kind} drafter has nothing to train: start it in one process")
     texts_folder(run.config, run.folder)
     check_sizes(run.config, run.loop, run.world)
+    writer_of(run.config, run.target, run.tokenizer)
     if run.config.cache != "none" and run.trained:
         states_dtype(run.target, run.drafter, run.train, run.loop)
     found = states_of(run.config, run.target, run.drafter.reads, run.train, run.validation)
@@ -267,14 +270,14 @@ def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates |
     dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
     place = None
     if run.config.cache == "disk":
-        how = f"{dtype} {run.loop.precision}"
+        how = f"{dtype} {run.loop.precision}{' int8' * run.target.int8}"
         if run.states is not None:  # whose layers may be of another target with the same embeddings
             how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
         place = states_folder(run.target, run.train, batches, how)
     hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     run.say([hidden.summary])
     if place is not None and run.accelerator.is_main_process:
-        write_rows(place, batches, hidden.reads, run.target_name, dtype)
+        write_rows(place, batches, run.target_name, dtype)
     return hidden
 
 

@@ -27,6 +27,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LITTLE = 1 << 16  # free bytes at which a failed write is taken for a full disk
 
 
+def wrapped(seed: int) -> int:
+    """A seed as torch takes it: beyond 64 bits it begins anew."""
+    return seed if -(2**63) <= seed < 2**63 else seed % 2**63
+
+
 def mean(total: float, count: float) -> float:
     """total / count, NOTHING where the count is 0."""
     return total / count if count else NOTHING
