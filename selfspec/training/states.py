@@ -21,7 +21,7 @@ from torch import Tensor
 
 from selfspec.core.passes import Pass
 from selfspec.core.target import Target
-from selfspec.data.store import Corpus, Stream, joined
+from selfspec.data.store import Corpus, in_a_row
 from selfspec.data.windows import Packed
 from selfspec.drafters.parts.losses import drafted_logits
 from selfspec.utils.files import read_json, write_text
@@ -362,7 +362,7 @@ class FromFolder(States):
     def covered(self, corpus: Corpus, length: int, name: str) -> Corpus:
         """The documents whose states are here. Raises ValueError where these are none."""
         documents = [corpus.document(i) for i in range(len(corpus.is_chat))]
-        kept, chats, cut = list[Stream](), list[int](), 0
+        kept, chats, cut = list[tuple[Tensor, Tensor]](), list[int](), 0
         for i, one in enumerate(documents):
             known = 0
             for piece in one.tokens.split(length):
@@ -370,7 +370,7 @@ class FromFolder(States):
                     break
                 known += len(piece)
             if known:
-                kept.append(Stream(one.tokens[:known], one.mask[:known], 0))
+                kept.append((one.tokens[:known], one.mask[:known]))
                 chats.append(i)
                 cut += known < len(one.tokens)
         if not kept:
@@ -383,7 +383,7 @@ class FromFolder(States):
             print(
                 f"states of {len(kept)} of {len(documents)} {name} documents are there{shorter}; the rest is left out"
             )
-        return _corpus(kept, corpus.is_chat[chats])
+        return in_a_row(kept, corpus.is_chat[chats])
 
     def held_out(self, corpus: Corpus) -> tuple[Corpus, Corpus]:
         """Training and validation texts out of those of a folder that `train.cache=disk` keeps, which holds the rows
@@ -394,14 +394,9 @@ class FromFolder(States):
         chosen = torch.zeros(count, dtype=torch.bool)
         chosen[:: max(2, round(1 / _HELD_OUT))] = True
         print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
-        sides = [[corpus.document(i) for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
-        return _corpus(sides[0], corpus.is_chat[~chosen]), _corpus(sides[1], corpus.is_chat[chosen])
-
-
-def _corpus(documents: list[Stream], is_chat: Tensor) -> Corpus:
-    starts = torch.tensor([0, *(len(one.tokens) for one in documents)]).cumsum(0)
-    tokens, mask = (torch.cat(parts) for parts in zip(*((s.tokens, s.mask) for s in documents), strict=True))
-    return joined(tokens, mask, starts, is_chat)
+        texts = [(one.tokens, one.mask) for one in map(corpus.document, range(count))]
+        sides = [[texts[i] for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
+        return in_a_row(sides[0], corpus.is_chat[~chosen]), in_a_row(sides[1], corpus.is_chat[chosen])
 
 
 def _ids_of(path: Path) -> Tensor | None:

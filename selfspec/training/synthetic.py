@@ -30,7 +30,7 @@ from selfspec.data.chat import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
-from selfspec.data.store import Corpus, joined
+from selfspec.data.store import Corpus, in_a_row
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.distill import read, write
@@ -277,14 +277,8 @@ def _divided(conversations: list[tuple[Tensor, Tensor]], opening: int, share: fl
             f"data=synthetic: of {len(seen)} usable conversations none is left to {'train' if sides[1] else 'validate'}"
             "; raise data.conversations, or take data=jsonl where the model's own questions come out empty or endless"
         )
-    return _corpus(sides[0]), _corpus(sides[1])
-
-
-def _corpus(documents: list[tuple[Tensor, Tensor]]) -> Corpus:
-    sizes = torch.tensor([len(tokens) for tokens, _ in documents])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    tokens, mask = (torch.cat(parts) for parts in zip(*documents, strict=True))
-    return joined(tokens, mask, starts, torch.ones(len(documents), dtype=torch.bool))
+    train, validation = (in_a_row(side, torch.ones(len(side), dtype=torch.bool)) for side in sides)
+    return train, validation
 
 
 def _card(
