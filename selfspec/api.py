@@ -217,7 +217,7 @@ class Spec:
                 return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
             self._past[sampled, rows] = pass_costs(*which), Experience()
         (costs, past), forecast = self._past[sampled, rows], Forecast()
-        return Auto(self.drafter, costs, past, forecast, rows, asked.max_new_tokens), LARGEST, forecast
+        return Auto(self.drafter, costs, past, forecast, asked.max_new_tokens), LARGEST, forecast
 
     def _text_pieces(self, steps: Iterator[Added], stats: Stats) -> Generator[str]:
         assert self.tokenizer is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_drafters import PROMPTS, TABLE
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
-from selfspec.core import generate
+from selfspec.core import generate, rows
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -115,6 +116,35 @@ def test_a_step_runs_where_nothing_can_be_read(kind: str, temperature: float, mo
             roots, tokens = kept.bonus, [[*row, *[0] * len(path)] for row in tokens]
             session.observe(Accepted(out.hidden, out.features, rows, [path] * 2, out.logits, kept))
     assert roots.is_meta
+
+
+def test_nothing_but_the_walk_is_waited_for(static: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks in a GPU's stream are read when it has passed them: behind the next read, but for the very last one."""
+    reads, early = [0], [0]
+
+    class Mark:
+        def __init__(self, device: torch.device) -> None:
+            self.seconds, self.reads = time.perf_counter(), reads[0]
+
+        def synchronize(self) -> None:
+            early[0] += self.reads == reads[0]
+
+        def elapsed_time(self, last: Mark) -> float:
+            return 1000 * (last.seconds - self.seconds)
+
+    def read(walked: torch.Tensor) -> Any:
+        reads[0] += 1
+        return read_walk(walked)
+
+    monkeypatch.setattr(generate, "moment", Mark)
+    monkeypatch.setattr(rows, "read_walk", read)
+    drafter, start = TABLE["medusa"].build(static).eval(), time.perf_counter()
+    stats = speculative(static, PROMPTS[:2], Options(20), drafter, 8).stats
+    took = time.perf_counter() - start
+    assert reads[0] == stats.calls > 5
+    assert early[0] <= 1
+    assert min(stats.seconds_prefill, stats.seconds_draft, stats.seconds_target, stats.seconds_other) > 0
+    assert 0.5 * took < stats.seconds < took
 
 
 def test_what_is_kept_is_the_same_on_host_and_device() -> None:

@@ -22,7 +22,7 @@ from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits, peers
 from selfspec.evaluation.footprint import start_costs
-from selfspec.evaluation.limits import bandwidth, expected_length, peak, weights_of
+from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
@@ -110,6 +110,10 @@ def test_limits_of_a_target_of_ones_own(tiny_folder: str, heads_folder: Path, tm
     figures = run_limits(config, tmp_path / "run")
     assert not figures["forecast"]
     assert {f["nodes"] for f in figures["forecasts"]} == {2}
+    model, settings = tiny_model(max_position_embeddings=64), LimitsConfig(rounds=3)
+    with pytest.raises(ValueError, match=r"has 64 positions, too few for 80 nodes; give smaller limits\.sizes"):
+        measure_limits(model, {}, settings)
+    assert limits._context(Target(model), 40) == 24  # the pass and its tree fit
 
 
 @pytest.mark.slow

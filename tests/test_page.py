@@ -21,7 +21,7 @@ from conftest import compose_config
 from selfspec.budget.predict import MOST, Curve, assumed, fastest, predict
 from selfspec.cli.evaluation_runs import run_decode, run_page
 from selfspec.evaluation.limits import expected_lengths
-from selfspec.evaluation.page import LARGEST_PAGE, PageConfig, acceptance_tables, page_data, write_page
+from selfspec.evaluation.page import LARGEST_PAGE, PageConfig, _last, acceptance_tables, page_data, write_page
 from selfspec.trace import VERSION, Trace, read_traces
 
 PAGE = Path(__file__).parents[1] / "selfspec" / "page"
@@ -171,6 +171,12 @@ def test_a_folder_with_a_part_gets_a_page_that_names_the_others(runs: Path) -> N
     assert set(data["missing"]) == {"traces", "curves"}
     assert data["missing"]["traces"].startswith("selfspec decode -m ")
     assert page_data(PageConfig([str(runs)]))["missing"] == {}
+
+
+def test_targets_and_drafters_of_runs_are_named_by_their_runs() -> None:
+    assert _last("runs/a/target/") == "a/target"
+    assert _last("runs/b/drafter+runs/c+prompt_lookup") == "b/drafter+c+prompt_lookup"
+    assert _last("/") == "/"
 
 
 def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs: Path, tmp_path: Path) -> None:

@@ -31,15 +31,15 @@ def test_table_and_figure_are_of_one_run() -> None:
 
 def test_the_page_shows_the_comparison_of_the_table() -> None:
     page = json.loads((ROOT / "selfspec" / "page" / "embedded.json").read_text())
-    (shown,) = (each for each in page["comparisons"] if (each["name"], each["target"]) == ("readme", "smollm2"))
+    (shown,) = (each for each in page["comparisons"] if (each["name"], each["target"]) == ("readme", "qwen-coder"))
     section = README.split("<!-- summary -->")[1].split("<!-- end -->")[0]
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     heads, rows = lines[0], {line[0]: line for line in lines[2:]}
     for row in shown["rows"]:
         if row["arm"] != "plain":
-            at = heads.index(f"τ, T={row['T']:g}")
-            assert rows[row["arm"]][at] == f"{row['tau']:.2f}"
-            assert rows[row["arm"]][at + 1].replace("**", "").startswith(f"{row['speedup']['ratio']:.2f}x")
+            cell, figures = rows[row["arm"]][heads.index(f"HumanEval, T={row['T']:g}")], row["groups"]["HumanEval"]
+            assert cell.replace("**", "").startswith(f"{figures['speedup']['ratio']:.2f}x [")
+            assert cell.endswith(f"τ {figures['tau']:.2f}")
     assert rows.keys() == {row["arm"] for row in shown["rows"]} - {"plain"}
 
 

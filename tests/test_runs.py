@@ -21,11 +21,12 @@ from conftest import compose_config, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_training import SMALL, small
 
 import selfspec
 from selfspec.checkpoints.find import member_names
+from selfspec.cli import evaluation_runs
 from selfspec.cli import main as cli
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
@@ -554,6 +555,31 @@ def test_what_is_finished_stays(
         assert ("runs/point is finished" in capsys.readouterr().out) == said
     assert typed(monkeypatch, *again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
     assert "decode.seed was" in capsys.readouterr().err
+
+
+def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
+    heads_folder: Path, source_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Finished or killed: a drafter that was trained anew under its name, and another machine."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(heads_folder, "mine")
+    short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
+    again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short)
+    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
+    weights = Path("mine/drafter.safetensors")
+    before = weights.read_bytes()
+    (name, first), *_ = (tensors := load_file(weights)).items()
+    save_file({**tensors, name: first + 1}, weights)
+    for _ in range(2):
+        assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 2
+        assert "was measured with another drafter mine+prompt_lookup (" in capsys.readouterr().err
+        Path("runs/point/summary.json").unlink(missing_ok=True)  # as if it had been killed
+    weights.write_bytes(before)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(evaluation_runs, "device_name", lambda device: "another processor")
+        assert typed(elsewhere, *again, "hydra.run.dir=runs/point") == 2
+    assert "was measured with another device (" in capsys.readouterr().err
+    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
 
 
 # -- what a command did not make, it does not remove

@@ -40,7 +40,7 @@ def arms_of(spec: Spec, rows: int, temperature: float, sizes: list[int]) -> dict
         return speculative(target, prompts, options, spec.drafter, nodes)
 
     def auto(prompts: list[list[int]]) -> Result:
-        drafts = Auto(spec.drafter, costs, past, Forecast(), rows, TOKENS)
+        drafts = Auto(spec.drafter, costs, past, Forecast(), TOKENS)
         return speculative(target, prompts, options, drafts, LARGEST)
 
     return {"plain": plain, **{str(nodes): partial(fixed, nodes) for nodes in sizes}, "auto": auto}

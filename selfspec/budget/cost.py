@@ -36,6 +36,9 @@ _measuring = threading.Lock()  # threads would take the measured time from each 
 _measured: dict[tuple[Path, bool], list[float]] = {}
 # Plain steps, more than any acceptance length measured; larger trees are priced in proportion to their nodes.
 _DEAR = 12
+# Kept tokens that passes are measured behind: rows of a tree attend to all of them, so that behind 500 tokens 8 nodes of
+# Qwen2.5-Coder-0.5B cost 1.11 plain steps, behind 128 1.03 of them. At most so many in all rows together.
+_CONTEXT, _ALL = 384, 1536
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 
@@ -52,10 +55,16 @@ def _identity(target: Target, rows: int) -> Figures:
         "target": target.name,
         "dtype": target.dtype_name,
         "rows": rows,
+        "context": _context(target, rows),
         "torch": torch.__version__,
         "engine": target.engine.name,
         "code": code_hash("core", "engine")[:16],  # another version of what runs passes has costs of its own
     }
+
+
+def _context(target: Target, rows: int) -> int:
+    """Tokens of each row's prompt, when costs are measured."""
+    return min(max(_ALL // rows, 32), _CONTEXT, (target.max_positions or 4096) // 2)
 
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
@@ -157,7 +166,7 @@ class _Trees:
 
 
 def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
-    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind a prompt of 128 tokens.
+    """Median seconds of a plain step, then of a pass over each of SIZES nodes per row, behind prompts of `_context`.
 
     Every round runs all sizes between two stretches of plain steps, and what counts is their ratio, so that a machine
     whose speed drifts does not decide. After SECONDS only the first round may begin; after half of them no
@@ -165,7 +174,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     """
     room = target.max_positions or 4096
     rng = random.Random(1)
-    prompts = [[rng.randrange(target.vocab_size) for _ in range(min(128, room // 2))] for _ in range(rows)]
+    prompts = [[rng.randrange(target.vocab_size) for _ in range(_context(target, rows))] for _ in range(rows)]
     sampling, start, compiling = Sampling(temperature), time.perf_counter(), 0.0
     mode = _mode(temperature > 0)
     bar = progress(total=_ROUNDS, desc=f"auto: the cost of a {mode} pass, measured once, {SECONDS:.0f} s", leave=False)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter
 from selfspec.utils.files import Figures
 
 PARTS = "parts:"  # before the hash of a target whose layers were not in memory
@@ -50,6 +51,18 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor names its mesh, too
             yield from _stored(part)
+
+
+def drafter_hash(drafter: Drafter) -> str:
+    """SHA-256 over what makes a drafter propose what it does: kinds, configs, calibrations and weights of its own, of
+    all members of a hybrid."""
+    digest = hashlib.sha256()
+    for part in drafter.parts():
+        digest.update(repr((part.kind, part.config, part.calibration)).encode())
+        for name, tensor in {**part.trained(), **part.saved_buffers()}.items():
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def tokenizer_hash(tokenizer: Tokenizer | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -11,7 +12,7 @@ from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.cli.config import CompareRun
-from selfspec.cli.evaluation_runs import _origin, asked
+from selfspec.cli.evaluation_runs import _origin, asked, check_origin
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
@@ -37,6 +38,12 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
             asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)
             prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    points = Counter((prompt.group, prompt.question, prompt.turn) for prompt in prompts)
+    if twice := next((point for point, count in points.items() if count > 1), None):
+        raise ValueError(
+            f"compare.questions={config.questions}: two sets hold the question {twice[1]!r} of the group {twice[0]!r}; "
+            "rename one of the files, or compare them one by one"
+        )
     return prompts
 
 
@@ -72,6 +79,7 @@ def _comparison(
     if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
+    check_origin(folder, path, target, drafters)
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:

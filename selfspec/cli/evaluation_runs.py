@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
 from selfspec.checkpoints.named import gguf_file
+from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ReportRun, ShowRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import as_plain, build_data, check_same, finished, run_folder, tokenizer_of, typed
@@ -52,6 +53,7 @@ from selfspec.evaluation.tables import Column, audit_report, group_table, own_co
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import (
+    ORIGIN,
     Figures,
     cache_folder,
     mean,
@@ -102,6 +104,22 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
     return spec
 
 
+def check_origin(folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter]) -> None:
+    """Write what a measurement is made with beside it. Raises ValueError where `begun` is there and was measured with
+    another device, target or drafter of the same names."""
+    now = {"device": device_name(target.device), f"target {target.name}": target_hash(target)[:16]}
+    now |= {f"drafter {name}": drafter_hash(drafter)[:16] for name, drafter in drafters.items()}
+    path = folder / ORIGIN
+    before = read_json(path) if begun.exists() and path.is_file() else {}
+    for key in (key for key in now if before.get(key, now[key]) != now[key]):
+        raise ValueError(
+            f"{begun} was measured with another {key} ({before[key]}, now {now[key]}); delete the folder, or choose "
+            "another name="
+        )
+    if before != {**before, **now}:
+        write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
+
+
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, one that was
     killed goes on with what is missing. title: of the point in the run's logger."""
@@ -111,6 +129,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     begun = folder / "summary.json"
     if begun.is_file() and (summary := read_json(begun)).get("columns", {}).keys() == columns.keys():
         check_same(folder / "config.yaml", as_plain(config), _BESIDE)
+        check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
         print(f"{folder} is finished; delete it to measure it again")
         return summary
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
@@ -119,6 +138,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_ids(questions)
     path = folder / RECORDS
     with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
+        check_origin(folder, path, spec.target, {run.drafter: spec.drafter})
         records = run_arms(spec, prompts, run.decode, run.tree.nodes, path)
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]

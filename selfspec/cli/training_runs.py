@@ -43,7 +43,7 @@ from selfspec.training.states import SERVER
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, cache_folder, is_main_process, read_json, write_text
 from selfspec.utils.machine import check_device, default_device
 from selfspec.utils.openai_client import Servers, server_urls
 from selfspec.utils.tracking import RunLog, flat, whole_lines
@@ -87,7 +87,7 @@ def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str
             write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
             yield plain
         except BaseException:
-            if {p.name for p in folder.iterdir()} <= {path.name, lock.name}:
+            if {p.name for p in folder.iterdir()} <= {path.name, lock.name, ORIGIN}:
                 shutil.rmtree(folder)
             raise
 

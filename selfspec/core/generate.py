@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.options import Options, check, integer
-from selfspec.core.rows import MAX_NODES, Rows, clock
-from selfspec.core.stats import Stats
+from selfspec.core.rows import MAX_NODES, Rows
+from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.engine.engine import with_room
@@ -122,7 +122,8 @@ def _steps(
     stopped: list[bool] | None,
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
-    t0, compiled, waits = clock(target.device), target.compiled, target.engine.waits("tree_pass_alone")
+    device, compiled, waits = target.device, target.compiled, target.engine.waits("tree_pass_alone")
+    begun, spans = moment(device), list[Span]()  # of the last pass: a GPU is through with it when the next one was read
     rows = Rows(target, prompts, options)
     rows.records = rows.records if records is None else records
     rows.stopped = rows.stopped if stopped is None else stopped
@@ -131,17 +132,17 @@ def _steps(
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
         rows.prefill(session, reads)
-        t1 = clock(target.device)
-        stats.seconds_prefill += t1 - t0
+        start = moment(device)
+        spans = [("prefill", begun, start)]
         roots = rows.roots()
         tree = chain(roots[:, None])
         while rows.alive:
-            t2 = t1
+            drafted = start
             if session is not None:
                 of_rows = roots, cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
                 tree = session.propose(Context(*of_rows, target, cache))
                 tree = target.shaped(_standing(tree, roots))
-                t2 = clock(target.device)
+                drafted = moment(device)
             elif len(tree.tokens) == len(roots):
                 tree = tree.with_tokens(roots[:, None])
             else:
@@ -149,18 +150,19 @@ def _steps(
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
-            t3 = clock(target.device)
+            passed = moment(device)
             if session is not None and not stats.accepted:
                 rejected = rejected + (tree.parents[:, 1 : tree.plain] >= 0).sum()
             paths, emitted, kept = rows.accepted(tree, out)
+            stats.book(spans)
             before = rows.alive, cache.lengths
             cache.commit(paths, kept)
             tokens, going = rows.advance(emitted)
             added: Added = []
             for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
-                drafted = min(len(paths[i]) - 1, len(cut))
-                stats.count(drafted, len(cut))
-                added.append((row, cut, [True] * drafted + [False] * (len(cut) - drafted)))
+                count = min(len(paths[i]) - 1, len(cut))
+                stats.count(count, len(cut))
+                added.append((row, cut, [True] * count + [False] * (len(cut) - count)))
             rows.select(going)
             if going:
                 still = kept if len(going) == len(paths) else None
@@ -168,17 +170,16 @@ def _steps(
                 if session is not None:
                     states = out.hidden, out.features
                     session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
-            t0, t1 = t1, clock(target.device)
+            spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
             stats.calls += 1
             stats.nodes += tree.tokens.shape[1]
-            stats.seconds_draft += t2 - t0
-            stats.seconds_target += t3 - t2
-            stats.seconds_other += t1 - t3
             if options.watch is not None:
-                rows.watched(before, tree, paths, tokens, (t2 - t0, t3 - t2, t1 - t3))
+                rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             yield added
-            t1 = clock(target.device)
+            start = moment(device)
     finally:
+        with suppress(RuntimeError):  # of a GPU that failed, which another error tells
+            stats.book(spans)
         changed = target.engine.waits("tree_pass_alone") > waits
         stats.exact = target.exact_between if changed else target.exact
         stats.compiled += target.compiled - compiled

@@ -29,7 +29,7 @@ class Seen:
     paths: list[list[int]]
     emitted: list[list[int]]
     records: list[list[tuple[Tensor, Tensor]]]
-    seconds: tuple[float, float, float]
+    seconds: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class Rows:
         tree: DraftTree,
         paths: list[list[int]],
         emitted: list[list[int]],
-        seconds: tuple[float, float, float],
+        seconds: Sequence[float],
     ) -> None:
         """Call `watch` with what a pass did. before: the rows that were in it, and what each had cached."""
         assert self.options.watch is not None

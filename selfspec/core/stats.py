@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
+
+import torch
 
 from selfspec.utils.exactness import ROUNDED
 from selfspec.utils.files import mean, shown
+
+# A point in time; on a GPU a mark in its stream, for which nothing waits
+Moment = float | torch.cuda.Event
+Span = tuple[str, Moment, Moment]  # a part of `Stats`, its begin and its end
+
+
+def moment(device: torch.device) -> Moment:
+    """Now; on a GPU when it has done what it was given so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed(first: Moment, last: Moment) -> float:
+    """Seconds between two moments; waits until a GPU has come to the last one."""
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1000
 
 
 @dataclass
@@ -72,6 +98,13 @@ class Stats:
             f"{self.tokens} tokens in {self.passes} passes: {shown(self.acceptance_length)} per pass, {rate}, "
             f"{drafted}% drafted"
         ) + (f"; 0 of {self.rejected} drafted tokens accepted" if self.rejected and not self.accepted else "")
+
+    def book(self, spans: list[Span]) -> None:
+        """Take spans out of a list and add them to the parts that they are named after: prefill, draft, target,
+        other."""
+        while spans:
+            part, first, last = spans.pop()
+            setattr(self, f"seconds_{part}", getattr(self, f"seconds_{part}") + elapsed(first, last))
 
     def count(self, drafted: int, tokens: int) -> None:
         """One row's pass that emitted `tokens` tokens, `drafted` of them from the tree."""

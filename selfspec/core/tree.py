@@ -67,6 +67,19 @@ class DraftTree:
         """The same tree, with who proposed each node."""
         return self._with(sources=sources)
 
+    def only(self, kept: list[list[int]]) -> DraftTree:
+        """The tree of some nodes of each row, ascending and as many in every row, none without its parent."""
+        chosen = torch.tensor(kept, device=self.tokens.device)
+        place = torch.full_like(self.tokens, -1)
+        place.scatter_(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen))
+        above = self.parents.gather(1, chosen)
+        parents = place.gather(1, above.clamp(min=0)).where(above >= 0, above)
+        scores = None if self.scores is None else self.scores.expand_as(self.tokens).gather(1, chosen)
+        sources = self.sources
+        if sources is not None:
+            sources = [[row[node] for node in at] for row, at in zip(sources, kept, strict=True)]
+        return DraftTree(self.tokens.gather(1, chosen), parents, scores, sources=sources)
+
     def _with(self, **changed: Any) -> DraftTree:
         tree = object.__new__(DraftTree)
         tree.__dict__.update(self.__dict__, **changed)

@@ -33,6 +33,7 @@ from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
+_STEPS = 16  # tokens of a call in which drafts are timed
 _BLOCK = 8  # passes of one kind in a row, the first two of which are not timed
 _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 
@@ -124,6 +125,16 @@ def weights_of(target: Target) -> tuple[int, int]:
     return size, 2 * sum(p.numel() for p in read.values() if p.ndim > 1)
 
 
+def _context(target: Target, ahead: int) -> int:
+    """Kept tokens that leave room for so many more. Raises ValueError where none do."""
+    most = target.max_positions
+    if most is not None and most <= ahead:
+        raise ValueError(
+            f"target {target.name!r} has {most} positions, too few for {ahead} nodes; give smaller limits.sizes"
+        )
+    return _CONTEXT if most is None else min(_CONTEXT, most - ahead)
+
+
 def _tree(nodes: int, rows: int, target: Target) -> DraftTree:
     """Arbitrary tokens as a tree, the same in every row."""
     rng = random.Random(nodes)
@@ -140,9 +151,10 @@ def pass_seconds(
     turn."""
     calls: dict[tuple[str, int], Callable[[], object]] = {}
     for name, target in targets.items():
-        cache = target.cache(rows, _CONTEXT + 2 * max(sizes))
-        target.forward(chain(_tree(_CONTEXT, rows, target).tokens), cache, False)
-        cache.commit([list(range(_CONTEXT))] * rows)
+        context = _context(target, max(sizes))
+        cache = target.cache(rows, context + 2 * max(sizes))
+        target.forward(chain(_tree(context, rows, target).tokens), cache, False)
+        cache.commit([list(range(context))] * rows)
         for n in sizes:
             tree = _tree(n, rows, target)
 
@@ -171,7 +183,7 @@ def step_seconds(
     in it (outside the engine's functions), over short calls. The first draft of a call reads the prompt and does not
     count."""
     rng = random.Random(1)
-    prompt = [rng.randrange(target.vocab_size) for _ in range(_CONTEXT)]
+    prompt = [rng.randrange(target.vocab_size) for _ in range(_context(target, _STEPS + nodes))]
     drafts: list[float] = []
     passes: list[float] = []
     steps: list[float] = []
@@ -179,7 +191,7 @@ def step_seconds(
     seed = 0
     while len(others) < rounds:
         timed = _Timed(drafter, target)
-        stats = speculative(target, [prompt], Options(16, Sampling(temperature), seed), timed, nodes).stats
+        stats = speculative(target, [prompt], Options(_STEPS, Sampling(temperature), seed), timed, nodes).stats
         if seed and not stats.compiled:  # the first call warms up
             drafts += timed.seconds[1:]
             passes += timed.passes[1:]
@@ -245,6 +257,7 @@ def measure_limits(
     """Everything `eval/limits.py` tells. drafters: by name, how each is made for a target; those that are not trained
     have no table of acceptance by depth and are left out of the forecast."""
     eager = Target(model)
+    _context(eager, _STEPS + max(config.sizes))  # refused before anything is measured
     fast = Target(model, returns=eager.returns)
     fast.use_engine("compiled")
     targets = {"eager": eager, "compiled": fast}

@@ -135,8 +135,9 @@ def _below(folder: Path, name: str) -> list[Path]:
 
 
 def _last(name: str) -> str:
-    """A target or drafter without the folders around it."""
-    return "+".join(part.rstrip("/").rsplit("/", 1)[-1] for part in name.split("+"))
+    """A target or drafter without the folders around it; the one of a run by the run's name."""
+    names = ([part for part in each.split("/") if part] or [each] for each in name.split("+"))
+    return "+".join("/".join(parts[-2:] if parts[-1] in ("target", "drafter") else parts[-1:]) for parts in names)
 
 
 def _target(name: str) -> str:

@@ -18,11 +18,11 @@ from selfspec.evaluation.benchmark import lines_of
 from selfspec.evaluation.metrics import by_arm
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
-from selfspec.utils.files import Figures, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, read_json, write_text
 from selfspec.utils.tracking import flat
 
 RECORDS = "records.jsonl"
-OWN = (RECORDS, "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
+OWN = (RECORDS, ORIGIN, "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
 
 
 def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
