@@ -86,7 +86,7 @@ hybrid: $(VENV)/.ready
 		drafter=runs/hybrid_medusa,runs/hybrid_feature,runs/hybrid_mask,prompt_lookup tree.nodes=8 \
 		decode.temperature=0,1 decode.prompts=5
 
-# The table and the figure that README begins with, and the page's copy of them, forty minutes: Qwen2.5-Coder-0.5B (from
+# The table and the figure that README begins with, and the page's copy of them, an hour: Qwen2.5-Coder-0.5B (from
 # the hub, or from what SELFSPEC_QWEN_CODER names) on HumanEval, whose file SELFSPEC_HUMAN_EVAL names, and on edits. The
 # programs that it writes are run.
 readme: $(VENV)/.ready
@@ -95,7 +95,9 @@ readme: $(VENV)/.ready
 		"compare.temperatures=[0,1]" "compare.methods=[]" compare.allow_code_execution=true \
 		compare.summary=README.md compare.results=notebooks/results/qwen_coder.md \
 		"compare.drafters=[qwen-coder-eagle3+prompt_lookup,prompt_lookup,qwen-coder-eagle3]"
-	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json "page.runs=[runs/readme,selfspec/page/embedded.json]"
+	$(BIN)/python eval/limits.py name=readme_limits target=qwen-coder "limits.drafters=[]" limits.starts=false
+	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json \
+		"page.runs=[runs/readme,runs/readme_limits,selfspec/page/embedded.json]"
 
 # SmolLM2's table in notebooks/results/smollm2.md, twenty minutes; QUESTIONS names Spec-Bench's question.jsonl.
 smollm2: $(VENV)/.ready
@@ -126,7 +128,7 @@ page-data: $(VENV)/.ready runs/readme/compare.json runs/smollm2/compare.json
 	$(BIN)/python eval/page.py "page.runs=[runs/page_traces,runs/page_limits,runs/page_compare]" page.shown=20 \
 		page.data=runs/page_tiny.json
 	$(BIN)/python eval/page.py page.data=selfspec/page/embedded.json page.shown=8 \
-		"page.runs=[runs/readme,runs/page_smollm2,runs/page_smollm2_limits,runs/smollm2,runs/page_tiny.json]"
+		"page.runs=[runs/readme,runs/readme_limits,runs/page_smollm2,runs/page_smollm2_limits,runs/smollm2,runs/page_tiny.json]"
 
 runs/%/compare.json:
 	$(MAKE) $*

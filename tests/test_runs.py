@@ -21,10 +21,11 @@ from conftest import compose_config, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_training import SMALL, small
 
 import selfspec
+from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
 from selfspec.cli import evaluation_runs
 from selfspec.cli import main as cli
@@ -566,15 +567,16 @@ def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
     short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
     again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short)
     assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
-    weights = Path("mine/drafter.safetensors")
-    before = weights.read_bytes()
-    (name, first), *_ = (tensors := load_file(weights)).items()
-    save_file({**tensors, name: first + 1}, weights)
+    Path("mine").rename("before")
+    spec = selfspec.load("before")
+    torch.nn.init.normal_(next(iter(spec.drafter.trained().values())))
+    save_drafter(spec.drafter, Path("mine"), spec.target, spec.target.name, spec.tokenizer, "")
     for _ in range(2):
         assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 2
         assert "was measured with another drafter mine+prompt_lookup (" in capsys.readouterr().err
         Path("runs/point/summary.json").unlink(missing_ok=True)  # as if it had been killed
-    weights.write_bytes(before)
+    shutil.rmtree("mine")
+    Path("before").rename("mine")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(evaluation_runs, "device_name", lambda device: "another processor")
         assert typed(elsewhere, *again, "hydra.run.dir=runs/point") == 2

@@ -53,8 +53,8 @@ class PageConfig:
 
 def page_data(config: PageConfig) -> Figures:
     """What the page shows. Raises FileNotFoundError for a folder that is missing and ValueError for one with nothing
-    to show, or with a damaged file. What other pages show stands behind what the folders hold; a comparison of a
-    folder replaces theirs of the same name and target."""
+    to show, or with a damaged file. What other pages show stands behind what the folders hold; comparisons and costs of
+    a folder replace theirs of the same name and target."""
     if config.runs is None:
         saved: Figures = json.loads((_FOLDER / _DATA).read_text(encoding="utf-8"))
         return saved
@@ -88,10 +88,10 @@ def page_data(config: PageConfig) -> Figures:
     pairs = _pairs(traces)
     data["traces"] = [_shown(plain, fast) for plain, fast in _spread(pairs, config.shown)]
     data["acceptance"] = acceptance_tables([fast for _, fast in pairs])
-    made = {(each["name"], each["target"]) for each in data["comparisons"]}
     for name in _PARTS:
+        measured = {(part["name"], part["target"]) for part in data[name] if "name" in part}
         parts = [part for other in others for part in other[name]]
-        data[name] += [p for p in parts if name != "comparisons" or (p["name"], p["target"]) not in made]
+        data[name] += [part for part in parts if (part.get("name"), part.get("target")) not in measured]
     data["missing"] = {name: command for name, command in COMMANDS.items() if not data[name]}
     return data
 
