@@ -142,7 +142,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
             "compare.prompts=[1,2]",
             r"compare.prompts=\[1, 2\] must be a number of at least 1, or a list with one for each",
         ),
-        ("compare.questions=[source,source]", "two sets hold the question 'continuation-0' of the group 'continuation'"),
+        ("compare.questions=[source,source]", "two sets hold the question 'continuation-0' of the group"),
         ("compare.results=nowhere.md", "is no file; give one that has lines <!-- compare -->"),
     ],
 )

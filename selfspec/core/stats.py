@@ -26,10 +26,10 @@ def moment(device: torch.device) -> Moment:
 
 def elapsed(first: Moment, last: Moment) -> float:
     """Seconds between two moments; waits until a GPU has come to the last one."""
-    if isinstance(first, float) or isinstance(last, float):
-        assert isinstance(first, float)
-        assert isinstance(last, float)
+    if isinstance(first, (int, float)):
+        assert isinstance(last, (int, float))
         return last - first
+    assert not isinstance(last, (int, float))
     last.synchronize()
     return float(first.elapsed_time(last)) / 1000
 
