@@ -36,9 +36,9 @@ _measuring = threading.Lock()  # threads would take the measured time from each 
 _measured: dict[tuple[Path, bool], list[float]] = {}
 # Plain steps, more than any acceptance length measured; larger trees are priced in proportion to their nodes.
 _DEAR = 12
-# Kept tokens that passes are measured behind, and at most in all rows together: every node attends to all of them, so
-# that behind 128 tokens trees are cheaper than in most calls (notebooks/results/qwen_coder.md).
-_CONTEXT, _ALL = 384, 1536
+# Kept tokens that passes are measured behind, at most, in all rows together, and at least: every node attends to all of
+# them, so that behind 128 tokens trees are cheaper than in most calls (notebooks/results/qwen_coder.md).
+_CONTEXT, _ALL, _LEAST = 256, 1024, 128
 _ROUNDS = 24  # of measuring all sizes, of which the median counts
 
 
@@ -64,7 +64,7 @@ def _identity(target: Target, rows: int) -> Figures:
 
 def _context(target: Target, rows: int) -> int:
     """Tokens of each row's prompt, when costs are measured."""
-    return min(max(_ALL // rows, 32), _CONTEXT, (target.max_positions or 4096) // 2)
+    return min(max(_ALL // rows, _LEAST), _CONTEXT, (target.max_positions or 4096) // 2)
 
 
 def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
@@ -175,7 +175,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     room = target.max_positions or 4096
     rng = random.Random(1)
     prompts = [[rng.randrange(target.vocab_size) for _ in range(_context(target, rows))] for _ in range(rows)]
-    sampling, start, compiling = Sampling(temperature), time.perf_counter(), 0.0
+    sampling, start, compiling, reading = Sampling(temperature), time.perf_counter(), 0.0, 0.0
     mode = _mode(temperature > 0)
     bar = progress(total=_ROUNDS, desc=f"auto: the cost of a {mode} pass, measured once, {SECONDS:.0f} s", leave=False)
 
@@ -183,7 +183,9 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         return time.perf_counter() - start - compiling > share * SECONDS
 
     def step() -> float:
+        nonlocal reading
         stats = autoregressive(target, prompts, Options(min(len(SIZES), room // 2), sampling)).stats
+        reading = stats.seconds_prefill
         return (stats.seconds_target + stats.seconds_other) / stats.calls
 
     def passes(sizes: Sequence[int], count: int, turn: int = 0) -> dict[int, list[float]]:
@@ -195,6 +197,9 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
         step()  # compiles, where passes are compiled
         compiling = time.perf_counter() - start
         plain, sizes = [step()], list[int]()
+        if reading > SECONDS / 40:  # every call reads its prompt
+            prompts = [prompt[:_LEAST] for prompt in prompts]
+            plain = [step()]
         for n in SIZES:
             sizes.append(n)
             compiled, began = target.compiled, time.perf_counter()

@@ -12,10 +12,10 @@ promises (`Experience`). Everything else follows (figures in notebooks/results/)
 3. With mask slots a pass has the rows, a power of two, that expect the most tokens per second. Any other tree that can
    not be cut gets the largest of 8, 16 and 32 nodes that costs at most a quarter more than one node, or 8: early exit
    and lookahead lose more by dear passes than larger trees bring.
-4. From the ninth pass of a call, drafting goes on while its passes bring more tokens per second than plain steps;
-   else the rest of the call is plain. Earlier calls count in that, since texts differ. Where earlier calls were slower
-   than plain decoding by 3%, only every eighth call tries to draft. The first draft of a call reads the prompt and
-   counts for nothing: it is spent when the others are judged.
+4. From the ninth pass of a call, drafting goes on while its passes promise more tokens per second than plain steps (of
+   trees that can not be cut: bring); else the rest of the call is plain. Earlier calls count in that, since texts
+   differ. Where earlier calls were slower than plain decoding by 3%, only every eighth call tries to draft. The first
+   draft of a call reads the prompt and counts for nothing: it is spent when the others are judged.
 """
 
 from __future__ import annotations
@@ -159,12 +159,15 @@ class Auto:
 @dataclass
 class _Drafted:
     """A pass under way. rows, length: of its call, and their tokens before it; expected: drafted tokens of all rows;
-    ready: when the draft was; draft: its time in steps."""
+    scores: path probabilities of each row's nodes, where known; ready: when the draft was; draft: its time in
+    steps."""
 
-    tree: DraftTree
+    nodes: int
+    start: int  # of the target's layers, which drafting has run up to there
     rows: int
     length: int
     expected: float
+    scores: list[list[float]]
     ready: float
     draft: float
 
@@ -204,8 +207,9 @@ class AutoSession:
         left = rows * min(nodes, max(1, self.end - longest))
         usual = past.draft / past.passes if past.passes else 0.0
         self.forecast.expect(nodes, min(left, rows + expected), (self._cost(nodes) + usual) * rows)
+        known = [] if tree.scores is None else tree.scores.expand_as(tree.tokens).tolist()
         ready = perf_counter()
-        self.last = _Drafted(tree, rows, length, expected, ready, self._steps(start, ready))
+        self.last = _Drafted(nodes, tree.start, rows, length, expected, known, ready, self._steps(start, ready))
         return tree
 
     def _book(self, rows: int, length: int) -> None:
@@ -214,7 +218,7 @@ class AutoSession:
         last = self.last
         if last is None or last.rows != rows or not steady or self.forecast.passes < 2:
             return
-        tokens, cost = length - last.length, self._cost(last.tree.tokens.shape[1])
+        tokens, cost = length - last.length, self._cost(last.nodes)
         promised = self.past.prunable and last.expected > 0  # varies less than what came of it
         worth = (rows + last.expected if promised else tokens) / rows
         self.past.book(worth, last.draft, cost)
@@ -259,11 +263,10 @@ class AutoSession:
         self.inner.observe(accepted)
         if last is None:
             return
-        if last.rows == self.rows and not last.tree.start and self.target.compiled == self.compiled:
+        if last.rows == self.rows and not last.start and self.target.compiled == self.compiled:
             took = start - last.ready  # of a whole pass of all rows, which costs are of
-            self.past.slow = 0.9 * self.past.slow + 0.1 * took / (self.step * self._cost(last.tree.tokens.shape[1]))
-            if last.tree.scores is not None:
-                scores = last.tree.scores.expand_as(last.tree.tokens).tolist()
-                for row, path in zip(accepted.rows, accepted.paths, strict=True):
-                    self.past.learn(scores[row], path)
+            self.past.slow = 0.9 * self.past.slow + 0.1 * took / (self.step * self._cost(last.nodes))
+            for row, path in zip(accepted.rows, accepted.paths, strict=True):
+                if last.scores:
+                    self.past.learn(last.scores[row], path)
         last.draft += self._steps(start, perf_counter())

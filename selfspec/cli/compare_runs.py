@@ -16,7 +16,7 @@ from selfspec.cli.evaluation_runs import _origin, asked, check_origin
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
-from selfspec.evaluation.compare import CompareConfig, run_comparison
+from selfspec.evaluation.compare import CompareConfig, read_runs, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_tables import comparison_tables, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
@@ -79,7 +79,7 @@ def _comparison(
     if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
-    check_origin(folder, path, target, drafters)
+    check_origin(folder, path, target, drafters, {each.arm for each in read_runs(path)})
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -104,19 +104,25 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
     return spec
 
 
-def check_origin(folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter]) -> None:
-    """Write what a measurement is made with beside it. Raises ValueError where `begun` is there and was measured with
-    another device, target or drafter of the same names."""
-    now = {"device": device_name(target.device), f"target {target.name}": target_hash(target)[:16]}
+def check_origin(
+    folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter], kept: Iterable[str] | None = None
+) -> None:
+    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of (None:
+    all). Raises ValueError where `begun` is there and was measured with another device, target or drafter of the same
+    name; in a finished one, which is only shown, another device is named."""
+    now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
     now |= {f"drafter {name}": drafter_hash(drafter)[:16] for name, drafter in drafters.items()}
-    path = folder / ORIGIN
-    before = read_json(path) if begun.exists() and path.is_file() else {}
+    path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
+    if begun.exists() and not path.is_file():
+        return  # of an older version, which did not say
+    before = read_json(path) if begun.exists() else {}
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
-        raise ValueError(
-            f"{begun} was measured with another {key} ({before[key]}, now {now[key]}); delete the folder, or choose "
-            "another name="
-        )
-    if before != {**before, **now}:
+        said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
+        if key == "device" and begun.name == "summary.json":
+            print(said)
+        elif not key.startswith("drafter ") or key.removeprefix("drafter ") in measured:
+            raise ValueError(f"{said}; delete the folder, or choose another name=")
+    if begun.name != "summary.json":
         write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
 
 

@@ -175,6 +175,8 @@ def _steps(
             stats.nodes += tree.tokens.shape[1]
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
+            if isinstance(start, float):  # nothing to wait for
+                stats.book(spans)
             yield added
             start = moment(device)
     finally:
