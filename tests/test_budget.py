@@ -206,7 +206,8 @@ def test_cut_trees_keep_parents_in_order(llama: Target, monkeypatch: pytest.Monk
     scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])
     sized, _ = session_of(_Spy([]), [1.0] + [1 + 0.1 * n for n in range(LARGEST)], llama)
     monkeypatch.setattr(policy, "perf_counter", lambda: 1.0)  # the draft took a plain step
-    tree, promise = sized._cut(DraftTree(tokens, parents, scores), 0.0)
+    tree, promise, left = sized._cut(DraftTree(tokens, parents, scores), 0.0)
+    assert torch.tensor(left).equal(tree.scores)
     assert tree.tokens.tolist() == [[1, 2, 4, 5]]
     assert tree.parents.tolist() == [[-1, 0, 0, 2]]
     assert promise == pytest.approx(1.5)

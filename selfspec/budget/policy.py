@@ -199,17 +199,16 @@ class AutoSession:
             return self.root.with_tokens(context.roots[:, None])
         start = perf_counter()
         limited = replace(context, nodes=self._nodes(context.mode), rate=1 / (self.step * past.slow))
-        tree, expected = self.target.shaped(self.inner.propose(limited)), 0.0
+        tree, expected, scores = self.target.shaped(self.inner.propose(limited)), 0.0, list[list[float]]()
         if tree.scores is not None and tree.tokens.shape[1] > 1:
             past.prunable = tree.prunable
-            tree, expected = self._cut(tree, start)
+            tree, expected, scores = self._cut(tree, start)
         nodes = tree.tokens.shape[1]
         left = rows * min(nodes, max(1, self.end - longest))
         usual = past.draft / past.passes if past.passes else 0.0
         self.forecast.expect(nodes, min(left, rows + expected), (self._cost(nodes) + usual) * rows)
-        known = [] if tree.scores is None else tree.scores.expand_as(tree.tokens).tolist()
         ready = perf_counter()
-        self.last = _Drafted(nodes, tree.start, rows, length, expected, known, ready, self._steps(start, ready))
+        self.last = _Drafted(nodes, tree.start, rows, length, expected, scores, ready, self._steps(start, ready))
         return tree
 
     def _book(self, rows: int, length: int) -> None:
@@ -240,9 +239,9 @@ class AutoSession:
             return self.past.asked
         return max((n for n in (8, 16, 32) if self.costs[n] <= 1.25 * self.costs[1]), default=8)
 
-    def _cut(self, tree: DraftTree, start: float) -> tuple[DraftTree, float]:
+    def _cut(self, tree: DraftTree, start: float) -> tuple[DraftTree, float, list[list[float]]]:
         """The best nodes of a tree, as many as give this pass the most tokens per second, drafting since `start`
-        included (rule 1), and the drafted tokens that they expect."""
+        included (rule 1), the drafted tokens that they expect, and their scores."""
         assert tree.scores is not None
         scores = tree.scores.expand_as(tree.tokens).tolist()
         spent = self._steps(start, perf_counter())  # reading them has waited for a GPU
@@ -253,8 +252,10 @@ class AutoSession:
         best = max(range(len(sums)), key=lambda n: (len(scores) + sums[n]) / (spent + self.costs[n + 1])) + 1
         self.past.kept = 0.9 * self.past.kept + 0.1 * best
         if not tree.prunable or best == len(order[0]):
-            return tree, sums[-1]
-        return tree.only([sorted(at[:best]) for at in order]), sums[best - 1]
+            return tree, sums[-1], scores
+        kept = [sorted(at[:best]) for at in order]
+        left = [[row[node] for node in at] for row, at in zip(scores, kept, strict=True)]
+        return tree.only(kept), sums[best - 1], left
 
     def observe(self, accepted: Accepted) -> None:
         if self.inner is None:

@@ -38,10 +38,13 @@ def weights_hash(model: nn.Module, dtype: torch.dtype | None = None, without: nn
         if tensor.is_meta or id(tensor) in left:
             continue
         for part in _stored(tensor.detach()):
-            values = part.to(dtype or part.dtype) if part.is_floating_point() else part
-            digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
-            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            _add(digest, name, part.to(dtype or part.dtype) if part.is_floating_point() else part)
     return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, name: str, values: Tensor) -> None:
+    digest.update(f"{name} {list(values.shape)} {values.dtype}\n".encode())
+    digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _stored(tensor: Tensor) -> Iterator[Tensor]:
@@ -54,14 +57,11 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def drafter_hash(drafter: Drafter) -> str:
-    """SHA-256 over what makes a drafter propose what it does: kinds, configs, calibrations and weights of its own, of
-    all members of a hybrid."""
-    digest = hashlib.sha256()
-    for part in drafter.parts():
-        digest.update(repr((part.kind, part.config, part.calibration)).encode())
-        for name, tensor in {**part.trained(), **part.saved_buffers()}.items():
-            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    """SHA-256 over what makes a drafter, which is no hybrid, propose what it does: its kind, config, calibration and
+    own weights."""
+    digest = hashlib.sha256(repr((drafter.kind, drafter.config, drafter.calibration)).encode())
+    for name, tensor in {**drafter.trained(), **drafter.saved_buffers()}.items():
+        _add(digest, name, tensor.detach())
     return digest.hexdigest()
 
 

@@ -111,7 +111,8 @@ def check_origin(
     all). Raises ValueError where `begun` is there and was measured with another device, target or drafter of the same
     name; in a finished one, which is only shown, another device is named."""
     now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
-    now |= {f"drafter {name}": drafter_hash(drafter)[:16] for name, drafter in drafters.items()}
+    for name, drafter in drafters.items():
+        now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
     path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
     if begun.exists() and not path.is_file():
         return  # of an older version, which did not say

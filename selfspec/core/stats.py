@@ -43,6 +43,7 @@ class Stats:
     max_new_tokens; compiled: functions that a compiled engine had to compile, or read from disk, on the way, and
     passes that ran before theirs were; accepted: passes in which depth d + 1 was accepted; rejected: tokens drafted
     before the first accepted one; lengths: tokens of each pass, row by row;
+    seconds_...: of the parts of a call; on a GPU those of a pass are added when the next one was read;
     exact: whether the tokens are those of plain decoding "by construction", "in every test" or "up to rounding" (see
     `Target.exact`).
     """

@@ -118,10 +118,6 @@ class Drafter(nn.Module, ABC):
         """Who proposes nodes: the drafter itself, or the members of a hybrid."""
         return (self.kind,)
 
-    def parts(self) -> list[Drafter]:
-        """The drafter itself, or the members of a hybrid."""
-        return [self]
-
     @abstractmethod
     def session(self, target: Target, rows: int) -> Session:
         """The state of one call of generate over so many rows."""

@@ -61,9 +61,6 @@ class Hybrid(Drafter):
     def sources(self) -> tuple[str, ...]:
         return self._order
 
-    def parts(self) -> list[Drafter]:
-        return list(self.members.values())
-
     def session(self, target: Target, rows: int) -> HybridSession:
         sessions = {name: self.members[name].session(target, rows) for name in self.sources}
         free = [session for name, session in sessions.items() if not isinstance(self.members[name], Trained)]
