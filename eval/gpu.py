@@ -22,18 +22,20 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from transformers import CompileConfig
 
 import selfspec
 from selfspec.api import Spec
 from selfspec.cli.config import register
 from selfspec.cli.errors import clear_errors
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, timed
+from selfspec.evaluation.arms import Call, drafted, of_transformers
+from selfspec.evaluation.arms import plain as plain_arm
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.limits import bandwidth, pass_seconds, random_model, weights_of
+from selfspec.evaluation.measure import timed
 from selfspec.evaluation.tables import markdown
-from selfspec.output import Generated
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.resources import relative_cost
 from selfspec.utils.errors import one_line
@@ -88,35 +90,30 @@ def speeds(sizes: Sizes) -> Iterator[Row]:
     one = next(iter(specs.values()))
     for batch, temperature in itertools.product(sizes.batches, (0.0, 1.0)):
         ids = one.encode(list(itertools.islice(itertools.cycle(questions()), batch)))
+        given = [Prompt(row, seed) for seed, row in enumerate(ids)], Sampling(temperature)
         plain, slow = None, 0.0
-        for name, call in _arms(specs, ids, temperature, sizes):
-            call()  # warm-up
-            result, seconds = timed(one, call)
+        for name, arm in _arms(specs, batch, sizes).items():
+            arm(*given)  # warm-up
+            result, seconds = timed(one, partial(arm, *given))
             rate = sum(map(len, result.token_ids)) / seconds
             plain, slow = (result, rate) if plain is None else (plain, slow)
             same = sum(a == b for a, b in zip(result.token_ids, plain.token_ids, strict=True))
             stats, step, tau = result.stats, "-", "-"
-            if stats.calls:
+            if stats.seconds:
                 step, tau = f"{1000 * (stats.seconds - stats.seconds_prefill) / stats.calls:.2f}", f"{stats.tau:.2f}"
             cells = [str(batch), f"{temperature:g}", name, f"{rate:.0f}", f"{rate / slow:.2f}x", tau, step]
             yield [*cells, f"{same} of {batch}"]
 
 
-def _arms(
-    specs: dict[str, Spec], ids: list[list[int]], temperature: float, sizes: Sizes
-) -> Iterator[tuple[str, Callable[[], Generated]]]:
-    """Ways to continue these prompts, plain decoding first."""
-    one, asked = next(iter(specs.values())), dict[str, Any](temperature=temperature, seed=list(range(len(ids))))
-    yield "plain", partial(one.autoregressive, ids, sizes.tokens, **asked)
-    for name, spec in specs.items():
-        yield name, partial(spec.generate, ids, sizes.tokens, **asked, nodes=8)
-    if len(ids) > 1 or sizes.device == "cpu":
-        return
-    config, everywhere = DecodeConfig(max_new_tokens=sizes.tokens, temperature=temperature), CompileConfig()
-    everywhere._compile_all_devices = True  # type: ignore[assignment]
-    yield "hf_generate", partial(hf_generate, one, ids, config, 0)
-    static = {"cache_implementation": "static", "compile_config": everywhere}
-    yield "hf_static", partial(hf_generate, one, ids, config, 0, **static)
+def _arms(specs: dict[str, Spec], batch: int, sizes: Sizes) -> dict[str, Call]:
+    """Ways to continue so many prompts, plain decoding first."""
+    one = next(iter(specs.values()))
+    arms = {"plain": plain_arm(one, sizes.tokens)}
+    arms |= {name: drafted(spec, sizes.tokens, 8) for name, spec in specs.items()}
+    if batch > 1 or sizes.device == "cpu":
+        return arms
+    theirs = of_transformers(one, sizes.tokens)
+    return arms | {name: theirs[name] for name in ("hf_generate", "hf_static")}
 
 
 def passes(sizes: Sizes) -> Iterator[Row]:

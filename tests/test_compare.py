@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import compose_config, made, save_tiny, tiny_model
 
 from selfspec.budget import cost
 from selfspec.cli.compare_runs import run_compare
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group
@@ -20,10 +22,11 @@ from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.evaluation.compare import Run, read_runs
-from selfspec.evaluation.comparison import against, best_sizes, ratio_to_plain, regimes, summarize_comparison
-from selfspec.evaluation.comparison_tables import regime_table, verdict, write_summary
+from selfspec.evaluation.comparison import best_sizes, regimes, summarize_comparison
+from selfspec.evaluation.comparison_tables import groups_table, main_table, regime_table, verdict, write_summary
+from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.footprint import held_bytes
+from selfspec.evaluation.records import Beside, Record, Regime, read_records
 
 
 @pytest.fixture(autouse=True)
@@ -66,23 +69,22 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     rows = run_compare(compose_config("compare", *overrides), tmp_path / "run")
     arms = {(row["arm"], row["nodes"]) for row in rows}
     assert len(rows) == len(arms) * 2 == (3 * 2 + 4 + 1) * 2  # two temperatures
-    path = tmp_path / "run" / "runs.jsonl"
+    path = tmp_path / "run" / "records.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    runs = read_runs(path)
-    turns = {(run.group, run.question, run.turn) for run in runs}
+    runs = read_records(path)
+    turns = {(run.group, *run.questions) for run in runs}
     assert {group for group, *_ in turns} == {*TASKS, "continuation"}
     assert len(lines) == len(rows) * len(turns)
     assert all(run.tokens == 8 for run in runs)
-    assert all((run.right is None) == (run.group == "continuation") for run in runs)
+    assert all((run.right == [None]) == (run.group == "continuation") for run in runs)
     for run in runs:
         if run.arm == "plain":
             assert run.regime is not None
-            assert 0 < run.regime["entropy"] < 8 * 6
-        elif not run.arm.startswith("hf_"):
-            assert run.same  # float32: the tokens of plain decoding
-            assert run.decode is not None
+            assert 0 < run.regime.entropy < 8 * 6
+        elif run.ours:
+            assert run.same == [True]  # float32: the tokens of plain decoding
             assert 0 < run.decode < run.seconds
-        assert 1 <= run.passes <= 9
+        assert 1 <= run.stats.passes <= 9
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith("before\n<!-- compare -->\n| T ")
     table = [line.split("|") for line in text.splitlines()[2 : 4 + len(rows)]]
@@ -101,7 +103,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     after = path.read_text().splitlines(keepends=True)
     assert after[:25] == lines[:25]
     assert len(after) == len(lines)
-    keys = [(*r.point, r.arm, r.nodes) for r in read_runs(path)]
+    keys = [(*r.point, r.arm, r.nodes) for r in read_records(path)]
     assert len(set(keys)) == len(keys)
     assert {(row["T"], row["arm"], row["nodes"]) for row in again} == {(r["T"], r["arm"], r["nodes"]) for r in rows}
 
@@ -115,16 +117,16 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     assert len(more) == len(rows) + 3  # what was measured before is kept
     one = compose_config("compare", *overrides, "compare.groups=[convert]", "compare.seed=0")
     assert {r["arm"] for r in run_compare(one, tmp_path / "run")} == {r["arm"] for r in rows}  # the same texts alone
-    altered = path.read_text().replace('"text": ', '"text": 1')
+    altered = path.read_text().replace('"texts": [', '"texts": [1')
     (tmp_path / "run" / "kept").write_text(path.read_text())
     path.write_text(altered)
-    with pytest.raises(ValueError, match="holds runs of another text for"):
+    with pytest.raises(ValueError, match="holds records of another text for"):
         run_compare(compose_config("compare", *overrides), tmp_path / "run")
     path.write_text((tmp_path / "run" / "kept").read_text())
     with pytest.raises(ValueError, match="another configuration"):
         run_compare(compose_config("compare", *overrides, "compare.max_new_tokens=9"), tmp_path / "run")
     path.write_text(lines[0] + "{}\n" + lines[1])
-    with pytest.raises(ValueError, match="line 2 is no run"):
+    with pytest.raises(ValueError, match="line 2 is no record"):
         run_compare(compose_config("compare", *overrides), tmp_path / "run")
 
 
@@ -138,6 +140,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
         ("compare.groups=[poems]", r"compare.groups holds \['poems'\]"),
         ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
         ("compare.prompts=0", "compare.prompts=0"),
+        ("compare.questions=[edits]", r"holds no group of compare.questions=\['edits'\]; give compare.groups=null"),
         (
             "compare.prompts=[1,2]",
             r"compare.prompts=\[1, 2\] must be a number of at least 1, or a list with one for each",
@@ -149,20 +152,30 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
 def test_bad_input(override: str, message: str, overrides: list[str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         run_compare(compose_config("compare", *overrides, override), tmp_path / "run")
-    assert not (tmp_path / "run" / "runs.jsonl").exists()
+    assert not (tmp_path / "run" / "records.jsonl").exists()
 
 
-def run(arm: str, seconds: float, plain: float = 2.0, **changes: Any) -> Run:
-    given: dict[str, Any] = {"temperature": 0.0, "group": "a", "nodes": "8", "tokens": 10, "passes": 5}
-    given |= {"question": f"q{changes.pop('prompt', 0)}", "turn": changes.pop("turn_", 0), "text": 1}
-    return Run(arm=arm, seconds=seconds, plain=plain, plain_tokens=10, **{**given, **changes})
+def run(arm: str, seconds: float, plain: float = 2.0, prompt: object = 0, turn: int = 0, **changes: Any) -> Record:
+    """A record of ten tokens in five passes of six nodes."""
+    given: dict[str, Any] = {"temperature": 0.0, "group": "a", "nodes": "8", "tokens": 10, "token_ids": []}
+    stats = Stats(5, 5, 30, 10, seconds_draft=0.1, seconds_target=0.3, seconds_other=0.1)
+    given |= {"questions": [(f"q{prompt}", turn)], "stats": stats, "plain": Beside(plain, 1.0, 10)}
+    return Record(0, arm, seconds=seconds, **{**given, **changes})
+
+
+def of_before(record: Record) -> str:
+    """A line of `runs.jsonl`, as comparisons of version 0.4 wrote them."""
+    assert record.plain is not None
+    (question, turn), stats = record.questions[0], record.stats
+    line = {key: getattr(record, key) for key in ("temperature", "group", "arm", "nodes", "seconds", "tokens")}
+    line |= {"question": question, "turn": turn, "text": 1, "plain": record.plain.seconds, "plain_tokens": 10}
+    line |= {"passes": stats.passes, "decode": 0.5, "plain_decode": record.plain.decode, "same": True}
+    line |= {"draft": stats.seconds_draft, "target": stats.seconds_target, "other": stats.seconds_other}
+    return json.dumps(line | {"forecast": None, "nodes_run": stats.nodes, "right": True, "regime": None}) + "\n"
 
 
 def test_figures_are_the_definitions() -> None:
     ours = [run("x", 1.0), run("x", 0.5, plain=1.0, prompt=1)]
-    times = {"decode": 0.5, "plain_decode": 1.0, "draft": 0.1, "target": 0.3, "other": 0.1, "nodes_run": 30}
-    for r in ours:
-        r.__dict__.update(times)
     theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
     costs = [0.1, *(0.05 * n for n in range(1, 65))]
     rows = summarize_comparison([*ours, *theirs], {0.0: costs})
@@ -187,6 +200,17 @@ def test_figures_are_the_definitions() -> None:
     assert "loses 0.50x" in verdict(best_sizes([*ours, *faster]))
 
 
+def test_a_comparison_of_before_has_its_figures(tmp_path: Path) -> None:
+    runs = [run("x", 1.0, prompt=i, right=[True], same=[True], texts=[1]) for i in range(3)]
+    (tmp_path / "runs.jsonl").write_text("".join(map(of_before, runs)))
+    costs = {0.0: [0.1, *(0.05 * n for n in range(1, 65))]}
+    before = summarize_comparison(read_records(tmp_path / "runs.jsonl"), costs)
+    now = summarize_comparison(runs, costs)
+    assert main_table(before) == main_table(now)
+    assert groups_table(before) == groups_table(now)
+    assert before[0]["same"] == before[0]["right"] == 3
+
+
 def test_the_best_size_is_chosen_on_other_prompts() -> None:
     numbers = {zlib.crc32(f"q{i}".encode()) % 2: i for i in range(9)}  # a question of each half
     even = [run("x", seconds, prompt=numbers[0], nodes=nodes) for nodes, seconds in (("8", 1.0), ("16", 0.5))]
@@ -206,9 +230,9 @@ def test_a_summary_has_a_column_for_each_set_and_temperature(tmp_path: Path) -> 
     runs = []
     for group, seconds in (("HumanEval", 1.0), ("rename", 0.5), ("fix", 0.5)):
         where = {"group": group, "prompt": group}
-        runs += [run("plain", 2.0, nodes="-", passes=10, right=True, **where), run("x", seconds, right=True, **where)]
-        runs[-1].decode, runs[-1].plain_decode, runs[-1].same = seconds, 2.0, True
-        runs.append(run("hf_generate", 4.0, nodes="-", passes=10, **where))
+        slow = {"nodes": "-", "stats": Stats(10, 10, 10, 10), **where}
+        runs += [run("plain", 2.0, right=[True], **slow), run("x", seconds, right=[True], same=[True], **where)]
+        runs.append(run("hf_generate", 4.0, **slow))
     write_summary(runs, "t", "machine", readme)
     lines = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in readme.read_text().splitlines() if "|" in line
@@ -232,15 +256,15 @@ def test_a_summary_has_a_column_for_each_set_and_temperature(tmp_path: Path) -> 
 
 def test_turns_of_a_question_are_one_draw() -> None:
     """Two questions of two turns each have the interval of two questions, not of four."""
-    turns = [run("x", 1.0 + i, prompt=i, turn_=t) for i in (0, 1) for t in (0, 1)]
+    turns = [run("x", 1.0 + i, prompt=i, turn=t) for i in (0, 1) for t in (0, 1)]
     once = [run("x", 2 * (1.0 + i), plain=4.0, prompt=i) for i in (0, 1)]
-    assert ratio_to_plain(turns) == ratio_to_plain(once)
+    assert over_plain(turns) == over_plain(once)
 
 
 def test_the_regime_is_that_of_plain_text() -> None:
-    own = {"log_prob": -1.0, "entropy": 5.0, "top1": 8.0, "grams": 10, "distinct": 5}
-    short = {**own, "grams": 0, "distinct": 0}  # an answer of three tokens has none
-    runs = [run("plain", 1.0, regime=own, right=True), run("plain", 1.0, regime=short, prompt=1, right=False)]
+    own = Regime(log_prob=-1.0, entropy=5.0, top1=8.0, grams=10, distinct=5)
+    short = replace(own, grams=0, distinct=0)  # an answer of three tokens has none
+    runs = [run("plain", 1.0, regime=own, right=[True]), run("plain", 1.0, regime=short, prompt=1, right=[False])]
     runs.append(run("x", 1.0))
     (row,) = regimes(runs)
     assert (row["entropy"], row["top1"], row["distinct_4grams"], row["right"], row["of"]) == (0.5, 0.8, 0.5, 1, 2)
@@ -252,7 +276,8 @@ def test_transformers_static_cache_is_compiled_once(overrides: list[str], tmp_pa
     from torch._dynamo.utils import counters
 
     counters.clear()
-    run_compare(compose_config("compare", *overrides, "compare.methods=[hf_static]"), tmp_path / "run")
+    static = ("compare.methods=[hf_static]", "compare.draft_model=null")
+    run_compare(compose_config("compare", *overrides, *static), tmp_path / "run")
     assert counters["stats"]["unique_graphs"] == 1
 
 

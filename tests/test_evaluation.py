@@ -19,13 +19,14 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
-from selfspec.evaluation import benchmark
-from selfspec.evaluation.arm_record import Record, Regime
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, regime, run_arms
+from selfspec.evaluation import measure
+from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, run_benchmark
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.metrics import defined, drift, regime_figures, speedup, summarize
+from selfspec.evaluation.figures import against, defined, drift, over_plain, regime_figures, summarize
+from selfspec.evaluation.measure import regime
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, write_point
+from selfspec.evaluation.records import Beside, Record, Regime
 from selfspec.evaluation.tables import markdown, table
 from selfspec.training.calibrate import calibrate, write_samples
 from selfspec.utils.files import null_for_nan, shown
@@ -35,19 +36,25 @@ def asked(*prompts: list[int]) -> list[Prompt]:
     return [Prompt(ids, seed) for seed, ids in enumerate(prompts)]
 
 
-def record(seconds: float, tokens: int = 10, prompt: int = 0) -> Record:
-    return Record(prompt, "x", seconds, tokens, [[1] * tokens], None)
+def record(seconds: float, tokens: int = 10, prompt: int = 0, plain: tuple[float, int] | None = None) -> Record:
+    beside = None if plain is None else Beside(plain[0], plain[0], plain[1])
+    where: dict[str, Any] = {"questions": [("", 0)], "plain": beside}
+    return Record(prompt, "x", "4", 0.0, seconds, tokens, [[1] * tokens], Stats(), **where)
 
 
 def test_speedup_is_the_ratio_of_seconds_per_token() -> None:
-    figures = speedup([record(2.0), record(4.0, 20)], [record(1.0), record(2.0, 20)])
+    figures = over_plain([record(1.0, plain=(2.0, 10)), record(2.0, 20, plain=(4.0, 20))])
     assert figures == {"ratio": 2.0, "low": 2.0, "high": 2.0}
-    slow = [record(1.0 + 2 * (i % 2), prompt=i) for i in range(16)]
-    mixed = speedup(slow, [record(1.0, prompt=i) for i in range(16)])
+    rows = [record(1.0, prompt=i, plain=(1.0 + 2 * (i % 2), 10)) for i in range(16)]
+    mixed = over_plain(rows)
     assert mixed["low"] < mixed["ratio"] == 2.0 < mixed["high"]
-    turns = [replace(r, questions=[("q", i)]) for i, r in enumerate(slow)]  # of one question: no interval
-    assert speedup(turns, turns)["low"] == speedup(turns, turns)["high"]
-    assert speedup([record(2.0, 20)], [record(2.0, 10)])["ratio"] == 0.5
+    turns = over_plain([replace(r, questions=[("q", i)]) for i, r in enumerate(rows)])  # of one question: no interval
+    assert turns["low"] == turns["high"]
+    assert over_plain([record(2.0, 10, plain=(2.0, 20))])["ratio"] == 0.5
+    found = against(rows, [replace(r, seconds=4.0) for r in rows])
+    assert found == {"ratio": 4.0, "low": 4.0, "high": 4.0}
+    alone = [replace(r, plain=None) for r in rows]  # nothing was compared with plain decoding
+    assert against(alone, [replace(r, seconds=4.0) for r in alone]) == found
 
 
 def test_the_regime_of_a_text(heads_folder: Path) -> None:
@@ -55,7 +62,7 @@ def test_the_regime_of_a_text(heads_folder: Path) -> None:
     prompt, new = [5, 9, 2], [1, 2] * 20
     logits = spec.target.model(input_ids=torch.tensor([prompt + new])).logits[0, 2:-1].double()
     for sampling in (Sampling(), Sampling(0.7), Sampling(1.0, top_k=3)):
-        found = regime(spec, [prompt], [new], sampling)
+        found = regime(spec, asked(prompt), [new], sampling)
         assert (found.grams, found.distinct) == (37, 2)  # a loop
         scores = logits / (sampling.temperature or 1.0)
         exact = torch.log_softmax(scores, -1)
@@ -74,7 +81,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
     prompts = asked([5, 9, 2], [8, 1, 30, 4], [60, 59, 3], [7, 7, 7, 7, 7])
     for temperature, batch in [(0.0, 1), (0.8, 2)]:
         config = DecodeConfig(max_new_tokens=9, temperature=temperature, batch_size=batch, repeats=1)
-        records = run_arms(spec, prompts, config, 6)
+        records = run_benchmark(spec, prompts, config, 6)
         config_ = {"drafter": "x", "tree": {"nodes": 6}, "decode": {"temperature": temperature}}
         point = {"config": config_, **summarize(records)}
         assert set(point["arms"]) == set(ARMS)
@@ -85,8 +92,8 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         spec_figures = point["speculative"]
         assert spec_figures["acceptance_length"] == 36 / spec_figures["passes"]
         assert sum(spec_figures["share_of_step"].values()) == pytest.approx(1)
-        steps = [r.stats for r in records if r.arm == "autoregressive" and r.stats is not None]
-        plain = sum(s.seconds - s.seconds_prefill for s in steps) / sum(s.calls for s in steps)
+        steps = sum(r.stats.calls for r in records if r.arm == "autoregressive")
+        plain = sum(r.plain.decode for r in records if r.arm == "speculative" and r.plain) / steps
         assert spec_figures["cost"] == pytest.approx(spec_figures["milliseconds_per_pass"] / 1000 / plain)
         full, conditional = spec_figures["full_acceptance"], spec_figures["conditional_acceptance"]
         product = 1.0
@@ -109,7 +116,7 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
 def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     prompts = asked([5, 9, 2], [8, 1, 30, 4, 9, 9])
-    records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=9, batch_size=2, repeats=1), 6)
+    records = run_benchmark(spec, prompts, DecodeConfig(max_new_tokens=9, batch_size=2, repeats=1), 6)
     assert len({str(r.token_ids) for r in records}) == 1
 
 
@@ -118,8 +125,8 @@ def test_a_benchmark_that_was_killed_goes_on(
 ) -> None:
     spec, path = selfspec.load(str(heads_folder)), tmp_path / "records.jsonl"
     prompts, config = asked(*([5 + i, 9, 2] for i in range(4))), DecodeConfig(max_new_tokens=6, repeats=1)
-    whole = run_arms(spec, prompts, config, 4)
-    timed, left = benchmark.timed, [2 * 3 + 1]  # two prompts of three arms, and a part of the third
+    whole = run_benchmark(spec, prompts, config, 4)
+    timed, left = measure.timed, [2 * 4 + 3]  # two prompts of four calls each, and an arm of the third
 
     def killed(*given: Any) -> Any:
         left[0] -= 1
@@ -127,14 +134,14 @@ def test_a_benchmark_that_was_killed_goes_on(
             raise KeyboardInterrupt
         return timed(*given)
 
-    monkeypatch.setattr(benchmark, "timed", killed)
+    monkeypatch.setattr(measure, "timed", killed)
     with pytest.raises(KeyboardInterrupt):
-        run_arms(spec, prompts, config, 4, path)
+        run_benchmark(spec, prompts, config, 4, path)
     first = path.read_text()
     assert len(first.splitlines()) == 2 * 3
     path.write_text(first + first.splitlines()[0][:40])  # torn
-    left[0] = 2 * 3
-    again = run_arms(spec, prompts, config, 4, path)
+    left[0] = 2 * 4
+    again = run_benchmark(spec, prompts, config, 4, path)
     assert path.read_text().startswith(first)
     assert [r.seconds for r in again[:6]] == [json.loads(line)["seconds"] for line in first.splitlines()]
     for one, other in zip(whole, again, strict=True):
@@ -145,15 +152,15 @@ def test_a_benchmark_that_was_killed_goes_on(
             other.questions,
         )
     assert summarize(again)["speculative"].keys() == summarize(whole)["speculative"].keys()
-    assert run_arms(spec, prompts, config, 4, path) == again  # nothing is left: `timed` would end it
+    assert run_benchmark(spec, prompts, config, 4, path) == again  # nothing is left: `timed` would end it
     with pytest.raises(ValueError, match="holds records of another text"):
-        run_arms(spec, prompts[::-1], config, 4, path)
+        run_benchmark(spec, prompts[::-1], config, 4, path)
 
 
 def test_a_subset_of_arms(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     config = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive"])
-    point = {"label": "a", **summarize(run_arms(spec, asked([1, 2]), config, 4))}
+    point = {"label": "a", **summarize(run_benchmark(spec, asked([1, 2]), config, 4))}
     assert "speculative" not in point
     assert "| a " in table([point])
     with pytest.raises(ValueError, match=r"\['vllm'\]"):
@@ -164,7 +171,7 @@ def test_a_subset_of_arms(heads_folder: Path) -> None:
 
 def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_path: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    records = run_arms(spec, asked([5, 9, 2]), DecodeConfig(max_new_tokens=4, repeats=1), 4)
+    records = run_benchmark(spec, asked([5, 9, 2]), DecodeConfig(max_new_tokens=4, repeats=1), 4)
     for name in ("0", "1", "2", "10"):
         (tmp_path / name).mkdir()
         config = {"drafter": f"runs/{name}", "tree": {"nodes": 4}, "decode": {"temperature": 0.0}}
@@ -192,7 +199,7 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
 
 def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
-    records = run_arms(spec, asked([5, 9, 2], [7, 7]), DecodeConfig(max_new_tokens=20, repeats=1), "auto")
+    records = run_benchmark(spec, asked([5, 9, 2], [7, 7]), DecodeConfig(max_new_tokens=20, repeats=1), "auto")
     figures = summarize(records)["speculative"]
     assert figures["forecast"]["passes"] == figures["passes"]
     assert figures["forecast"]["speedup"] == figures["forecast"]["tokens"] / figures["forecast"]["steps"] > 0

@@ -29,9 +29,9 @@ from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import EDITS, TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS, code_of
 from selfspec.data.windows import Packed, openings, side_by_side
-from selfspec.evaluation.benchmark import DecodeConfig, run_arms
+from selfspec.evaluation.benchmark import DecodeConfig, run_benchmark
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
-from selfspec.evaluation.metrics import DEFINITIONS, defined, summarize
+from selfspec.evaluation.figures import DEFINITIONS, defined, summarize
 from selfspec.evaluation.points import answer_files, write_answers
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer
@@ -382,7 +382,7 @@ def test_spec_bench_reads_our_answers(spec: Any, tmp_path: Path) -> None:
     questions = ask(path, spec.tokenizer)
     config = DecodeConfig(max_new_tokens=9, repeats=1, arms=["autoregressive", "speculative"])
     prompts, _ = prompts_of(spec, questions, config.arguments(), config.seed)
-    records = run_arms(spec, prompts, config, 6)
+    records = run_benchmark(spec, prompts, config, 6)
     files = answer_files(tmp_path, "a.jsonl", config.arms)
     write_answers(files, questions, records, spec, "x")
     ours, base = files["speculative"], files["autoregressive"]
@@ -413,7 +413,9 @@ def test_spec_bench_reads_our_answers(spec: Any, tmp_path: Path) -> None:
 
 
 def test_definitions_of_others(spec: Any) -> None:
-    records = run_arms(spec, [Prompt([5, 9, 2]), Prompt([8, 1, 30])], DecodeConfig(max_new_tokens=20, repeats=1), 6)
+    records = run_benchmark(
+        spec, [Prompt([5, 9, 2]), Prompt([8, 1, 30])], DecodeConfig(max_new_tokens=20, repeats=1), 6
+    )
     own = [r for r in records if r.arm == "speculative"]
     stats = [r.stats for r in own if r.stats is not None]
     passes, tokens = sum(s.passes for s in stats), sum(s.tokens for s in stats)
@@ -431,7 +433,7 @@ def test_definitions_of_others(spec: Any) -> None:
 def test_right_answers_and_regime_are_counted_by_group(spec: Any) -> None:
     expected = spec.autoregressive([[5, 9, 2]], max_new_tokens=8).texts[0]
     prompts = [Prompt([5, 9, 2], 0, "a", check=lambda t: t == expected), Prompt([8, 1], 1, "b", check=lambda t: False)]
-    records = run_arms(spec, prompts, DecodeConfig(max_new_tokens=8, repeats=1), 6)
+    records = run_benchmark(spec, prompts, DecodeConfig(max_new_tokens=8, repeats=1), 6)
     point = summarize(records)
     for arm in ("autoregressive", "speculative"):
         assert (point["arms"][arm]["right"], point["arms"][arm]["of"]) == (1, 2)
@@ -444,9 +446,9 @@ def test_right_answers_and_regime_are_counted_by_group(spec: Any) -> None:
 def test_prompts_are_asked_until_the_interval_is_narrow(spec: Any) -> None:
     prompts = [Prompt([5, 9, i], i) for i in range(12)]
     wide = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1000.0)
-    assert len(run_arms(spec, prompts, wide, 4)) == 2 * 8  # at least eight
+    assert len(run_benchmark(spec, prompts, wide, 4)) == 2 * 8  # at least eight
     never = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1e-9)
-    assert len(run_arms(spec, prompts, never, 4)) == 2 * 12
+    assert len(run_benchmark(spec, prompts, never, 4)) == 2 * 12
     with pytest.raises(ValueError, match="until_width=0 must be above 0"):
         DecodeConfig(until_width=0)
     with pytest.raises(ValueError, match="needs the arms autoregressive and speculative"):

@@ -16,12 +16,13 @@ from selfspec.cli.evaluation_runs import _origin, asked, check_origin
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
-from selfspec.evaluation.compare import CompareConfig, read_runs, run_comparison
+from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_tables import comparison_tables, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
 from selfspec.evaluation.plots import plot_comparison
+from selfspec.evaluation.records import RECORDS, read_records
 from selfspec.utils.files import Figures, section, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
@@ -38,6 +39,11 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
             asked_so = name, groups, count, config.prompt_tokens, True, config.max_new_tokens
             asking = Answering(*asked_so, allow_code_execution=config.allow_code_execution)
             prompts += asked(spec, data, asking, {}, config.seed, each=True)[1]
+    if not prompts:
+        raise ValueError(
+            f"compare.groups={config.groups} holds no group of compare.questions={config.questions}; give "
+            "compare.groups=null for all"
+        )
     points = Counter((prompt.group, prompt.question, prompt.turn) for prompt in prompts)
     if twice := next((point for point, count in points.items() if count > 1), None):
         raise ValueError(
@@ -48,11 +54,13 @@ def _compared(spec: Spec, data: DictConfig, config: CompareConfig) -> list[Promp
 
 
 def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
-    """The comparison of `selfspec.evaluation.compare`: runs.jsonl, compare.json, table.md and plots in `folder`."""
+    """The comparison of `selfspec.evaluation.compare`: records.jsonl, compare.json, table.md and plots in `folder`."""
     if config.engine == "auto":  # what is kept of a comparison names the engine that it had
         config.engine = chosen("auto", device_type(config.device))
     run = typed(CompareRun, config)
-    path = folder / "runs.jsonl"
+    path = folder / RECORDS
+    if (earlier := folder / "runs.jsonl").is_file() and not path.exists():  # their name until version 0.4
+        earlier.rename(path)
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"
     if run.compare.results is not None:
         section(Path(run.compare.results), place)  # refused before anything is measured
@@ -79,14 +87,12 @@ def _comparison(
     if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
-    check_origin(folder, path, target, drafters, {each.arm for each in read_runs(path)})
+    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)})
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:
         draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
-    prompts: dict[str, list[Prompt]] = {}
-    for prompt in _compared(next(iter(specs.values())), config.data, run.compare):
-        prompts.setdefault(prompt.group, []).append(prompt)
+    prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)

@@ -25,21 +25,19 @@ from selfspec.cli.training_runs import as_plain, build_data, check_same, finishe
 from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.audit import audit
-from selfspec.evaluation.benchmark import host_overhead, run_arms, write_traces
+from selfspec.evaluation.benchmark import host_overhead, run_benchmark, write_traces
 from selfspec.evaluation.comparison_tables import agreement_table
 from selfspec.evaluation.distribution import distribution_tests, distribution_verdict
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
+from selfspec.evaluation.figures import defined, summarize
 from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
-from selfspec.evaluation.metrics import defined, summarize
 from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import (
-    RECORDS,
     agreement,
     answer_files,
     check_ids,
@@ -48,6 +46,7 @@ from selfspec.evaluation.points import (
     write_answers,
     write_point,
 )
+from selfspec.evaluation.records import RECORDS, Record
 from selfspec.evaluation.show import show
 from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
@@ -146,7 +145,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     path = folder / RECORDS
     with run_folder(config, folder, path, _BESIDE) as plain, RunLog(folder, run, plain, "figures.jsonl", title) as log:
         check_origin(folder, path, spec.target, {run.drafter: spec.drafter})
-        records = run_arms(spec, prompts, run.decode, run.tree.nodes, path)
+        records = run_benchmark(spec, prompts, run.decode, run.tree.nodes, path)
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]
         if "forecast" in point.get("speculative", {}):

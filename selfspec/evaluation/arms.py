@@ -1,100 +1,129 @@
-"""The arms of a comparison: drafters at each size, plain decoding, and what transformers itself offers."""
+"""What can be measured side by side: plain decoding, drafters at each size, and what transformers itself offers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig
 
 from selfspec.api import Spec
+from selfspec.core.options import end_tokens
 from selfspec.core.sampling import Sampling
-from selfspec.evaluation.benchmark import DecodeConfig, hf_generate, regime, timed
+from selfspec.core.stats import Stats
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.output import Generated
 from selfspec.utils.files import Figures
 
 # Of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
 METHODS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
 
-Call = Callable[[list[int], float, int], Figures]  # of a prompt, a temperature and a seed
+Call = Callable[[Sequence[Prompt], Sampling], Generated]  # an arm on a batch
 
 
-def ours(specs: dict[str, Spec], nodes: Sequence[int | str], max_new_tokens: int) -> dict[tuple[str, str], Call]:
-    """Plain decoding and the drafters, by (name, nodes): what gives an arm's tokens, passes and times."""
-    any_spec = next(iter(specs.values()))
-    calls: dict[tuple[str, str], Call] = {("plain", "-"): partial(_plain, any_spec, max_new_tokens)}
-    for name, spec in specs.items():
-        for size in nodes:
-            calls[name, str(size)] = partial(_drafted, spec, max_new_tokens, size)
-    return calls
+class Arm(NamedTuple):
+    """A name in tables, and the nodes of its trees ("-": it has none)."""
+
+    name: str
+    nodes: str = "-"
 
 
-def theirs(
-    spec: Spec,
-    methods: Sequence[str],
-    max_new_tokens: int,
-    draft_model: nn.Module | None,
-    exit_layer: int,
-    lookup_tokens: int,
-) -> dict[tuple[str, str], Call]:
-    """transformers' own methods, as calls by (name, "-")."""
+def plain(spec: Spec, max_new_tokens: int) -> Call:
+    """Plain decoding."""
+
+    def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
+        seeds = [prompt.seed for prompt in batch]
+        return spec.autoregressive([p.ids for p in batch], max_new_tokens, seed=seeds, **vars(sampling))
+
+    return call
+
+
+def drafted(spec: Spec, max_new_tokens: int, nodes: int | str, lossy: str | None = None) -> Call:
+    """Speculative decoding with trees of so many nodes."""
+
+    def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
+        asked = {"seed": [prompt.seed for prompt in batch], "nodes": nodes, "lossy": lossy, **vars(sampling)}
+        return spec.generate([prompt.ids for prompt in batch], max_new_tokens, **asked)
+
+    return call
+
+
+def of_transformers(
+    spec: Spec, max_new_tokens: int, draft_model: nn.Module | None = None, exit_layer: int = 1, lookup_tokens: int = 10
+) -> dict[str, Call]:
+    """Those of METHODS, by name."""
     everywhere = CompileConfig()
     everywhere._compile_all_devices = True  # type: ignore[assignment]  # the CPU too
-    given: dict[str, Figures] = {
+    methods: dict[str, Figures] = {
         "hf_generate": {},
         "hf_static": {"cache_implementation": "static", "compile_config": everywhere},
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": lookup_tokens},
         "hf_early_exit": {"assistant_early_exit": exit_layer},
         "hf_assisted": {"assistant_model": draft_model},
     }
-    return {(name, "-"): partial(_theirs, spec, max_new_tokens, given[name]) for name in methods}
+
+    def call(method: Figures, batch: Sequence[Prompt], sampling: Sampling) -> Generated:
+        return hf_generate(spec, [p.ids for p in batch], max_new_tokens, sampling, batch[0].seed, **method)
+
+    return {name: partial(call, method) for name, method in methods.items()}
 
 
-def _plain(spec: Spec, max_new_tokens: int, prompt: list[int], temperature: float, seed: int) -> Figures:
-    """Plain decoding as an arm. Its true speedup is 1; any difference is the noise of the comparison."""
-    result, seconds = timed(spec, lambda: spec.autoregressive([prompt], max_new_tokens, temperature, seed=[seed]))
-    ids = result.token_ids[0]
-    text = asdict(regime(spec, [prompt], [ids], Sampling(temperature)))
-    return {"ids": ids, "passes": result.stats.calls, "text": text, "seconds": seconds}
-
-
-def _drafted(
-    spec: Spec, max_new_tokens: int, nodes: int | str, prompt: list[int], temperature: float, seed: int
-) -> Figures:
-    call = partial(spec.generate, [prompt], max_new_tokens, temperature, seed=[seed], nodes=nodes)
-    result, seconds = timed(spec, call)
-    s = result.stats
-    return {
-        "ids": result.token_ids[0],
-        "seconds": seconds,
-        "passes": s.calls,
-        "nodes_run": s.nodes,
-        "decode": s.seconds - s.seconds_prefill,
-        "draft": s.seconds_draft,
-        "target": s.seconds_target,
-        "other": s.seconds_other,
-        "forecast": None if result.forecast is None else result.forecast.as_dict(),
-    }
-
-
-def _theirs(
-    spec: Spec, max_new_tokens: int, method: dict[str, Any], prompt: list[int], temperature: float, seed: int
-) -> Figures:
-    """One of transformers' methods. Where it drafts, passes are the calls of the target's last layer; elsewhere there
-    is one per token, and a hook would have the layer compiled anew."""
-    passes = [0]
+def hf_generate(
+    spec: Spec, batch: list[list[int]], max_new_tokens: int, sampling: Sampling, seed: int, **method: Any
+) -> Generated:
+    """transformers' own generate on the same model; left-padded where lengths differ. method: further arguments of
+    generate, which choose one of its own ways to decode faster. Where it drafts, passes are the calls of the target's
+    last layer; elsewhere there is one per token, and a hook would have the layer compiled anew."""
+    model, width = spec.target.model, max(map(len, batch))
+    pad = [width - len(row) for row in batch]
+    ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
+    mask = torch.tensor([[0] * n + [1] * (width - n) for n in pad], device=spec.target.device)
+    eos = end_tokens(spec.target)
+    sampled: Figures = {"do_sample": False}
+    if sampling.temperature > 0:
+        sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        sampled |= {"top_p": sampling.top_p or 1.0, "min_p": sampling.min_p}
+        torch.manual_seed(seed)
+    room = spec.target.max_positions - width if spec.target.max_positions else max_new_tokens
+    counted, drafts = [0], any("assistant" in key or "lookup" in key for key in method)
 
     def count(*_: object) -> None:
-        passes[0] += 1
+        counted[0] += 1
 
-    options = DecodeConfig(max_new_tokens=max_new_tokens, temperature=temperature)
-    drafts = any("assistant" in key or "lookup" in key for key in method)
     handle = spec.target.layers[-1].register_forward_hook(count) if drafts else None
     try:
-        result = hf_generate(spec, [prompt], options, seed, **method)
+        with without_defaults(model):
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=min(max_new_tokens, room),
+                eos_token_id=sorted(eos) or None,
+                pad_token_id=min(eos, default=0),
+                **sampled,
+                **method,
+            )
     finally:
         if handle is not None:
             handle.remove()
-    return {"ids": result.token_ids[0], "passes": passes[0] if drafts else len(result.token_ids[0])}
+    rows = []
+    for row in out[:, width:].tolist():
+        end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
+        rows.append(row[:end])
+    passes = counted[0] if drafts else sum(map(len, rows))
+    return Generated(rows, [], [[False] * len(row) for row in rows], Stats(passes, passes, tokens=sum(map(len, rows))))
+
+
+@contextmanager
+def without_defaults(model: Any) -> Iterator[None]:
+    """transformers' generate without the rules that the target's generation_config brings: a repetition penalty, top-p
+    and top-k of its own, which the other arms do not apply either."""
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept

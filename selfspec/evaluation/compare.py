@@ -1,37 +1,24 @@
-"""Everything against everything: drafters, tree sizes and transformers' own methods on the same prompts, in one
-process.
-
-Every arm runs between two runs of plain decoding, whose mean is what it is compared with, so that a machine that drifts
-does not decide. What is measured is written prompt by prompt; a comparison that was killed goes on with what is
-missing.
-"""
+"""Everything against everything: drafters, tree sizes and transformers' own methods on the same prompts."""
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from torch import nn
 
 from selfspec.api import Spec
-from selfspec.budget.cost import pass_costs
 from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
-from selfspec.evaluation.arms import METHODS, Call, ours, theirs
-from selfspec.evaluation.benchmark import timed
+from selfspec.evaluation.arms import METHODS, Arm, Call, drafted, of_transformers, plain
 from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.measure import BETWEEN, measure, points_of
+from selfspec.evaluation.records import Record
 from selfspec.utils.checks import all_known, at_least, not_empty
-from selfspec.utils.files import Figures, append_text, read_jsonl, write_text
-from selfspec.utils.progress import progress
 
 
 @dataclass
@@ -60,7 +47,7 @@ class CompareConfig:
     draft_model: str | None = None
     exit_layer: int = 3
     lookup_tokens: int = 10
-    between: int = 5
+    between: int = BETWEEN
     results: str | None = None
     summary: str | None = None
     allow_code_execution: bool = False
@@ -97,159 +84,15 @@ class CompareConfig:
         return self.prompts if isinstance(self.prompts, list) else [self.prompts] * len(self.questions)
 
 
-@dataclass
-class Run:
-    """One arm on one prompt. prompt: its question and turn; text: crc32 of its ids and seed. seconds: the whole call,
-    prompt included; plain: the same of plain decoding beside it, with as many tokens; decode, plain_decode: without the
-    reading of the prompt (selfspec's arms); passes of the target; right: whether the answer is (None where it can not
-    be checked); regime: of the arm `plain`, see `Regime`."""
-
-    temperature: float
-    group: str
-    question: str
-    turn: int
-    text: int
-    arm: str
-    nodes: str
-    seconds: float
-    tokens: int
-    plain: float
-    plain_tokens: int
-    passes: int
-    decode: float | None = None
-    plain_decode: float | None = None
-    draft: float | None = None
-    target: float | None = None
-    other: float | None = None
-    forecast: dict[str, float] | None = None
-    same: bool | None = None
-    nodes_run: int | None = None
-    right: bool | None = None
-    regime: dict[str, Any] | None = None
-
-    @property
-    def point(self) -> tuple[float, str, str, int]:
-        """What it was run on."""
-        return self.temperature, self.group, self.question, self.turn
-
-
 def run_comparison(
-    specs: dict[str, Spec],
-    draft_model: nn.Module | None,
-    prompts: dict[str, list[Prompt]],
-    config: CompareConfig,
-    path: Path,
-) -> list[Run]:
-    """All arms on all prompts at all temperatures, appended to the JSON lines of `path`; those already there are
-    kept."""
-    spec = next(iter(specs.values()))
-    check(spec.target, [prompt.ids for group in prompts.values() for prompt in group], Options(config.max_new_tokens))
-    most = config.max_new_tokens
-    calls = ours(specs, config.nodes, most)
-    calls |= theirs(spec, config.methods, most, draft_model, config.exit_layer, config.lookup_tokens)
-    runs = read_runs(path)
-    if path.exists():  # a torn last line is dropped for good
-        write_text(path, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
-    done = {(*run.point, run.arm, run.nodes) for run in runs}
-    points = [
-        _Point(temperature, group[i])
-        for i in range(max(map(len, prompts.values())))
-        for temperature in config.temperatures
-        for group in prompts.values()
-        if i < len(group)
-    ]
-    _same_texts(path, runs, points)
-    missing = [
-        (turn, point, [arm for arm in calls if (*point.key, *arm) not in done]) for turn, point in enumerate(points)
-    ]
-    missing = [entry for entry in missing if entry[2]]
-    if missing:
-        longest = max((prompt.ids for group in prompts.values() for prompt in group), key=len)
-        _warm_up(spec, calls, longest, config)
-    bar = progress(total=sum(len(left) for _, _, left in missing), desc="compare")
-    for turn, point, left in missing:
-        order = Random(config.seed + turn).sample(left, len(left))
-        for run in _between_plain(spec, calls, order, point, config):
-            runs.append(run)
-            append_text(path, json.dumps(asdict(run)) + "\n")
-            bar.update()
-            ratio = (run.plain / run.plain_tokens) / (run.seconds / run.tokens)
-            bar.set_postfix(T=point.temperature, arm=f"{run.arm} {run.nodes}", speedup=f"{ratio:.2f}")
-    bar.close()
-    return runs
-
-
-@dataclass(frozen=True)
-class _Point:
-    """What all arms are run on: a prompt at one temperature."""
-
-    temperature: float
-    prompt: Prompt
-
-    @property
-    def key(self) -> tuple[float, str, str, int]:
-        return self.temperature, self.prompt.group, self.prompt.question, self.prompt.turn
-
-    @property
-    def text(self) -> int:
-        return self.prompt.text
-
-
-def _same_texts(path: Path, runs: list[Run], points: list[_Point]) -> None:
-    """Raises ValueError where what was measured before was measured on other prompts of the same names."""
-    texts = {run.point: run.text for run in runs}
-    for point in points:
-        if texts.get(point.key, point.text) != point.text:
-            raise ValueError(
-                f"{path} holds runs of another text for {point.prompt.question}: the questions or the code that makes "
-                "them changed; choose another name="
-            )
-
-
-def _warm_up(spec: Spec, calls: dict[tuple[str, str], Call], prompt: list[int], config: CompareConfig) -> None:
-    """Measure the costs of passes and run every arm once, so that nothing timed later includes set-up. `prompt` is the
-    longest, since transformers keeps a static cache that is large enough."""
-    bar = progress([(temperature, *arm) for temperature in config.temperatures for arm in calls], desc="set-up")
-    for temperature, arm, nodes in bar:
-        bar.set_postfix(T=temperature, arm=f"{arm} {nodes}")
-        if nodes == "auto":
-            pass_costs(spec.target, 1, temperature > 0)
-        calls[arm, nodes](prompt, temperature, config.seed)
-
-
-def _between_plain(
-    spec: Spec, calls: dict[tuple[str, str], Call], order: list[tuple[str, str]], point: _Point, config: CompareConfig
-) -> Iterator[Run]:
-    """Some arms on one prompt, `between` of them at a time between two runs of plain decoding."""
-
-    def plain() -> Figures:
-        call = partial(spec.autoregressive, [ids], config.max_new_tokens, point.temperature, seed=[point.prompt.seed])
-        result, took = timed(spec, call)
-        s = result.stats
-        return {"seconds": took, "ids": result.token_ids[0], "decode": s.seconds - s.seconds_prefill}
-
-    ids = point.prompt.ids
-    before = plain()
-    for first in range(0, len(order), config.between):
-        part = []
-        for name in order[first : first + config.between]:
-            start = time.perf_counter()
-            figures = calls[name](ids, point.temperature, point.prompt.seed)
-            part.append((name, figures.pop("seconds", time.perf_counter() - start), figures))
-        after = plain()
-        for (arm, nodes), seconds, figures in part:
-            new, expected = figures.pop("ids"), before["ids"]
-            beside = {key: statistics.mean((before[key], after[key])) for key in ("seconds", "decode")}
-            beside_plain = {"plain_decode": beside["decode"], "same": new == expected} if "decode" in figures else {}
-            where = (*point.key, point.text, arm, nodes)
-            counts = (seconds, len(new), beside["seconds"], len(expected), figures.pop("passes"))
-            regime = figures.pop("text", None)
-            yield Run(
-                *where, *counts, **figures, **beside_plain, right=point.prompt.right(spec.tokenizer, new), regime=regime
-            )  # type: ignore[misc]
-        before = after
-
-
-def read_runs(path: Path) -> list[Run]:
-    """What was measured before. Raises ValueError as `read_jsonl` does."""
-    return read_jsonl(path, lambda line: Run(**line), "run")
+    specs: dict[str, Spec], draft_model: nn.Module | None, prompts: Sequence[Prompt], config: CompareConfig, path: Path
+) -> list[Record]:
+    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`."""
+    spec, most = next(iter(specs.values())), config.max_new_tokens
+    check(spec.target, [prompt.ids for prompt in prompts], Options(most))
+    calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
+    calls |= {Arm(name, str(n)): drafted(each, most, n) for name, each in specs.items() for n in config.nodes}
+    theirs = of_transformers(spec, most, draft_model, config.exit_layer, config.lookup_tokens)
+    calls |= {Arm(name): theirs[name] for name in config.methods}
+    points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
+    return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)

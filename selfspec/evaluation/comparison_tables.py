@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from selfspec.evaluation.compare import Run
-from selfspec.evaluation.comparison import against, best_sizes, by_questions, regimes
+from selfspec.evaluation.comparison import best_sizes, by_questions, regimes
+from selfspec.evaluation.figures import against
 from selfspec.evaluation.plots import plot_summary
+from selfspec.evaluation.records import Record
 from selfspec.evaluation.tables import interval, markdown
 from selfspec.utils.files import Figures, mean, shown, write_section
 
@@ -115,20 +116,20 @@ def verdict(best: list[Figures]) -> str:
             continue
         cells = []
         for name in names:
-            beside = [run for other in theirs if other["arm"] == name for run in other["runs"]]
-            if (ratio := against(row["runs"], beside)) is None:
+            beside = [record for other in theirs if other["arm"] == name for record in other["records"]]
+            if (ratio := against(row["records"], beside)) is None:
                 cells.append("")
                 continue
             word = "wins " if ratio["low"] > 1 else "loses " if ratio["high"] < 1 else "level "
-            cells.append(f"{word if len(row['runs']) > 1 else ''}{interval(ratio)}")  # one prompt decides nothing
+            cells.append(f"{word if len(row['records']) > 1 else ''}{interval(ratio)}")  # one prompt decides nothing
         lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
     return markdown(["T", "drafter", "nodes", *(f"over `{name}`" for name in names)], lines)
 
 
-def comparison_tables(runs: list[Run], rows: list[Figures], prices: dict[str, Figures]) -> str:
+def comparison_tables(records: list[Record], rows: list[Figures], prices: dict[str, Figures]) -> str:
     """All tables of a comparison."""
-    best = best_sizes(runs)
-    tables = [main_table(rows), groups_table(best), regime_table(regimes(runs)), price_table(prices)]
+    best = best_sizes(records)
+    tables = [main_table(rows), groups_table(best), regime_table(regimes(records)), price_table(prices)]
     if any(row["arm"].startswith("hf_") for row in rows):
         tables.append(verdict(best))
     return "\n\n".join(tables)
@@ -148,11 +149,11 @@ def agreement_table(pairs: list[Figures]) -> str:
 FIGURE = "notebooks/figures/summary.png"  # beside the Markdown file
 
 
-def write_summary(runs: list[Run], target: str, machine: str, path: Path) -> None:
+def write_summary(records: list[Record], target: str, machine: str, path: Path) -> None:
     """Write the table into the section `summary` of a Markdown file, and the figure beside it. Both carry one stamp."""
     columns = {
         f"{name}, T={t:g}" if name else f"T={t:g}": {row["arm"]: row for row in rows if row["T"] == t}
-        for name, rows in by_questions(runs).items()
+        for name, rows in by_questions(records).items()
         for t in sorted({row["T"] for row in rows})
     }
     everywhere = set.intersection(*map(set, columns.values()))  # a resumed comparison may have asked others elsewhere
@@ -182,7 +183,7 @@ def summary_table(columns: dict[str, dict[str, Figures]]) -> str:
             ratio = f"**{ratio}**" if row["speedup"]["low"] > 1 else ratio
             cells.append(f"{ratio} [{row['speedup']['low']:.2f}, {row['speedup']['high']:.2f}], τ {row['tau']:.2f}")
         if "hf_generate" in first:
-            over = [against(at[arm]["runs"], at["hf_generate"]["runs"]) for at in columns.values()]
+            over = [against(at[arm]["records"], at["hf_generate"]["records"]) for at in columns.values()]
             cells.append(" / ".join("" if ratio is None else f"{ratio['ratio']:.1f}x" for ratio in over))
         if checked:
             cells.append(", ".join(f"{at['plain']['right']} / {at[arm]['right']} of {at[arm]['of']}" for at in checked))

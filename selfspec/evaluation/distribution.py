@@ -14,7 +14,7 @@ from selfspec.core.generate import speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling, warp
 from selfspec.core.verify import Relaxed
-from selfspec.evaluation.benchmark import without_defaults
+from selfspec.evaluation.arms import without_defaults
 
 
 @dataclass

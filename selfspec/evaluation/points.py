@@ -13,15 +13,13 @@ from typing import Any
 
 from selfspec.api import Spec
 from selfspec.data.questions import Question
-from selfspec.evaluation.arm_record import Record
-from selfspec.evaluation.benchmark import lines_of
-from selfspec.evaluation.metrics import by_arm
+from selfspec.evaluation.figures import by_arm
+from selfspec.evaluation.records import RECORDS, Record, lines_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
 from selfspec.utils.files import ORIGIN, Figures, read_json, write_text
 from selfspec.utils.tracking import flat
 
-RECORDS = "records.jsonl"
 OWN = (RECORDS, ORIGIN, "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
 
 
@@ -34,7 +32,7 @@ def write_point(folder: Path, point: Figures, records: list[Record]) -> None:
 def read_points(folder: Path) -> tuple[list[Figures], list[tuple[Path, str]]]:
     """The points of all runs below `folder`, in the order of their folders, and the runs that are broken: their
     folders, and why."""
-    marks = ("summary.json", "records.jsonl", "figures.jsonl", "error.txt", ".lock")
+    marks = ("summary.json", RECORDS, "figures.jsonl", "error.txt", ".lock")
     run_folders = {p for p in folder.rglob("*") if p.is_dir() and any((p / mark).exists() for mark in marks)}
     run_folders |= {folder} if (folder / "summary.json").exists() else set()
     points, broken = [], []
@@ -241,7 +239,7 @@ def write_answers(
 
 
 def _line(question: Question, turns: list[Record], spec: Spec, model_id: str) -> Figures:
-    lengths = [turn.stats.lengths if turn.stats is not None else [1] * turn.tokens for turn in turns]
+    lengths = [turn.stats.lengths or [1] * turn.tokens for turn in turns]
     choice = {
         "index": 0,
         "turns": [str(spec.tokenizer.decode(t.token_ids[0], skip_special_tokens=True)) for t in turns],  # type: ignore[union-attr]

@@ -6,9 +6,9 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 
-from selfspec.evaluation.arm_record import Record
 from selfspec.evaluation.audit import Audit
 from selfspec.evaluation.distribution import DistributionTest, distribution_verdict
+from selfspec.evaluation.records import Record
 from selfspec.utils.files import Figures
 
 

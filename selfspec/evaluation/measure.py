@@ -1,0 +1,249 @@
+"""Run arms side by side: in one process, after a warm-up, each between two runs of plain decoding of the same prompts.
+
+An arm is compared with the mean of these two, so that a machine that drifts does not decide. What is measured is
+written record by record; a measurement that was killed goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from selfspec.api import Spec
+from selfspec.budget.cost import pass_costs
+from selfspec.core.sampling import Sampling, warp
+from selfspec.evaluation.arms import Arm, Call
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.figures import over_plain
+from selfspec.evaluation.records import Beside, Record, Regime, lines_of, point_of, read_records
+from selfspec.output import Generated
+from selfspec.utils.files import append_text, write_text
+from selfspec.utils.progress import progress
+
+BETWEEN = 5  # arms between two runs of plain decoding
+
+Run = tuple[Generated, float]  # a call of an arm, and its seconds
+
+
+@dataclass(frozen=True)
+class Point:
+    """What all arms are run on: prompts of one group, `number` that of the first, and how they are answered."""
+
+    number: int
+    batch: list[Prompt]
+    sampling: Sampling
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        questions = [(prompt.question, prompt.turn) for prompt in self.batch]
+        return point_of(self.sampling.temperature, self.batch[0].group, self.number, questions)
+
+    @property
+    def texts(self) -> list[int]:
+        return [prompt.text for prompt in self.batch]
+
+
+def points_of(prompts: Sequence[Prompt], samplings: Sequence[Sampling], size: int = 1) -> list[Point]:
+    """Batches of so many prompts of one group, one of each group in turn, each at every sampling."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.group, []).append(prompt)
+    cut = [[group[i : i + size] for i in range(0, len(group), size)] for group in groups.values()]
+    turns = [batches[i] for i in range(max(map(len, cut))) for batches in cut if i < len(batches)]
+    firsts = [sum(map(len, turns[:i])) for i in range(len(turns))]
+    return [Point(n, batch, s) for n, batch in zip(firsts, turns, strict=True) for s in samplings]
+
+
+def measure(
+    spec: Spec,
+    calls: Mapping[Arm, Call],
+    baseline: Arm | None,
+    points: Sequence[Point],
+    path: Path | None = None,
+    seed: int = 0,
+    repeats: int = 1,
+    between: int = BETWEEN,
+    enough: Callable[[list[Record]], bool] = lambda records: False,
+) -> list[Record]:
+    """The records of all arms on all points. spec: any on the target; baseline: the arm that is plain decoding, None
+    where arms are not compared with it; path: JSON lines that each record is appended to, and those that are there
+    already are kept; seed: of the order of the arms; repeats: runs of each, of which the median counts; between: arms
+    between two runs of plain decoding; enough: whether what was measured so far suffices.
+
+    Raises ValueError where `path` holds records of other texts.
+    """
+    records = [] if path is None else _kept(path, points)
+    done = {(*record.point, record.arm, record.nodes) for record in records}
+    left = [(i, point, [arm for arm in calls if (*point.key, *arm) not in done]) for i, point in enumerate(points)]
+    left = [(i, point, arms) for i, point, arms in left if arms]
+    if not left or enough(records):
+        return records
+    _warm_up(spec, calls, [(point, arms) for _, point, arms in left])
+    bar = progress(total=sum(len(arms) for *_, arms in left), desc="measured")
+    for i, point, arms in left:
+        order = Random(f"{seed} {i}")
+        for record in _on_point(spec, calls, baseline, point, arms, order, repeats, between):
+            records.append(record)
+            if path is not None:
+                append_text(path, lines_of([record]))
+            bar.update()
+            if record.arm != getattr(baseline, "name", ""):
+                bar.set_postfix(_shown(records))
+        if enough(records):
+            break
+    bar.close()
+    return records
+
+
+def _shown(records: list[Record]) -> dict[str, str]:
+    """The last record's arm, and what it brings in all that was measured at its temperature."""
+    last = records[-1]
+    alike = [r for r in records if (r.arm, r.nodes, r.temperature) == (last.arm, last.nodes, last.temperature)]
+    shown = {"T": f"{last.temperature:g}", "arm": f"{last.arm} {last.nodes}".removesuffix(" -")}
+    if last.plain is None:
+        return shown
+    ratio = over_plain(alike)
+    return shown | {"speedup": f"{ratio['ratio']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"}
+
+
+def _kept(path: Path, points: Sequence[Point]) -> list[Record]:
+    """The records of an earlier run. Raises ValueError where they are of other texts."""
+    records, texts = read_records(path), {point.key: point.texts for point in points}
+    for record in records:
+        if texts.get(record.point, record.texts) != record.texts:
+            raise ValueError(
+                f"{path} holds records of another text for {record.questions[0][0] or record.prompt}: the questions or "
+                "the code that makes them changed; choose another name="
+            )
+    if path.exists():  # what was torn is dropped for good
+        write_text(path, lines_of(records))
+    return records
+
+
+def _warm_up(spec: Spec, calls: Mapping[Arm, Call], left: Sequence[tuple[Point, list[Arm]]]) -> None:
+    """Measure the costs of passes and run each arm once, so that nothing timed later includes set-up; on the longest
+    prompt, since transformers keeps a static cache that is large enough."""
+    longest: dict[tuple[Sampling, Arm], Point] = {}
+    for point, arms in left:
+        if any(arm.nodes == "auto" for arm in arms):  # short calls would put it off; once for each size
+            pass_costs(spec.target, len(point.batch), point.sampling.temperature > 0)
+        for arm in arms:
+            other = longest.setdefault((point.sampling, arm), point)
+            if max(len(p.ids) for p in point.batch) > max(len(p.ids) for p in other.batch):
+                longest[point.sampling, arm] = point
+    bar = progress(longest.items(), desc="set-up")
+    for (sampling, arm), point in bar:
+        bar.set_postfix(T=f"{sampling.temperature:g}", arm=f"{arm.name} {arm.nodes}".removesuffix(" -"))
+        calls[arm](point.batch, sampling)
+
+
+def _on_point(
+    spec: Spec,
+    calls: Mapping[Arm, Call],
+    baseline: Arm | None,
+    point: Point,
+    arms: list[Arm],
+    order: Random,
+    repeats: int,
+    between: int,
+) -> Iterator[Record]:
+    """Some arms on one point, `between` of them at a time between two runs of plain decoding, which comes last."""
+
+    def run(arm: Arm) -> Run:
+        return timed(spec, partial(calls[arm], point.batch, point.sampling))
+
+    plain = [] if baseline is None else [run(baseline)]
+    others = [arm for arm in arms if arm != baseline]
+    taken: dict[Arm, list[tuple[Run, Beside | None]]] = {arm: [] for arm in others}
+    for turn in range(repeats):
+        shuffled = order.sample(others, len(others))
+        for first in range(0, max(1, len(others)), between):
+            part = [(arm, run(arm)) for arm in shuffled[first : first + between]]
+            plain += [] if baseline is None else [run(baseline)]
+            for arm, result in part:
+                taken[arm].append((result, _beside(plain[-2:])))
+                if turn + 1 == repeats:
+                    yield _record(spec, point, arm, taken[arm], plain[-1][0].token_ids if plain else None)
+    if baseline is not None and baseline in arms:
+        ids, earliest = plain[0][0].token_ids, _beside(plain[:1])
+        record = _record(spec, point, baseline, [(later, earliest) for later in plain[1:]], ids)
+        yield replace(record, regime=regime(spec, point.batch, ids, point.sampling))
+
+
+def _beside(runs: Sequence[Run]) -> Beside | None:
+    """The mean of some runs of plain decoding, all of which wrote the same."""
+    if not runs:
+        return None
+    stats = [result.stats for result, _ in runs]
+    seconds = statistics.mean(took for _, took in runs), statistics.mean(s.seconds - s.seconds_prefill for s in stats)
+    return Beside(*seconds, stats[0].tokens)
+
+
+def _record(
+    spec: Spec, point: Point, arm: Arm, runs: list[tuple[Run, Beside | None]], plain_ids: list[list[int]] | None
+) -> Record:
+    """Of an arm's runs, each with what is beside it."""
+    result, batch = runs[-1][0][0], point.batch
+    ids, besides = result.token_ids, [beside for _, beside in runs if beside is not None]
+    plain = None
+    if besides:
+        seconds, decode = (statistics.median(getattr(each, name) for each in besides) for name in ("seconds", "decode"))
+        plain = Beside(seconds, decode, besides[0].tokens)
+    same = None
+    if plain_ids is not None and not arm.name.startswith("hf_"):
+        same = [a == b for a, b in zip(ids, plain_ids, strict=True)]
+    return Record(
+        prompt=point.number,
+        arm=arm.name,
+        nodes=arm.nodes,
+        temperature=point.sampling.temperature,
+        seconds=statistics.median(seconds for (_, seconds), _ in runs),
+        tokens=sum(map(len, ids)),
+        token_ids=ids,
+        stats=result.stats,
+        group=batch[0].group,
+        questions=[(prompt.question, prompt.turn) for prompt in batch],
+        plain=plain,
+        right=[prompt.right(spec.tokenizer, row) for prompt, row in zip(batch, ids, strict=True)],
+        same=same,
+        regime=None if result.lossy is None else regime(spec, batch, ids, point.sampling),
+        altered=None if result.lossy is None else result.lossy.altered,
+        forecast=None if result.forecast is None else result.forecast.as_dict(),
+        texts=point.texts,
+    )
+
+
+def timed(spec: Spec, call: Callable[[], Generated]) -> Run:
+    """What a call gives and the seconds it takes; where something is compiled on the way, it is called again."""
+    while True:
+        start = time.perf_counter()
+        result = call()
+        if spec.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - start
+        if not result.stats.compiled:
+            return result, took
+
+
+@torch.inference_mode()
+def regime(spec: Spec, batch: Sequence[Prompt], token_ids: list[list[int]], sampling: Sampling) -> Regime:
+    """What kind of text the new tokens behind these prompts are; see `Regime`."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    grams = [[tuple(row[i : i + 4]) for i in range(len(row) - 3)] for row in token_ids]
+    for prompt, new in zip(batch, token_ids, strict=True):
+        text = torch.tensor([prompt.ids + new], device=spec.target.device)
+        logits = spec.target.model(input_ids=text, use_cache=False).logits[0, len(prompt.ids) - 1 : -1]
+        log_p = torch.log_softmax(warp(logits, sampling.warpers()).double(), -1)
+        exact = torch.log_softmax(logits.double() / (sampling.temperature or 1.0), -1)
+        log_likelihood = exact.gather(1, text[0, len(prompt.ids) :, None]).sum()
+        totals += torch.stack([log_likelihood, torch.special.entr(log_p.exp()).sum(), log_p.amax(-1).exp().sum()]).cpu()
+    log_prob, entropy, top1 = totals.tolist()
+    return Regime(log_prob, entropy, top1, sum(map(len, grams)), sum(len(set(row)) for row in grams))

@@ -1,0 +1,133 @@
+"""What is written down of one arm on one batch of prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec.core.stats import Stats
+from selfspec.utils.files import Figures, read_jsonl
+
+RECORDS = "records.jsonl"
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What kind of text some tokens are, under the distributions they were drawn from (greedy text: under those at
+    temperature 1), summed over the tokens: log-probability of the token (before top-k, top-p and min-p), entropy in
+    nats, largest probability. Beside them the number of 4-grams of the texts, and how many differ within their text."""
+
+    log_prob: float
+    entropy: float
+    top1: float
+    grams: int
+    distinct: int
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Plain decoding of the same batch beside an arm: seconds of the whole call, those behind the prompts, tokens."""
+
+    seconds: float
+    decode: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One arm on one batch of prompts of a group. prompt: number of the first one; seconds: wall-clock of a whole call,
+    prompt included, the median of its repeats; plain: None where plain decoding was not asked for; of plain decoding
+    itself the first of its runs; questions: (id, turn) of each row; right: whether each row's answer is (None where it
+    can not be checked); same: whether each row's tokens are those of plain decoding, of arms of selfspec; regime: of
+    the texts (None: that of plain decoding, which wrote the same); altered: tokens that a lossy rule put in place of
+    the target's pick; forecast: with nodes="auto", what was expected; texts: of each row, see `Prompt.text`."""
+
+    prompt: int
+    arm: str
+    nodes: str
+    temperature: float
+    seconds: float
+    tokens: int
+    token_ids: list[list[int]]
+    stats: Stats
+    group: str = "all"
+    questions: list[tuple[str, int]] = field(default_factory=list)
+    plain: Beside | None = None
+    right: list[bool | None] = field(default_factory=list)
+    same: list[bool] | None = None
+    regime: Regime | None = None
+    altered: int | None = None
+    forecast: dict[str, float] | None = None
+    texts: list[int] = field(default_factory=list)
+
+    @property
+    def point(self) -> tuple[Any, ...]:
+        """What it was run on: temperature, group and questions."""
+        return point_of(self.temperature, self.group, self.prompt, self.questions)
+
+    @property
+    def cluster(self) -> str:
+        """Records that are one draw of the bootstrap: the turns of a question, or a batch."""
+        named = len(self.questions) == 1 and self.questions[0][0]
+        return f"{self.group} {self.questions[0][0] if named else self.prompt}"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is of selfspec, not of transformers."""
+        return not self.arm.startswith("hf_")
+
+    @property
+    def decode(self) -> float:
+        """Seconds behind the prompts."""
+        return self.stats.seconds - self.stats.seconds_prefill
+
+
+def point_of(temperature: float, group: str, number: int, questions: Iterable[tuple[str, int]]) -> tuple[Any, ...]:
+    """What arms are run on, by the names of its questions, or by its number where they have none."""
+    return temperature, group, *((name or str(number), turn) for name, turn in questions)
+
+
+def lines_of(records: Iterable[Record]) -> str:
+    """Records as JSON lines."""
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Those of a file, of earlier comparisons too. Raises ValueError as `read_jsonl` does."""
+    return read_jsonl(path, lambda line: _of_run(line) if "plain_tokens" in line else _record(line), "record")
+
+
+def _record(line: Figures) -> Record:
+    stats, regime, plain = line["stats"], line["regime"], line["plain"]
+    line = {**line, "questions": [tuple(each) for each in line["questions"]], "stats": Stats(**stats)}
+    return Record(**line | {"regime": regime and Regime(**regime), "plain": plain and Beside(**plain)})
+
+
+def _of_run(line: Figures) -> Record:
+    """A record of the lines of `runs.jsonl`, which had no tokens."""
+    draft, target, other = (line.get(part) or 0.0 for part in ("draft", "target", "other"))
+    stats = Stats(line["passes"], line["passes"], line.get("nodes_run") or 0, line["tokens"])
+    stats.seconds_draft, stats.seconds_target, stats.seconds_other = draft, target, other
+    stats.seconds_prefill = line["seconds"] - draft - target - other
+    regime, same = line.get("regime"), line.get("same")
+    return Record(
+        prompt=-1,
+        arm=line["arm"],
+        nodes=line["nodes"],
+        temperature=line["temperature"],
+        seconds=line["seconds"],
+        tokens=line["tokens"],
+        token_ids=[],
+        stats=stats,
+        group=line["group"],
+        questions=[(line["question"], line["turn"])],
+        plain=Beside(line["plain"], line.get("plain_decode") or 0.0, line["plain_tokens"]),
+        right=[line.get("right")],
+        same=None if same is None else [same],
+        regime=regime and Regime(**regime),
+        forecast=line.get("forecast"),
+        texts=[line["text"]],
+    )
