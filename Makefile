@@ -49,24 +49,30 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
-# A model (TARGET: smollm2, a GGUF file, or qwen-coder) beside llama.cpp and OpenVINO GenAI, twenty minutes to build and
-# ten to run; QUESTIONS names Spec-Bench's question.jsonl. `limits.peers=true` needs no more than .venv-peers/.ready. gcc 12 builds a llama.cpp that
-# crashes on Q8_0 and Q4_1 where there is AMX (its pull request 26954), so clang from PyPI's ziglang builds it.
+# A model (TARGET: smollm2, a GGUF file, or qwen-coder) with DRAFTER beside llama.cpp and OpenVINO GenAI, in bfloat16 and
+# in int8: twenty minutes to build, twenty to run. QUESTIONS as in compare.questions. `limits.peers=true` needs no more
+# than .venv-peers/.ready. gcc 12 builds a llama.cpp that crashes on Q8_0 and Q4_1 where there is AMX (its pull request
+# 26954), so clang from PyPI's ziglang builds it.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q "torch==$(TORCH)"
 	$(PEERS)/bin/python -m pip install -q openvino-genai==2026.4.1.0 optimum-intel==2.2.0 ziglang==0.17.1
 	-$(PEERS)/bin/python -m pip uninstall -q -y torchvision # built for another torch, and not needed
-	for name in cc c++; do printf '#!/bin/sh\nexec %s -m ziglang %s "$$@"\n' "$(abspath $(PEERS))/bin/python" $$name \
+	for name in cc c++; do printf '#!/bin/sh\nexec %s -I -m ziglang %s "$$@"\n' "$(abspath $(PEERS))/bin/python" $$name \
 		> $(PEERS)/bin/zig-$$name && chmod +x $(PEERS)/bin/zig-$$name || exit; done
 	CC="$(abspath $(PEERS))/bin/zig-cc" CXX="$(abspath $(PEERS))/bin/zig-c++" \
 		CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DMTMD_BUILD=OFF" \
 		$(PEERS)/bin/python -m pip install -q --no-cache-dir llama-cpp-python==0.3.36
 	touch $@
 
+peers: TARGET ?= smollm2
+peers: DRAFTER ?= $(TARGET)-eagle3+prompt_lookup
 peers: $(VENV)/.ready $(PEERS)/.ready
-	$(BIN)/python notebooks/experiments/peers.py $(QUESTIONS) --target $(or $(TARGET),smollm2) \
-		--out notebooks/results/$(if $(TARGET),peers-$(notdir $(TARGET)),peers).md
+	for dtype in bfloat16 int8; do $(BIN)/python eval/compare.py name=peers-$(notdir $(TARGET))-$$dtype \
+		target=$(TARGET) dtype=$$dtype engine=compiled "compare.drafters=[$(DRAFTER)]" "compare.nodes=[auto]" \
+		"compare.questions=[$(QUESTIONS)]" compare.groups=null compare.prompts=12 compare.max_new_tokens=256 \
+		"compare.temperatures=[0]" compare.allow_code_execution=$(or $(RUN_CODE),false) "compare.methods=[hf_generate,\
+		llamacpp_bf16,llamacpp_q8_0,llamacpp_file,llamacpp_lookup,openvino_fp16,openvino_int8,openvino_int4]" || exit; done
 
 # Four ratios of speed in two minutes, beside those recorded on this kind of processor; RECORD=1 records them.
 bench: $(VENV)/.ready

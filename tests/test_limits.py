@@ -14,13 +14,16 @@ import torch
 from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
 
+from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_limits
+from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits, peers
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
 
@@ -147,9 +150,11 @@ import json, sys
 print("loading ...")
 print(json.dumps({"version": "mine 1"}), flush=True)
 for line in sys.stdin:
-    if json.loads(line)["tokens"] == [1]:
+    request = json.loads(line)
+    if request["prompt"] == [1]:
         sys.exit(1)
-    print(json.dumps({"seconds": 0.5}), flush=True)
+    tokens = [*range(request["count"] - 1), *request["ends"]]
+    print(json.dumps({"tokens": tokens, "passes": 3, "seconds": 0.75, "prompt": 0.25}), flush=True)
 """
 
 
@@ -165,6 +170,13 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     peer.failed = False  # it ends unseen
     assert math.isnan(peer.rate([5], 9))
     assert [row[1] for row in peers.rate_rows(rates)] == ["16.0", "crashed", "crashed"]
+    target = Target(tiny_model(dtype=torch.float32))
+    spec = Spec(target, made(Medusa, target, heads=1, rank=4))
+    call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
+    answer = call([Prompt([5, 6])], Sampling())
+    assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)
+    with pytest.raises(ValueError, match="mine ended; what was measured is kept"):
+        call([Prompt([1])], Sampling())
     for each in (peer, broken):
         each.close()
     with pytest.raises(ValueError, match="'tiny-target'"):

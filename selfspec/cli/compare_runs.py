@@ -21,6 +21,7 @@ from selfspec.evaluation.comparison import summarize_comparison
 from selfspec.evaluation.comparison_tables import comparison_tables, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
+from selfspec.evaluation.peers import check_peers
 from selfspec.evaluation.plots import plot_comparison
 from selfspec.evaluation.records import RECORDS, read_records
 from selfspec.utils.files import Figures, section, write_section, write_text
@@ -82,6 +83,8 @@ def _comparison(
     run: CompareRun, config: DictConfig, folder: Path, path: Path, plain: Figures
 ) -> tuple[list[Figures], str]:
     """A comparison's rows and its tables."""
+    if run.compare.peers:
+        check_peers(run.target)
     target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
     tokenizer = tokenizer_of(target, found_tokenizer)
     if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
@@ -95,7 +98,7 @@ def _comparison(
     prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:
-        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path, run.target)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
         prices = {name: price(name, spec) for name, spec in specs.items()}

@@ -17,7 +17,6 @@ from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
-from selfspec.checkpoints.named import gguf_file
 from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ReportRun, ShowRun
 from selfspec.cli.errors import clear_errors
@@ -54,7 +53,6 @@ from selfspec.utils.errors import command_line
 from selfspec.utils.files import (
     ORIGIN,
     Figures,
-    cache_folder,
     mean,
     null_for_nan,
     read_json,
@@ -274,8 +272,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         if run.limits.peers:
-            places = gguf_file(run.target), str(target.model.config.name_or_path), cache_folder() / "peers"
-            figures["peers"] = peer_speeds(target, *places, run.limits.rounds)
+            figures["peers"] = peer_speeds(target, run.target, run.limits.rounds)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

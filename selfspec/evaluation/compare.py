@@ -17,6 +17,7 @@ from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import METHODS, Arm, Call, drafted, of_transformers, plain
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.measure import BETWEEN, measure, points_of
+from selfspec.evaluation.peers import PEERS, answering, started
 from selfspec.evaluation.records import Record
 from selfspec.utils.checks import all_known, at_least, not_empty
 
@@ -27,7 +28,8 @@ class CompareConfig:
     temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
     questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
     questions of each group, one number for all sets or a list with one for each; seed: of all noise, from which every
-    prompt gets its own; methods: of transformers, a subset of METHODS; draft_model: of assisted generation
+    prompt gets its own; methods: of transformers, a subset of METHODS, and other engines on the target's GGUF file, a
+    subset of PEERS (greedy alone); draft_model: of assisted generation
     (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
     lookup; between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare
     --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
@@ -65,7 +67,11 @@ class CompareConfig:
         known = [group for groups in SETS.values() for group in groups]
         if set(self.questions) <= set(SETS) and (unknown := set(self.groups or ()) - set(known)):
             raise ValueError(f"compare.groups holds {sorted(unknown)}; known are {', '.join(known)}")
-        all_known(self, "compare", methods=METHODS)
+        all_known(self, "compare", methods=METHODS + PEERS)
+        if self.peers and any(self.temperatures):
+            raise ValueError(
+                f"compare.methods holds {self.peers[0]}, which decodes greedily alone; give compare.temperatures=[0]"
+            )
         if "hf_assisted" in self.methods and self.draft_model is None:
             raise ValueError(
                 "compare.methods holds hf_assisted, but compare.draft_model is null; give a folder or a hub id, for "
@@ -79,20 +85,32 @@ class CompareConfig:
             Sampling(temperature)
 
     @property
+    def peers(self) -> list[str]:
+        """Of the methods, other engines."""
+        return [name for name in self.methods if name in PEERS]
+
+    @property
     def counts(self) -> list[Any]:
         """Questions of each group, for each set."""
         return self.prompts if isinstance(self.prompts, list) else [self.prompts] * len(self.questions)
 
 
 def run_comparison(
-    specs: dict[str, Spec], draft_model: nn.Module | None, prompts: Sequence[Prompt], config: CompareConfig, path: Path
+    specs: dict[str, Spec],
+    draft_model: nn.Module | None,
+    prompts: Sequence[Prompt],
+    config: CompareConfig,
+    path: Path,
+    target: str,
 ) -> list[Record]:
-    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`."""
+    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`. target: its name."""
     spec, most = next(iter(specs.values())), config.max_new_tokens
     check(spec.target, [prompt.ids for prompt in prompts], Options(most))
     calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
     calls |= {Arm(name, str(n)): drafted(each, most, n) for name, each in specs.items() for n in config.nodes}
     theirs = of_transformers(spec, most, draft_model, config.exit_layer, config.lookup_tokens)
-    calls |= {Arm(name): theirs[name] for name in config.methods}
+    calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
-    return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)
+    with started(config.peers, spec.target, target) as peers:
+        calls |= {Arm(name): answering(peer, name, spec, most) for name, peer in peers.items()}
+        return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)

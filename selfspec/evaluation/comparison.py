@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from selfspec.budget.predict import speedup
 from selfspec.data.questions import SETS
 from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, over_plain, right, tau, texts, total
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.records import Record, ours
 from selfspec.utils.files import Figures
 
 
@@ -79,9 +79,9 @@ def _halves(records: list[Record]) -> dict[str, int]:
 
 
 def _order(records: Iterable[Record]) -> dict[str, int]:
-    """Plain decoding, transformers' methods, single drafters, hybrids."""
+    """Plain decoding, others' methods, single drafters, hybrids."""
     names = dict.fromkeys(record.arm for record in records)
-    ordered = sorted(names, key=lambda name: (name != "plain", not name.startswith("hf_"), "+" in name))
+    ordered = sorted(names, key=lambda name: (name != "plain", ours(name), "+" in name))
     return {name: i for i, name in enumerate(ordered)}
 
 

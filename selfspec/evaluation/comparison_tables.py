@@ -9,7 +9,7 @@ from pathlib import Path
 from selfspec.evaluation.comparison import best_sizes, by_questions, regimes
 from selfspec.evaluation.figures import against
 from selfspec.evaluation.plots import plot_summary
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.records import Record, ours
 from selfspec.evaluation.tables import interval, markdown
 from selfspec.utils.files import Figures, mean, shown, write_section
 
@@ -107,8 +107,8 @@ def price_table(prices: dict[str, Figures]) -> str:
 
 
 def verdict(best: list[Figures]) -> str:
-    """Which drafters, at their best sizes, beat each of transformers' methods, and which do not."""
-    theirs = [row for row in best if row["arm"].startswith("hf_")]
+    """Which drafters, at their best sizes, beat each method of others, and which do not."""
+    theirs = [row for row in best if not ours(row["arm"])]
     names = list(dict.fromkeys(row["arm"] for row in theirs))
     lines = []
     for row in best:
@@ -130,7 +130,7 @@ def comparison_tables(records: list[Record], rows: list[Figures], prices: dict[s
     """All tables of a comparison."""
     best = best_sizes(records)
     tables = [main_table(rows), groups_table(best), regime_table(regimes(records)), price_table(prices)]
-    if any(row["arm"].startswith("hf_") for row in rows):
+    if any(not ours(row["arm"]) for row in rows):
         tables.append(verdict(best))
     return "\n\n".join(tables)
 

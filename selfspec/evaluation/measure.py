@@ -23,7 +23,7 @@ from selfspec.core.sampling import Sampling, warp
 from selfspec.evaluation.arms import Arm, Call
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.figures import over_plain
-from selfspec.evaluation.records import Beside, Record, Regime, lines_of, point_of, read_records
+from selfspec.evaluation.records import Beside, Record, Regime, lines_of, ours, point_of, read_records
 from selfspec.output import Generated
 from selfspec.utils.files import append_text, write_text
 from selfspec.utils.progress import progress
@@ -198,7 +198,7 @@ def _record(
         seconds, decode = (statistics.median(getattr(each, name) for each in besides) for name in ("seconds", "decode"))
         plain = Beside(seconds, decode, besides[0].tokens)
     same = None
-    if plain_ids is not None and not arm.name.startswith("hf_"):
+    if plain_ids is not None and ours(arm.name):
         same = [a == b for a, b in zip(ids, plain_ids, strict=True)]
     return Record(
         prompt=point.number,

@@ -9,29 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import statistics
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from selfspec.api import Spec
 from selfspec.checkpoints.named import gguf_file
 from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options
+from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.utils.files import Figures
+from selfspec.evaluation.arms import Call
+from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.output import Generated
+from selfspec.utils.files import Figures, cache_folder
 from selfspec.utils.progress import progress
 
 PYTHON = Path(".venv-peers/bin/python")
+LOOKUP = "llamacpp_lookup"  # the GGUF file as it is, with llama.cpp's prompt lookup
+PEERS = (
+    *("llamacpp_bf16", "llamacpp_q8_0", "llamacpp_file", LOOKUP),  # file: the GGUF file as it is
+    *("openvino_fp16", "openvino_int8", "openvino_int4"),
+)
 _LLAMA = """
 import ctypes, json, os, sys, time
 import llama_cpp
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-ftype = {"bf16": 32, "Q8_0": 7}.get(name)
+ftype = {"bf16": 32, "q8_0": 7}.get(name)
 path = source if ftype is None else f"{folder}/{name}.gguf"
 if ftype is not None and not os.path.exists(path):
     params = llama_cpp.llama_model_quantize_default_params()
@@ -39,18 +49,26 @@ if ftype is not None and not os.path.exists(path):
     if llama_cpp.llama_model_quantize(source.encode(), f"{path}.tmp".encode(), ctypes.byref(params)):
         raise SystemExit(f"llama.cpp can not write {path}")
     os.replace(f"{path}.tmp", path)
-model = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+drafts = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=10)} if name == "lookup" else {}
+model = llama_cpp.Llama(path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False, **drafts)
+calls, evaluate = [0], model.eval
+def counted(tokens):
+    calls[0] += 1
+    return evaluate(tokens)
+model.eval = counted
 system = llama_cpp.llama_print_system_info().decode().strip()
 print(json.dumps({"version": f"llama-cpp-python {llama_cpp.__version__}: {system}"}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     model.reset()
-    made, start = model.generate(request["tokens"], temp=0.0, repeat_penalty=1.0), None
-    for count, _ in enumerate(made):
-        start = start or time.perf_counter()  # behind the prompt
-        if count == request["count"] - 1:
+    calls[0], tokens, begun, first = 0, [], time.perf_counter(), None
+    for token in model.generate(request["prompt"], temp=0.0, repeat_penalty=1.0):
+        first = first or time.perf_counter()
+        tokens.append(int(token))
+        if token in request["ends"] or len(tokens) == request["count"]:
             break
-    print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+    reply = {"seconds": time.perf_counter() - begun, "prompt": first - begun}
+    print(json.dumps({"tokens": tokens, "passes": calls[0], **reply}), flush=True)
 """
 _OPENVINO = """
 import json, os, shutil, subprocess, sys
@@ -68,12 +86,15 @@ pipe = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads)
 print(json.dumps({"version": f"OpenVINO GenAI {openvino_genai.__version__}"}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    ids = numpy.array([request["tokens"]])
+    ids = numpy.array([request["prompt"]])
     given = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = request["count"], True, False
-    metrics = pipe.generate(given, config).perf_metrics
-    print(json.dumps({"seconds": (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1000}), flush=True)
+    config.max_new_tokens, config.do_sample = request["count"], False
+    config.stop_token_ids, config.ignore_eos = set(request["ends"]), not request["ends"]
+    result = pipe.generate(given, config)
+    tokens, times = [int(token) for token in result.tokens[0]], result.perf_metrics
+    reply = {"seconds": times.get_generate_duration().mean / 1000, "prompt": times.get_ttft().mean / 1000}
+    print(json.dumps({"tokens": tokens, "passes": len(tokens), **reply}), flush=True)
 """
 
 
@@ -101,19 +122,24 @@ class Peer:
         self.failed = True
         return {}
 
-    def rate(self, tokens: list[int], count: int) -> float:
-        """Greedy tokens per second behind a prompt, the first of `count` not among them; NaN where it crashed."""
+    def answer(self, prompt: list[int], count: int, ends: Iterable[int] = ()) -> Figures | None:
+        """Greedy `tokens` behind a prompt, at most `count`, up to one of `ends`; `passes` of the model, `seconds` of
+        the call, and those until the first token, `prompt`. None where the process ended."""
         if self.failed:
-            return math.nan
+            return None
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps({"tokens": tokens, "count": count}) + "\n")
+            self.process.stdin.write(json.dumps({"prompt": prompt, "count": count, "ends": [*ends]}) + "\n")
             self.process.stdin.flush()
         except OSError:  # it has ended
             self.failed = True
-            return math.nan
-        seconds = self._line().get("seconds")
-        return math.nan if seconds is None else (count - 1) / float(seconds)
+            return None
+        return self._line() or None
+
+    def rate(self, prompt: list[int], count: int) -> float:
+        """Tokens per second behind the first one; NaN where the process ended."""
+        reply = self.answer(prompt, count)
+        return math.nan if reply is None else (count - 1) / (reply["seconds"] - reply["prompt"])
 
     def close(self) -> None:
         self.process.kill()
@@ -130,39 +156,65 @@ def check_peers(target: str) -> None:
     gguf_file(target)
 
 
-def start_peers(file: Path, target_folder: str, folder: Path) -> dict[str, Peer]:
-    """A model in each engine and format, by name. file: its GGUF file, run as it is too; target_folder: its weights as
-    safetensors; folder: where files in other formats are made, once for each file and version of the engines."""
+@contextmanager
+def started(names: Sequence[str], target: Target, name: str) -> Iterator[dict[str, Peer]]:
+    """A model in these of PEERS, until the end of the block. name: of the target, whose GGUF file llama.cpp reads;
+    OpenVINO reads its weights as safetensors. Files in other formats are made once for each file and version of the
+    engines. Raises ValueError as `check_peers` does."""
+    if not names:
+        yield {}
+        return
+    check_peers(name)
+    file, peers = gguf_file(name), dict[str, Peer]()
     versions = [path.name for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")]
-    used = sorted(name for name in versions if name.startswith(("llama_cpp", "openvino", "optimum")))
-    folder = folder / hashlib.sha256(repr((used, str(file.resolve()), file.stat().st_size)).encode()).hexdigest()[:8]
+    used = sorted(each for each in versions if each.startswith(("llama_cpp", "openvino", "optimum")))
+    made = hashlib.sha256(repr((used, str(file.resolve()), file.stat().st_size)).encode()).hexdigest()[:8]
+    folder = cache_folder() / "peers" / made
     folder.mkdir(parents=True, exist_ok=True)
-    threads, peers = str(torch.get_num_threads()), {}
-    for name in ("bf16", "Q8_0", re.split("[-.]", file.stem)[-1].upper() + ", the file"):
-        peers[f"llama.cpp {name}"] = Peer(_LLAMA, str(file), str(folder), threads, name)
-    for name in ("fp16", "int8", "int4"):
-        peers[f"OpenVINO {name}"] = Peer(_OPENVINO, target_folder, str(folder), threads, name)
-    return peers
+    sources = {"llamacpp": (_LLAMA, str(file)), "openvino": (_OPENVINO, str(target.model.config.name_or_path))}
+    try:
+        for peer in progress(names, desc="other engines start", leave=False):
+            engine, _, form = peer.partition("_")
+            program, source = sources[engine]
+            peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form)
+            print(f"{peer}: {peers[peer].version or 'its process ended'}")
+        yield peers
+    finally:
+        for each in peers.values():
+            each.close()
 
 
-def peer_speeds(target: Target, file: Path, target_folder: str, folder: Path, rounds: int) -> Figures:
+def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
+    """A model in another engine as an arm: greedy, one prompt at a time. Raises ValueError where its process ended."""
+    ends = sorted(end_tokens(spec.target))
+
+    def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
+        (prompt,) = batch
+        assert sampling.temperature == 0, "refused by CompareConfig"
+        if (reply := peer.answer(prompt.ids, max_new_tokens, ends)) is None:
+            raise ValueError(f"{name} ended; what was measured is kept. Leave it out of compare.methods")
+        tokens, passes = reply["tokens"], reply["passes"]
+        stats = Stats(passes, passes, tokens=len(tokens), seconds_prefill=reply["prompt"])
+        stats.seconds_target = reply["seconds"] - reply["prompt"]
+        return Generated([tokens], [], [[False] * len(tokens)], stats)
+
+    return call
+
+
+def peer_speeds(target: Target, name: str, rounds: int) -> Figures:
     """Plain decoding here and in other engines: greedy tokens per second behind a prompt of 128 tokens, all in turn.
     By name: "rates" of each round (NaN: it crashed), and the "version" of the engine."""
-    peers: dict[str, Any] = start_peers(file, target_folder, folder)
     prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
-    figures: Figures = {name: {"version": peer.version, "rates": []} for name, peer in peers.items()}
-    ours = figures[f"selfspec {target.dtype_name}"] = {"version": f"torch {torch.__version__}", "rates": []}
-    try:
+    own = f"selfspec {target.dtype_name}"
+    with started([peer for peer in PEERS if peer != LOOKUP], target, name) as peers:
+        figures: Figures = {peer: {"version": each.version, "rates": []} for peer, each in peers.items()}
+        figures[own] = {"version": f"torch {torch.__version__}", "rates": []}
         for turn in progress(range(rounds + 1), desc="other engines", leave=False):
-            rates = {name: peer.rate(prompt, 64) for name, peer in peers.items()}
+            rates = {peer: each.rate(prompt, 64) for peer, each in peers.items()}
             stats = autoregressive(target, [prompt], Options(64, Sampling(0.0))).stats
-            if turn:  # the first one warms up
-                ours["rates"].append(64 / (stats.seconds - stats.seconds_prefill))
-                for name, rate in rates.items():
-                    figures[name]["rates"].append(rate)
-    finally:
-        for peer in peers.values():
-            peer.close()
+            rates[own] = 64 / (stats.seconds - stats.seconds_prefill)
+            for engine, rate in rates.items() if turn else ():  # the first turn warms up
+                figures[engine]["rates"].append(rate)
     return figures
 
 

@@ -76,13 +76,18 @@ class Record:
 
     @property
     def ours(self) -> bool:
-        """Whether it is of selfspec, not of transformers."""
-        return not self.arm.startswith("hf_")
+        """See `ours`."""
+        return ours(self.arm)
 
     @property
     def decode(self) -> float:
         """Seconds behind the prompts."""
         return self.stats.seconds - self.stats.seconds_prefill
+
+
+def ours(arm: str) -> bool:
+    """Whether an arm is of selfspec, not of transformers or of another engine."""
+    return not arm.startswith(("hf_", "llamacpp_", "openvino_"))
 
 
 def point_of(temperature: float, group: str, number: int, questions: Iterable[tuple[str, int]]) -> tuple[Any, ...]:
