@@ -13,7 +13,7 @@ from conftest import compose_config, made, tiny_model
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.cli.evaluation_runs import run_report
+from selfspec.cli.reports import run_report
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target

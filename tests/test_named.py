@@ -7,11 +7,13 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import selfspec
+from selfspec.checkpoints import hub
 from selfspec.checkpoints import named as module
 from selfspec.checkpoints.drafter_folder import load_drafter
 from selfspec.checkpoints.embedded import resolve
@@ -80,6 +82,9 @@ def test_it_answers_and_drafting_changes_nothing() -> None:
 
 def test_qwen_coder_is_what_a_variable_names_or_the_hubs(tiny_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFSPEC_QWEN_CODER", raising=False)
+    monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=OSError("offline")))
+    with pytest.raises(FileNotFoundError, match=r"the hub gives none.*; SELFSPEC_QWEN_CODER names a copy"):
+        selfspec.load("prompt_lookup", target="qwen-coder")
     assert resolve("qwen-coder") == "Qwen/Qwen2.5-Coder-0.5B-Instruct"
     monkeypatch.setenv("SELFSPEC_QWEN_CODER", tiny_folder)
     assert selfspec.load("prompt_lookup", target="qwen-coder").target.name == "qwen-coder"

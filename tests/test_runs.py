@@ -27,8 +27,8 @@ from test_training import SMALL, small
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
-from selfspec.cli import evaluation_runs
 from selfspec.cli import main as cli
+from selfspec.cli import origin
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
 from selfspec.cli.training_runs import run_folder, run_training
@@ -578,7 +578,7 @@ def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
     shutil.rmtree("mine")
     Path("before").rename("mine")
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(evaluation_runs, "device_name", lambda device: "another processor")
+        elsewhere.setattr(origin, "device_name", lambda device: "another processor")
         assert typed(elsewhere, *again, "hydra.run.dir=runs/point") == 2
     assert "was measured with another device (" in capsys.readouterr().err
     assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0

@@ -24,6 +24,7 @@ from selfspec.checkpoints.formats.files import few
 from selfspec.checkpoints.formats.imported import named_target, published
 from selfspec.checkpoints.formats.imported import read as read_published
 from selfspec.checkpoints.hub import fetch
+from selfspec.checkpoints.named import elsewhere
 from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.chains import served
@@ -127,7 +128,10 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
     check_target_name(name, path)
     if not Path(path).exists():  # where the hub gives none, transformers would ask it for a minute
         asking = {key: fetching[key] for key in ("token", "cache_dir", "local_files_only") if key in fetching}
-        fetch(path, revision, "*config.json", **asking)
+        try:
+            fetch(path, revision, "*config.json", **asking)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}{elsewhere(path)}") from error
     try:
         check_config(path, {"revision": revision, **fetching}, "attn_implementation" in loading)
         config = AutoConfig.from_pretrained(path, revision=revision, **fetching)

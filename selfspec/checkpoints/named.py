@@ -67,6 +67,11 @@ def _place() -> Path | None:
     return path
 
 
+def elsewhere(hub_id: str) -> str:
+    """What else can name a copy of a model of the hub, to stand behind an error; empty for others."""
+    return f"; {_PLACE} names a copy, a GGUF file or a folder" if hub_id == HUB["qwen-coder"] else ""
+
+
 def gguf_file(target: str) -> Path:
     """The GGUF file of a target, for engines that read it: SmolLM2's in its package, what SELFSPEC_QWEN_CODER names, or
     the target itself. Raises ValueError for a target without one."""

@@ -12,7 +12,8 @@ from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.cli.config import CompareRun
-from selfspec.cli.evaluation_runs import _origin, asked, check_origin
+from selfspec.cli.evaluation_runs import asked
+from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
@@ -104,7 +105,7 @@ def _comparison(
         prices = {name: price(name, spec) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, **_origin(target.device), "config": plain}
+        figures = {"rows": rows, "prices": prices, **origin(target.device), "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
         text = comparison_tables(measured, rows, prices)
         write_text(folder / "table.md", text + "\n")

@@ -3,65 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
-from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
-from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, PageRun, ReportRun, ShowRun
-from selfspec.cli.errors import clear_errors
-from selfspec.cli.training_runs import as_plain, build_data, check_same, finished, run_folder, tokenizer_of, typed
+from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
+from selfspec.cli.origin import check_origin, origin
+from selfspec.cli.training_runs import as_plain, build_data, check_same, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.audit import audit
 from selfspec.evaluation.benchmark import host_overhead, run_benchmark, write_traces
-from selfspec.evaluation.comparison_tables import agreement_table
 from selfspec.evaluation.distribution import distribution_tests, distribution_verdict
 from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
 from selfspec.evaluation.figures import defined, summarize
 from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
-from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
-from selfspec.evaluation.points import (
-    agreement,
-    answer_files,
-    check_ids,
-    labelled,
-    read_points,
-    write_answers,
-    write_point,
-)
+from selfspec.evaluation.points import answer_files, check_ids, labelled, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
 from selfspec.evaluation.show import show
-from selfspec.evaluation.tables import Column, audit_report, group_table, own_columns, table, training_table
+from selfspec.evaluation.tables import Column, audit_report, own_columns
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
-from selfspec.utils.errors import command_line
-from selfspec.utils.files import (
-    ORIGIN,
-    Figures,
-    mean,
-    null_for_nan,
-    read_json,
-    section,
-    shown,
-    write_section,
-    write_text,
-)
-from selfspec.utils.machine import device_name, device_type
+from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
+from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
 # Keys that may change when a benchmark that was killed goes on
@@ -99,29 +76,6 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
     spec = load(run.drafter, run.target, run.dtype, run.device, engine, trust_code=run.trust_code)
     config.engine = spec.target.engine.name
     return spec
-
-
-def check_origin(
-    folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter], kept: Iterable[str] | None = None
-) -> None:
-    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of (None:
-    all). Raises ValueError where `begun` is there and was measured with another device, target or drafter of the same
-    name; in a finished one, which is only shown, another device is named."""
-    now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
-    for name, drafter in drafters.items():
-        now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
-    path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
-    if begun.exists() and not path.is_file():
-        return  # of an older version, which did not say
-    before = read_json(path) if begun.exists() else {}
-    for key in (key for key in now if before.get(key, now[key]) != now[key]):
-        said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
-        if key == "device" and begun.name == "summary.json":
-            print(said)
-        elif not key.startswith("drafter ") or key.removeprefix("drafter ") in measured:
-            raise ValueError(f"{said}; delete the folder, or choose another name=")
-    if begun.name != "summary.json":
-        write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
@@ -268,7 +222,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     done = folder / "limits.json"
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
-        figures |= measure_limits(model, makers, run.limits) | _origin(model.device) | {"config": plain}
+        figures |= measure_limits(model, makers, run.limits) | origin(model.device) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         if run.limits.peers:
@@ -285,88 +239,5 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     return figures
 
 
-def _origin(device: torch.device) -> Figures:
-    """Where and by which command something is measured."""
-    return {"machine": device_name(device), "command": command_line()}
-
-
-def run_page(config: DictConfig) -> None:
-    """The page of `selfspec.evaluation.page`."""
-    run = typed(PageRun, config).page
-    data = page_data(run)
-    if run.data is not None:
-        write_text(Path(run.data), json.dumps(null_for_nan(data), ensure_ascii=False, separators=(",", ":")) + "\n")
-    size = write_page(data, Path(run.out))
-    print(f"{run.out}: {size / 1e6:.1f} MB, {len(data['traces'])} traces, {len(data['comparisons'])} comparisons")
-    for name, command in data["missing"].items():
-        print(f"no {name} in {', '.join(run.runs or ())}: {command}")
-
-
 def _found(name: str, tokenizer: Any, target: Target) -> Drafter:
     return find_drafter(name, target, tokenizer)
-
-
-def run_report(config: DictConfig) -> None:
-    """One table and one set of plots of all points below the folder `sweep`; what is broken is named and left out.
-    against: another run, whose speedups are set beside this one's instead."""
-    ReportRun(config.sweep, config.against)  # checks that both are there
-    folder = Path(config.sweep)
-    if config.against is not None:
-        print(agreement_table(agreement(folder, Path(config.against))))
-        return
-    points, broken = read_points(folder)
-    for path, why in broken:
-        print(f"skipped {path}: {why}")
-    if broken:
-        print(f"{len(broken)} of {len(points) + len(broken)} runs skipped")
-    if not points:
-        raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
-    whole = any("all" in point["config"]["decode"].get("columns", ()) for point in points)
-    groups = group_table(points)
-    write_text(folder / "table.md", f"{table(points)}\n\n{groups}\n")
-    plot_points(points, folder)
-    print(f"\n{table(points, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))
-    print(f"by group of text: {folder / 'table.md'}; plots beside it")
-
-
-ERROR = "error.txt"  # of a point of a sweep that failed
-
-
-def points_of(folder: Path) -> list[Path]:
-    """The folders of a sweep's points."""
-    return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
-
-
-class SweepEnd(Callback):
-    """Ends a sweep: points that failed, while the others went on, are named, with exit code 2."""
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        with clear_errors():
-            self.table(folder)
-            if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
-                names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
-                of = f"{len(failed)} of {len(points_of(folder))} points of {folder} failed ({names})"
-                raise ValueError(f"{of}, the first with: {first}")
-
-    def table(self, folder: Path) -> None:
-        """What a kind of sweep prints of all its points."""
-
-
-class DecodeTable(SweepEnd):
-    """One table and one set of plots of all points of eval/decode.py."""
-
-    def table(self, folder: Path) -> None:
-        if read_points(folder)[0]:
-            run_report(OmegaConf.create({"sweep": str(folder), "against": None}))
-
-
-class TrainingTable(SweepEnd):
-    """One table of the last validations of all trainings."""
-
-    def table(self, folder: Path) -> None:
-        done = {home: figures for home in points_of(folder) if (figures := finished(home)) is not None}
-        if done:
-            text = training_table({home.name: figures for home, figures in done.items()})
-            write_text(folder / "table.md", text + "\n")
-            print(f"\n{text}\n{folder}")

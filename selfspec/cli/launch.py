@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from selfspec.checkpoints.drafter_folder import read_meta
-from selfspec.cli import compare_runs
+from selfspec.cli import compare_runs, reports
 from selfspec.cli import evaluation_runs as measures
 from selfspec.cli import training_runs as runs
 from selfspec.cli.arguments import constant
@@ -62,7 +62,7 @@ def _task(run: Task) -> Callable[[DictConfig], None]:
         folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         if sweep and "wandb" in config and config.wandb.group is None:
             config.wandb.group = "-".join(Path(settings.sweep.dir).parts[1:])  # below runs/
-        failed = folder / measures.ERROR
+        failed = folder / reports.ERROR
         if failed.exists():  # a finished run may lie where nothing can be written
             failed.unlink()
         try:
@@ -197,12 +197,12 @@ def limits(config: DictConfig, folder: Path) -> None:
 
 @_task
 def page(config: DictConfig, folder: Path) -> None:
-    measures.run_page(config)
+    reports.run_page(config)
 
 
 @_task
 def report(config: DictConfig, folder: Path) -> None:
-    measures.run_report(config)
+    reports.run_report(config)
 
 
 _RUN = (train, distill, target, decode, compare, show, audit, calibrate, limits, page, report)

@@ -1,0 +1,45 @@
+"""What a measurement was made with: the machine, the target, the drafters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from selfspec.checkpoints.loading import members_of
+from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
+from selfspec.core.target import Target
+from selfspec.drafters.base import Drafter
+from selfspec.utils.errors import command_line
+from selfspec.utils.files import ORIGIN, Figures, read_json, write_text
+from selfspec.utils.machine import device_name
+
+
+def origin(device: torch.device) -> Figures:
+    """Where and by which command something is measured."""
+    return {"machine": device_name(device), "command": command_line()}
+
+
+def check_origin(
+    folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter], kept: Iterable[str] | None = None
+) -> None:
+    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of (None:
+    all). Raises ValueError where `begun` is there and was measured with another device, target or drafter of the same
+    name; in a finished one, which is only shown, another device is named."""
+    now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
+    for name, drafter in drafters.items():
+        now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
+    path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
+    if begun.exists() and not path.is_file():
+        return  # of an older version, which did not say
+    before = read_json(path) if begun.exists() else {}
+    for key in (key for key in now if before.get(key, now[key]) != now[key]):
+        said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
+        if key == "device" and begun.name == "summary.json":
+            print(said)
+        elif not key.startswith("drafter ") or key.removeprefix("drafter ") in measured:
+            raise ValueError(f"{said}; delete the folder, or choose another name=")
+    if begun.name != "summary.json":
+        write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
