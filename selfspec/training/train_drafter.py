@@ -53,8 +53,9 @@ class DrafterRun:
 
     accelerator: of all processes; part, parts: this process's number among those that divide validation and prompts
     between them, and how many these are. Processes among which a target is FSDP-sharded have to run the same passes, so
-    each does all of it. states: where hidden states come from, if not from the target here. prompts: that calibration
-    texts begin with; samples: those texts, by decoding mode.
+    each does all of it. states: where hidden states come from, if not from the target here; kept_dtype: of those that
+    are kept; texts: where self-distillation data lie; writer: what drafts while the target writes them. prompts: that
+    calibration texts begin with; samples: those texts, by decoding mode.
     """
 
     target: Target
@@ -71,6 +72,9 @@ class DrafterRun:
     part: int = field(init=False)
     parts: int = field(init=False)
     states: States | None = field(init=False)
+    kept_dtype: torch.dtype = field(init=False)
+    texts: Path = field(init=False)
+    writer: Drafter | None = field(init=False)
     prompts: list[list[int]] = field(init=False)
     samples: dict[str, list[Sample]] = field(init=False)
 
@@ -158,11 +162,11 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
         run.say([f"{run.world} processes train on the CPU, over gloo"])
     if run.world > 1 and not run.trained:
         raise ValueError(f"this {run.drafter.kind} drafter has nothing to train: start it in one process")
-    texts_folder(run.config, run.folder)
+    run.texts = texts_folder(run.config, run.folder)
     check_sizes(run.config, run.loop, run.world)
-    writer_of(run.config, run.target, run.tokenizer)
+    run.writer = writer_of(run.config, run.target, run.tokenizer)
     if run.config.cache != "none" and run.trained:
-        states_dtype(run.target, run.drafter, run.train, run.loop)
+        run.kept_dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
     found = states_of(run.config, run.target, run.drafter.reads, run.train, run.validation)
     run.states, run.train, run.validation = found
     if run.states is not None:
@@ -204,8 +208,8 @@ def _batches(run: DrafterRun) -> Packed | Windows:
     processes = run.loop, run.rank, run.world
     batches, texts = rows_of(run.train, run.config, *processes), run.train
     if run.config.distill.rows and run.trained:
-        place, writer = texts_folder(run.config, run.folder), writer_of(run.config, run.target, run.tokenizer)
-        texts, _ = distilled(run.target, run.train, run.config.distill, run.loop.seed, place, writer)
+        texts, _ = distilled(run.target, run.train, run.config.distill, run.loop.seed, run.texts, run.writer)
+        run.writer = None  # it takes memory
         batches = distilled_rows(texts, run.target, run.config, *processes)
     if run.config.init_from is None:
         _fill_vocabulary(run.drafter, texts, run.target.vocab_size)
@@ -267,8 +271,7 @@ def _hidden_states(run: DrafterRun, batches: Packed | Windows) -> HiddenStates |
     if run.config.cache == "none":
         return None
     assert isinstance(batches, Packed)
-    dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
-    place = None
+    place, dtype = None, run.kept_dtype
     if run.config.cache == "disk":
         how = f"{dtype} {run.loop.precision}{' int8' * run.target.int8}"
         if run.states is not None:  # whose layers may be of another target with the same embeddings
