@@ -22,8 +22,16 @@ from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.evaluation.comparison import best_sizes, regimes, summarize_comparison
-from selfspec.evaluation.comparison_tables import groups_table, main_table, regime_table, verdict, write_summary
+from selfspec.evaluation.comparison import (
+    best_sizes,
+    groups_table,
+    main_table,
+    regime_table,
+    regimes,
+    summarize_comparison,
+    verdict,
+    write_summary,
+)
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.footprint import held_bytes
 from selfspec.evaluation.records import Beside, Record, Regime, read_records

@@ -18,8 +18,7 @@ from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
 from selfspec.evaluation.compare import CompareConfig, run_comparison
-from selfspec.evaluation.comparison import summarize_comparison
-from selfspec.evaluation.comparison_tables import comparison_tables, write_summary
+from selfspec.evaluation.comparison import comparison_tables, summarize_comparison, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
 from selfspec.evaluation.peers import check_peers

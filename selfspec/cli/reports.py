@@ -12,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import finished, typed
-from selfspec.evaluation.comparison_tables import agreement_table
 from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import agreement, read_points
-from selfspec.evaluation.tables import group_table, table, training_table
+from selfspec.evaluation.tables import agreement_table, group_table, table, training_table
 from selfspec.utils.files import null_for_nan, write_text
 
 

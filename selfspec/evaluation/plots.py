@@ -184,7 +184,7 @@ def _speedup(axes: Axes, points: list[Figures]) -> None:
 
 def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str, path: Path) -> Path:
     """Speedups of all arms, the fastest on top, with intervals; the stamp of the table that it shows is kept in it.
-    columns: see `comparison_tables.summary_table`."""
+    columns: see `comparison.summary_table`."""
     first = next(iter(columns.values()))
     names = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from selfspec.evaluation.audit import Audit
 from selfspec.evaluation.distribution import DistributionTest, distribution_verdict
 from selfspec.evaluation.records import Record
-from selfspec.utils.files import Figures
+from selfspec.utils.files import Figures, mean, shown
 
 
 def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
@@ -163,6 +163,17 @@ COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
 
 
 BRIEF = ("point", "tau", "tok/s plain", "tok/s spec", "vs autoregressive", "identical")  # what a terminal shows
+
+
+# -- two runs
+
+
+def agreement_table(pairs: list[Figures]) -> str:
+    """Speedups of two runs side by side, and whether their intervals overlap."""
+    lines = [[p["name"], interval(p["one"]), interval(p["other"]), "same" if p["same"] else "DIFFERS"] for p in pairs]
+    same = sum(p["same"] for p in pairs)
+    total = f"{same} of {len(pairs)} speedups have overlapping intervals ({shown(100 * mean(same, len(pairs)), 0)}%)."
+    return f"{markdown(['speedup', 'one run', 'the other', 'verdict'], lines)}\n\n{total}"
 
 
 # -- trainings
