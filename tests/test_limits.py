@@ -152,7 +152,7 @@ print(json.dumps({"version": "mine 1"}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if request["prompt"] == [1]:
-        sys.exit(1)
+        sys.exit("out of luck")
     tokens = [*range(request["count"] - 1), *request["ends"]]
     print(json.dumps({"tokens": tokens, "passes": 3, "seconds": 0.75, "prompt": 0.25}), flush=True)
 """
@@ -175,7 +175,7 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
     answer = call([Prompt([5, 6])], Sampling())
     assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)
-    with pytest.raises(ValueError, match="mine ended; what was measured is kept"):
+    with pytest.raises(ValueError, match=r"mine ended: out of luck \(exit code 1\); what was measured is kept"):
         call([Prompt([1])], Sampling())
     for each in (peer, broken):
         each.close()

@@ -11,6 +11,7 @@ import json
 import math
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,11 +103,12 @@ class Peer:
     """One model in one engine. version: what the engine says of itself; failed: whether its process ended."""
 
     def __init__(self, program: str, *arguments: str) -> None:
+        self.complaints = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [str(PYTHON), "-c", program, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.complaints,
             text=True,
         )
         self.failed = False
@@ -141,9 +143,17 @@ class Peer:
         reply = self.answer(prompt, count)
         return math.nan if reply is None else (count - 1) / (reply["seconds"] - reply["prompt"])
 
+    @property
+    def last_words(self) -> str:
+        """The last line of its standard error, and the exit code of a process that ended."""
+        self.complaints.seek(0)
+        lines = self.complaints.read().splitlines() or [""]
+        return f"{lines[-1]:.200} (exit code {self.process.wait(5)})".strip()
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.complaints.close()
 
 
 def check_peers(target: str) -> None:
@@ -177,7 +187,7 @@ def started(names: Sequence[str], target: Target, name: str) -> Iterator[dict[st
             engine, _, form = peer.partition("_")
             program, source = sources[engine]
             peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form)
-            print(f"{peer}: {peers[peer].version or 'its process ended'}")
+            print(f"{peer}: {peers[peer].version or peers[peer].last_words}")
         yield peers
     finally:
         for each in peers.values():
@@ -192,7 +202,9 @@ def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
         (prompt,) = batch
         assert sampling.temperature == 0, "refused by CompareConfig"
         if (reply := peer.answer(prompt.ids, max_new_tokens, ends)) is None:
-            raise ValueError(f"{name} ended; what was measured is kept. Leave it out of compare.methods")
+            raise ValueError(
+                f"{name} ended: {peer.last_words}; what was measured is kept. Leave it out of compare.methods"
+            )
         tokens, passes = reply["tokens"], reply["passes"]
         stats = Stats(passes, passes, tokens=len(tokens), seconds_prefill=reply["prompt"])
         stats.seconds_target = reply["seconds"] - reply["prompt"]
