@@ -103,7 +103,7 @@ class Peer:
     """One model in one engine. version: what the engine says of itself; failed: whether its process ended."""
 
     def __init__(self, program: str, *arguments: str) -> None:
-        self.complaints = tempfile.TemporaryFile("w+")
+        self.complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `close`)
         self.process = subprocess.Popen(
             [str(PYTHON), "-c", program, *arguments],
             stdin=subprocess.PIPE,
