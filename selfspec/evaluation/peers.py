@@ -50,8 +50,10 @@ if ftype is not None and not os.path.exists(path):
     if llama_cpp.llama_model_quantize(source.encode(), f"{path}.tmp".encode(), ctypes.byref(params)):
         raise SystemExit(f"llama.cpp can not write {path}")
     os.replace(f"{path}.tmp", path)
-drafts = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=10)} if name == "lookup" else {}
-model = llama_cpp.Llama(path, n_ctx=4096, n_threads=threads, n_threads_batch=threads, verbose=False, **drafts)
+drafts = {}
+if name == "lookup":  # without logits_all it fails behind 512 tokens
+    drafts = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=10), "logits_all": True}
+model = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False, **drafts)
 calls, evaluate = [0], model.eval
 def counted(tokens):
     calls[0] += 1
