@@ -184,12 +184,12 @@ def of_before(record: Record) -> str:
 
 def test_figures_are_the_definitions() -> None:
     ours = [run("x", 1.0), run("x", 0.5, plain=1.0, prompt=1)]
-    theirs = [run("hf_y", 2.0, nodes="-"), run("hf_y", 1.0, plain=1.0, prompt=1, nodes="-")]
+    theirs = [run("hf_generate", 2.0, nodes="-"), run("hf_generate", 1.0, plain=1.0, prompt=1, nodes="-")]
     costs = [0.1, *(0.05 * n for n in range(1, 65))]
     rows = summarize_comparison([*ours, *theirs], {0.0: costs})
     _, row = rows
     assert [(r["arm"], r["nodes"], r["speedup"]) for r in best_sizes([*ours, *theirs])] == [
-        ("hf_y", "-", {"ratio": 1.0, "low": 1.0, "high": 1.0}),
+        ("hf_generate", "-", {"ratio": 1.0, "low": 1.0, "high": 1.0}),
         ("x", "8", row["speedup"]),
     ]
     assert row["tau"] == 2.0
@@ -204,7 +204,7 @@ def test_figures_are_the_definitions() -> None:
     assert found["ratio"] == 2.0
     assert against(ours, []) is None
     assert "wins 2.00x" in verdict(best_sizes([*ours, *theirs]))
-    faster = [run("hf_y", 0.5, nodes="-"), run("hf_y", 0.25, plain=1.0, prompt=1, nodes="-")]
+    faster = [run("hf_generate", 0.5, nodes="-"), run("hf_generate", 0.25, plain=1.0, prompt=1, nodes="-")]
     assert "loses 0.50x" in verdict(best_sizes([*ours, *faster]))
 
 

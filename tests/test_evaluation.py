@@ -155,6 +155,10 @@ def test_a_benchmark_that_was_killed_goes_on(
     assert run_benchmark(spec, prompts, config, 4, path) == again  # nothing is left: `timed` would end it
     with pytest.raises(ValueError, match="holds records of another text"):
         run_benchmark(spec, prompts[::-1], config, 4, path)
+    earlier = {key: value for key, value in json.loads(first.splitlines()[0]).items() if key != "plain"}
+    path.write_text(json.dumps(earlier) + "\n")
+    with pytest.raises(ValueError, match="an earlier version wrote it; delete the folder"):
+        run_benchmark(spec, prompts, config, 4, path)
 
 
 def test_a_subset_of_arms(heads_folder: Path) -> None:

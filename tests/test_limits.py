@@ -180,7 +180,7 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     for each in (peer, broken):
         each.close()
     with pytest.raises(ValueError, match="'tiny-target'"):
-        peers.check_peers("tiny-target")
+        peers.check_peers(["llamacpp_file"], "tiny-target")
     monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
     with pytest.raises(ValueError, match="is missing; in the repository"):
-        peers.check_peers("smollm2")
+        peers.check_peers(["llamacpp_file"], "smollm2")

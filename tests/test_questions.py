@@ -443,12 +443,16 @@ def test_right_answers_and_regime_are_counted_by_group(spec: Any) -> None:
     assert 0 < plain["top1"] <= 1
 
 
-def test_prompts_are_asked_until_the_interval_is_narrow(spec: Any) -> None:
+def test_prompts_are_asked_until_the_interval_is_narrow(spec: Any, tmp_path: Path) -> None:
     prompts = [Prompt([5, 9, i], i) for i in range(12)]
     wide = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1000.0)
     assert len(run_benchmark(spec, prompts, wide, 4)) == 2 * 8  # at least eight
     never = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1e-9)
-    assert len(run_benchmark(spec, prompts, never, 4)) == 2 * 12
+    path = tmp_path / "records.jsonl"
+    assert len(run_benchmark(spec, prompts, never, 4, path)) == 2 * 12
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:19]))  # killed within the tenth prompt
+    again = run_benchmark(spec, prompts, wide, 4, path)
+    assert summarize(again)["identical"]["autoregressive"] == {"rows": 9, "of": 9}
     with pytest.raises(ValueError, match="until_width=0 must be above 0"):
         DecodeConfig(until_width=0)
     with pytest.raises(ValueError, match="needs the arms autoregressive and speculative"):

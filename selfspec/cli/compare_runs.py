@@ -21,7 +21,7 @@ from selfspec.evaluation.compare import CompareConfig, run_comparison
 from selfspec.evaluation.comparison import comparison_tables, summarize_comparison, write_summary
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.footprint import price, price_of_model
-from selfspec.evaluation.peers import check_peers
+from selfspec.evaluation.peers import check_peers, made_with
 from selfspec.evaluation.plots import plot_comparison
 from selfspec.evaluation.records import RECORDS, read_records
 from selfspec.utils.files import Figures, section, write_section, write_text
@@ -59,9 +59,8 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     if config.engine == "auto":  # what is kept of a comparison names the engine that it had
         config.engine = chosen("auto", device_type(config.device))
     run = typed(CompareRun, config)
-    path = folder / RECORDS
-    if (earlier := folder / "runs.jsonl").is_file() and not path.exists():  # their name until version 0.4
-        earlier.rename(path)
+    path, earlier = folder / RECORDS, folder / "runs.jsonl"  # the name until version 0.4
+    begun = path if path.exists() or not earlier.is_file() else earlier
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"
     if run.compare.results is not None:
         section(Path(run.compare.results), place)  # refused before anything is measured
@@ -71,7 +70,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
     free = ("wandb", "logger", *(f"compare.{key}" for key in changing))
-    with run_folder(config, folder, path, free) as plain:
+    with run_folder(config, folder, begun, free) as plain:
+        if begun == earlier:
+            earlier.rename(path)
         rows, text = _comparison(run, config, folder, path, plain)
     if run.compare.results is not None:
         write_section(Path(run.compare.results), place, text)
@@ -84,13 +85,14 @@ def _comparison(
 ) -> tuple[list[Figures], str]:
     """A comparison's rows and its tables."""
     if run.compare.peers:
-        check_peers(run.target)
+        check_peers(run.compare.peers, run.target)
     target, found_tokenizer = load_target(run.target, run.dtype, run.device, engine=run.engine)
     tokenizer = tokenizer_of(target, found_tokenizer)
     if "hf_early_exit" in run.compare.methods and run.compare.exit_layer >= target.n_layers:
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
-    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)})
+    engines = made_with(run.compare.peers, run.target) if run.compare.peers else None
+    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)}, engines)
     specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:
@@ -104,9 +106,9 @@ def _comparison(
         prices = {name: price(name, spec) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
-        figures = {"rows": rows, "prices": prices, **origin(target.device), "config": plain}
+        figures = {"rows": rows, "prices": prices, **origin(target.device), "engines": engines, "config": plain}
         write_text(folder / "compare.json", json.dumps(figures, indent=1) + "\n")
-        text = comparison_tables(measured, rows, prices)
+        text = comparison_tables(measured, rows, prices) + ("" if engines is None else f"\n\n{engines}")
         write_text(folder / "table.md", text + "\n")
         if run.compare.summary is not None:
             write_summary(measured, run.target, f"{figures['machine']}, {run.engine}", Path(run.compare.summary))

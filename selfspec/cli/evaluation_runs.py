@@ -1,4 +1,4 @@
-"""From a composed Hydra config to a measurement: benchmark, answers, audit, comparison, limits, page, report."""
+"""From a composed Hydra config to a measurement: benchmark, answers, audit, calibration, limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from selfspec.evaluation.limits_tables import limits_tables
 from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, write_answers, write_point
-from selfspec.evaluation.records import RECORDS, Record
+from selfspec.evaluation.records import PEERS, RECORDS, Record
 from selfspec.evaluation.show import show
 from selfspec.evaluation.tables import Column, audit_report, own_columns
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
@@ -205,7 +205,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         section(Path(run.results), f"limits {run.name}")  # refused before anything is measured
     makers: dict[str, Callable[[Target], Drafter]] = {}
     if run.limits.peers:
-        check_peers(run.target if run.limits.config is None else run.limits.config)
+        check_peers(PEERS, run.target if run.limits.config is None else run.limits.config)
     if run.limits.config is None:
         target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
         model, name = target.model, run.target

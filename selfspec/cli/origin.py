@@ -23,12 +23,19 @@ def origin(device: torch.device) -> Figures:
 
 
 def check_origin(
-    folder: Path, begun: Path, target: Target, drafters: Mapping[str, Drafter], kept: Iterable[str] | None = None
+    folder: Path,
+    begun: Path,
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    kept: Iterable[str] | None = None,
+    engines: str | None = None,
 ) -> None:
-    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of (None:
-    all). Raises ValueError where `begun` is there and was measured with another device, target or drafter of the same
-    name; in a finished one, which is only shown, another device is named."""
+    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of
+    (None: all); engines: others beside this one. Raises ValueError where `begun` is there and was measured with
+    another device, target or drafter of the same name; in a finished one, which is only shown, another device is
+    named."""
     now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
+    now |= {} if engines is None else {"engines": engines}
     for name, drafter in drafters.items():
         now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
     path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]

@@ -57,7 +57,7 @@ def run_report(config: DictConfig) -> None:
 ERROR = "error.txt"  # of a point of a sweep that failed
 
 
-def points_of(folder: Path) -> list[Path]:
+def sweep_points(folder: Path) -> list[Path]:
     """The folders of a sweep's points."""
     return sorted(path for path in folder.iterdir() if (path / "config.yaml").is_file() or (path / ERROR).is_file())
 
@@ -69,9 +69,9 @@ class SweepEnd(Callback):
         folder = Path(config.hydra.sweep.dir)
         with clear_errors():
             self.table(folder)
-            if failed := [home for home in points_of(folder) if (home / ERROR).is_file()]:
+            if failed := [home for home in sweep_points(folder) if (home / ERROR).is_file()]:
                 names, first = ", ".join(home.name for home in failed), (failed[0] / ERROR).read_text().strip()
-                of = f"{len(failed)} of {len(points_of(folder))} points of {folder} failed ({names})"
+                of = f"{len(failed)} of {len(sweep_points(folder))} points of {folder} failed ({names})"
                 raise ValueError(f"{of}, the first with: {first}")
 
     def table(self, folder: Path) -> None:
@@ -90,7 +90,7 @@ class TrainingTable(SweepEnd):
     """One table of the last validations of all trainings."""
 
     def table(self, folder: Path) -> None:
-        done = {home: figures for home in points_of(folder) if (figures := finished(home)) is not None}
+        done = {home: figures for home in sweep_points(folder) if (figures := finished(home)) is not None}
         if done:
             text = training_table({home.name: figures for home, figures in done.items()})
             write_text(folder / "table.md", text + "\n")

@@ -19,9 +19,6 @@ from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.output import Generated
 from selfspec.utils.files import Figures
 
-# Of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
-METHODS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
-
 Call = Callable[[Sequence[Prompt], Sampling], Generated]  # an arm on a batch
 
 
@@ -77,7 +74,8 @@ def hf_generate(
 ) -> Generated:
     """transformers' own generate on the same model; left-padded where lengths differ. method: further arguments of
     generate, which choose one of its own ways to decode faster. Where it drafts, passes are the calls of the target's
-    last layer; elsewhere there is one per token, and a hook would have the layer compiled anew."""
+    last layer, counted by a hook; elsewhere there is one per token, and no hook, which would have a layer of hf_static
+    compiled anew."""
     model, width = spec.target.model, max(map(len, batch))
     pad = [width - len(row) for row in batch]
     ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)

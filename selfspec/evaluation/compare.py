@@ -14,25 +14,25 @@ from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
-from selfspec.evaluation.arms import METHODS, Arm, Call, drafted, of_transformers, plain
+from selfspec.evaluation.arms import Arm, Call, drafted, of_transformers, plain
 from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.measure import BETWEEN, measure, points_of
-from selfspec.evaluation.peers import PEERS, answering, started
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.peers import answering, started
+from selfspec.evaluation.records import METHODS, PEERS, Record
 from selfspec.utils.checks import all_known, at_least, not_empty
 
 
 @dataclass
 class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
-    temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
-    questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
-    questions of each group, one number for all sets or a list with one for each; seed: of all noise, from which every
-    prompt gets its own; methods: of transformers, a subset of METHODS, and other engines on the target's GGUF file, a
-    subset of PEERS (greedy alone); draft_model: of assisted generation
-    (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
-    lookup; between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare
-    --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
+    temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each
+    answer; questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all);
+    prompts: questions of each group, one number for all sets or a list with one for each; seed: of all noise, from
+    which every prompt gets its own; methods: of transformers, a subset of METHODS, and other engines on the
+    target's GGUF file, a subset of PEERS (greedy alone); draft_model: of assisted generation (hf_assisted), a
+    folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt lookup;
+    between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare -->
+    (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
     between <!-- summary --> and <!-- end --> a short table and its figure replace; allow_code_execution: see
     `Answering`."""
 
@@ -111,6 +111,7 @@ def run_comparison(
     theirs = of_transformers(spec, most, draft_model, config.exit_layer, config.lookup_tokens)
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
-    with started(config.peers, spec.target, target) as peers:
+    context = max(len(prompt.ids) for prompt in prompts) + most
+    with started(config.peers, spec.target, target, context) as peers:
         calls |= {Arm(name): answering(peer, name, spec, most) for name, peer in peers.items()}
         return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)

@@ -84,8 +84,10 @@ def measure(
     done = {(*record.point, record.arm, record.nodes) for record in records}
     left = [(i, point, [arm for arm in calls if (*point.key, *arm) not in done]) for i, point in enumerate(points)]
     left = [(i, point, arms) for i, point, arms in left if arms]
-    if not left or enough(records):
-        return records
+    torn = {point.key for _, point, _ in left}
+    whole = [record for record in records if record.point not in torn]
+    if not left or enough(whole):
+        return whole
     _warm_up(spec, calls, [(point, arms) for _, point, arms in left])
     bar = progress(total=sum(len(arms) for *_, arms in left), desc="measured")
     for i, point, arms in left:
@@ -155,7 +157,8 @@ def _on_point(
     repeats: int,
     between: int,
 ) -> Iterator[Record]:
-    """Some arms on one point, `between` of them at a time between two runs of plain decoding, which comes last."""
+    """The records of some arms on one point, run `between` at a time between two runs of plain decoding, whose own
+    record comes last."""
 
     def run(arm: Arm) -> Run:
         return timed(spec, partial(calls[arm], point.batch, point.sampling))

@@ -1,7 +1,7 @@
 """Other engines on the same model: llama.cpp and OpenVINO GenAI, each in a process of its own.
 
 They live in an environment of their own (`make .venv-peers/.ready`), since they need other versions of the packages
-that are used here. A process waits while others decode. What an engine can not run stays a blank.
+that are used here. A process waits while others decode. An engine that can not decode is left out, with a line.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.evaluation.arms import Call
 from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.records import LOOKUP, PEERS
 from selfspec.output import Generated
 from selfspec.utils.files import Figures, cache_folder
 from selfspec.utils.progress import progress
 
 PYTHON = Path(".venv-peers/bin/python")
-LOOKUP = "llamacpp_lookup"  # the GGUF file as it is, with llama.cpp's prompt lookup
-PEERS = (
-    *("llamacpp_bf16", "llamacpp_q8_0", "llamacpp_file", LOOKUP),  # file: the GGUF file as it is
-    *("openvino_fp16", "openvino_int8", "openvino_int4"),
-)
 _LLAMA = """
 import ctypes, json, os, sys, time
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-source, folder, threads, name = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+source, folder, threads, name, context = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 ftype = {"bf16": 32, "q8_0": 7}.get(name)
 path = source if ftype is None else f"{folder}/{name}.gguf"
 if ftype is not None and not os.path.exists(path):
@@ -53,7 +49,7 @@ if ftype is not None and not os.path.exists(path):
 drafts = {}
 if name == "lookup":  # without logits_all it fails behind 512 tokens
     drafts = {"draft_model": LlamaPromptLookupDecoding(num_pred_tokens=10), "logits_all": True}
-model = llama_cpp.Llama(path, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False, **drafts)
+model = llama_cpp.Llama(path, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, **drafts)
 calls, evaluate = [0], model.eval
 def counted(tokens):
     calls[0] += 1
@@ -105,7 +101,7 @@ class Peer:
     """One model in one engine. version: what the engine says of itself; failed: whether its process ended."""
 
     def __init__(self, program: str, *arguments: str) -> None:
-        self.complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `close`)
+        self.complaints = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (until `close`)
         self.process = subprocess.Popen(
             [str(PYTHON), "-c", program, *arguments],
             stdin=subprocess.PIPE,
@@ -114,7 +110,11 @@ class Peer:
             text=True,
         )
         self.failed = False
-        self.version = str(self._line().get("version", ""))
+        try:
+            self.version = str(self._line().get("version", ""))
+        except BaseException:  # an interrupt, while it makes its files
+            self.close()
+            raise
 
     def _line(self) -> Figures:
         assert self.process.stdout is not None
@@ -147,10 +147,13 @@ class Peer:
 
     @property
     def last_words(self) -> str:
-        """The last line of its standard error, and the exit code of a process that ended."""
+        """The last line of its standard error, and its exit code. It is over then."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.process.kill()
         self.complaints.seek(0)
         lines = self.complaints.read().splitlines() or [""]
-        return f"{lines[-1]:.200} (exit code {self.process.wait(5)})".strip()
+        return f"{lines[-1]:.200} (exit code {self.process.wait()})".strip()
 
     def close(self) -> None:
         self.process.kill()
@@ -158,39 +161,59 @@ class Peer:
         self.complaints.close()
 
 
-def check_peers(target: str) -> None:
-    """Raises ValueError where the other engines are not installed, or this target has no GGUF file."""
+def check_peers(names: Sequence[str], target: str) -> None:
+    """Raises ValueError where the other engines are not installed, or llama.cpp is asked for and this target has no
+    GGUF file."""
     if not PYTHON.is_file():
         raise ValueError(
             f"{PYTHON} is missing; in the repository's folder make .venv-peers/.ready builds the other engines (twenty "
             "minutes)"
         )
-    gguf_file(target)
+    _source(names, target)
+
+
+def _source(names: Sequence[str], target: str) -> str:
+    """The GGUF file of a target, where one of these engines reads it; else the target's name."""
+    return str(gguf_file(target)) if any(name.startswith("llamacpp_") for name in names) else target
+
+
+def made_with(names: Sequence[str], target: str) -> str:
+    """The engines' versions, and what they read."""
+    versions = (
+        path.name.removesuffix(".dist-info") for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")
+    )
+    used = sorted(each for each in versions if each.startswith(("llama_cpp_", "openvino_genai", "optimum")))
+    source = Path(_source(names, target))
+    size = f", {source.stat().st_size} bytes" if source.is_file() else ""
+    return f"{', '.join(used)}: {source.name}{size}"
 
 
 @contextmanager
-def started(names: Sequence[str], target: Target, name: str) -> Iterator[dict[str, Peer]]:
-    """A model in these of PEERS, until the end of the block. name: of the target, whose GGUF file llama.cpp reads;
-    OpenVINO reads its weights as safetensors. Files in other formats are made once for each file and version of the
-    engines. Raises ValueError as `check_peers` does."""
+def started(names: Sequence[str], target: Target, name: str, context: int) -> Iterator[dict[str, Peer]]:
+    """A model in these of PEERS, until the end of the block; those that can not decode are named and left out. name: of
+    the target, whose GGUF file llama.cpp reads; OpenVINO reads its weights as safetensors. context: tokens of prompt
+    and answer, at most. Files in other formats are made once for each file and version of the engines. Raises
+    ValueError as `check_peers` does."""
     if not names:
         yield {}
         return
-    check_peers(name)
-    file, peers = gguf_file(name), dict[str, Peer]()
-    versions = [path.name for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")]
-    used = sorted(each for each in versions if each.startswith(("llama_cpp", "openvino", "optimum")))
-    made = hashlib.sha256(repr((used, str(file.resolve()), file.stat().st_size)).encode()).hexdigest()[:8]
+    check_peers(names, name)
+    made = hashlib.sha256(f"{made_with(names, name)} {Path(name).resolve()}".encode()).hexdigest()[:8]
     folder = cache_folder() / "peers" / made
     folder.mkdir(parents=True, exist_ok=True)
-    sources = {"llamacpp": (_LLAMA, str(file)), "openvino": (_OPENVINO, str(target.model.config.name_or_path))}
+    sources = {
+        "llamacpp": (_LLAMA, _source(names, name)),
+        "openvino": (_OPENVINO, str(target.model.config.name_or_path)),
+    }
+    peers = dict[str, Peer]()
     try:
         for peer in progress(names, desc="other engines start", leave=False):
             engine, _, form = peer.partition("_")
             program, source = sources[engine]
-            peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form)
-            print(f"{peer}: {peers[peer].version or peers[peer].last_words}")
-        yield peers
+            peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form, str(context))
+            works = peers[peer].answer([1] * 8, 4) is not None
+            print(f"{peer}: {peers[peer].version if works else f'left out, {peers[peer].last_words}'}")
+        yield {peer: each for peer, each in peers.items() if not each.failed}
     finally:
         for each in peers.values():
             each.close()
@@ -203,7 +226,8 @@ def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
     def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
         (prompt,) = batch
         assert sampling.temperature == 0, "refused by CompareConfig"
-        if (reply := peer.answer(prompt.ids, max_new_tokens, ends)) is None:
+        room = max_new_tokens if (most := spec.target.max_positions) is None else most - len(prompt.ids)
+        if (reply := peer.answer(prompt.ids, min(max_new_tokens, room), ends)) is None:
             raise ValueError(
                 f"{name} ended: {peer.last_words}; what was measured is kept. Leave it out of compare.methods"
             )
@@ -220,7 +244,7 @@ def peer_speeds(target: Target, name: str, rounds: int) -> Figures:
     By name: "rates" of each round (NaN: it crashed), and the "version" of the engine."""
     prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
     own = f"selfspec {target.dtype_name}"
-    with started([peer for peer in PEERS if peer != LOOKUP], target, name) as peers:
+    with started([peer for peer in PEERS if peer != LOOKUP], target, name, 256) as peers:
         figures: Figures = {peer: {"version": each.version, "rates": []} for peer, each in peers.items()}
         figures[own] = {"version": f"torch {torch.__version__}", "rates": []}
         for turn in progress(range(rounds + 1), desc="other engines", leave=False):

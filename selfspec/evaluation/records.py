@@ -12,6 +12,14 @@ from selfspec.core.stats import Stats
 from selfspec.utils.files import Figures, read_jsonl
 
 RECORDS = "records.jsonl"
+# Arms of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
+METHODS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
+LOOKUP = "llamacpp_lookup"  # the GGUF file as it is, with llama.cpp's prompt lookup
+# Arms of other engines; file: the GGUF file as it is
+PEERS = (
+    *("llamacpp_bf16", "llamacpp_q8_0", "llamacpp_file", LOOKUP),
+    *("openvino_fp16", "openvino_int8", "openvino_int4"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Record:
-    """One arm on one batch of prompts of a group. prompt: number of the first one; seconds: wall-clock of a whole call,
-    prompt included, the median of its repeats; plain: None where plain decoding was not asked for; of plain decoding
-    itself the first of its runs; questions: (id, turn) of each row; right: whether each row's answer is (None where it
-    can not be checked); same: whether each row's tokens are those of plain decoding, of arms of selfspec; regime: of
-    the texts (None: that of plain decoding, which wrote the same); altered: tokens that a lossy rule put in place of
+    """One arm on one batch of prompts of a group. prompt: number of the first one; nodes: see `Arm`; seconds:
+    wall-clock of a whole call, prompt included, the median of its repeats; plain: of plain decoding beside it, None
+    where that was not asked for. The record of plain decoding itself has its first run there, and in `seconds` the
+    median of the later ones. questions: (id, turn) of each row; right: whether each row's answer is (None where it can
+    not be checked); same: whether each row's tokens are those of plain decoding, of arms of selfspec; regime: of the
+    texts of plain decoding and of lossy arms; altered: tokens that a lossy rule put in place of
     the target's pick; forecast: with nodes="auto", what was expected; texts: of each row, see `Prompt.text`."""
 
     prompt: int
@@ -87,7 +96,7 @@ class Record:
 
 def ours(arm: str) -> bool:
     """Whether an arm is of selfspec, not of transformers or of another engine."""
-    return not arm.startswith(("hf_", "llamacpp_", "openvino_"))
+    return arm not in METHODS + PEERS
 
 
 def point_of(temperature: float, group: str, number: int, questions: Iterable[tuple[str, int]]) -> tuple[Any, ...]:
@@ -101,11 +110,14 @@ def lines_of(records: Iterable[Record]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Those of a file, of earlier comparisons too. Raises ValueError as `read_jsonl` does."""
+    """Those of a file, of earlier comparisons too. Raises ValueError as `read_jsonl` does, and for those of an earlier
+    benchmark, which do not say what stood beside them."""
     return read_jsonl(path, lambda line: _of_run(line) if "plain_tokens" in line else _record(line), "record")
 
 
 def _record(line: Figures) -> Record:
+    if "plain" not in line:
+        raise ValueError("an earlier version wrote it; delete the folder to measure anew")
     stats, regime, plain = line["stats"], line["regime"], line["plain"]
     line = {**line, "questions": [tuple(each) for each in line["questions"]], "stats": Stats(**stats)}
     return Record(**line | {"regime": regime and Regime(**regime), "plain": plain and Beside(**plain)})
