@@ -205,12 +205,12 @@ def started(names: Sequence[str], target: Target, name: str, context: int) -> It
         "llamacpp": (_LLAMA, _source(names, name)),
         "openvino": (_OPENVINO, str(target.model.config.name_or_path)),
     }
-    peers = dict[str, Peer]()
+    peers, room = dict[str, Peer](), str(context + 16)  # prompt lookup drafts beyond the end
     try:
         for peer in progress(names, desc="other engines start", leave=False):
             engine, _, form = peer.partition("_")
             program, source = sources[engine]
-            peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form, str(context))
+            peers[peer] = Peer(program, source, str(folder), str(torch.get_num_threads()), form, room)
             works = peers[peer].answer([1] * 8, 4) is not None
             print(f"{peer}: {peers[peer].version if works else f'left out, {peers[peer].last_words}'}")
         yield {peer: each for peer, each in peers.items() if not each.failed}
