@@ -66,7 +66,7 @@ $(PEERS)/.ready:
 	touch $@
 
 peers: TARGET ?= smollm2
-peers: DRAFTER ?= $(TARGET)-eagle3+prompt_lookup
+peers: DRAFTER ?= $(if $(filter %.gguf,$(TARGET)),prompt_lookup,$(TARGET)-eagle3+prompt_lookup)
 peers: $(VENV)/.ready $(PEERS)/.ready
 	for dtype in bfloat16 int8; do $(BIN)/python eval/compare.py name=peers-$(notdir $(TARGET))-$$dtype \
 		target=$(TARGET) dtype=$$dtype engine=compiled "compare.drafters=[$(DRAFTER)]" "compare.nodes=[auto]" \

@@ -100,7 +100,7 @@ def _comparison(
     prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:
-        measured = run_comparison(specs, draft_model, prompts, run.compare, path, run.target)
+        measured = run_comparison(specs, draft_model, prompts, run.compare, path)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
         prices = {name: price(name, spec) for name, spec in specs.items()}

@@ -226,7 +226,7 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         if run.limits.peers:
-            figures["peers"] = peer_speeds(target, run.target, run.limits.rounds)
+            figures["peers"] = peer_speeds(target, run.limits.rounds)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

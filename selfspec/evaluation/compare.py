@@ -96,14 +96,9 @@ class CompareConfig:
 
 
 def run_comparison(
-    specs: dict[str, Spec],
-    draft_model: nn.Module | None,
-    prompts: Sequence[Prompt],
-    config: CompareConfig,
-    path: Path,
-    target: str,
+    specs: dict[str, Spec], draft_model: nn.Module | None, prompts: Sequence[Prompt], config: CompareConfig, path: Path
 ) -> list[Record]:
-    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`. target: its name."""
+    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`."""
     spec, most = next(iter(specs.values())), config.max_new_tokens
     check(spec.target, [prompt.ids for prompt in prompts], Options(most))
     calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
@@ -112,6 +107,6 @@ def run_comparison(
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
     context = max(len(prompt.ids) for prompt in prompts) + most
-    with started(config.peers, spec.target, target, context) as peers:
+    with started(config.peers, spec.target, context) as peers:
         calls |= {Arm(name): answering(peer, name, spec, most) for name, peer in peers.items()}
         return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)

@@ -97,7 +97,7 @@ def measure(
             if path is not None:
                 append_text(path, lines_of([record]))
             bar.update()
-            if record.arm != getattr(baseline, "name", ""):
+            if baseline is None or record.arm != baseline.name:
                 bar.set_postfix(_shown(records))
         if enough(records):
             break

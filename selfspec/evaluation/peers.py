@@ -189,15 +189,15 @@ def made_with(names: Sequence[str], target: str) -> str:
 
 
 @contextmanager
-def started(names: Sequence[str], target: Target, name: str, context: int) -> Iterator[dict[str, Peer]]:
-    """A model in these of PEERS, until the end of the block; those that can not decode are named and left out. name: of
-    the target, whose GGUF file llama.cpp reads; OpenVINO reads its weights as safetensors. context: tokens of prompt
-    and answer, at most. Files in other formats are made once for each file and version of the engines. Raises
+def started(names: Sequence[str], target: Target, context: int) -> Iterator[dict[str, Peer]]:
+    """A model in these of PEERS, until the end of the block; those that can not decode are named and left out.
+    llama.cpp reads the target's GGUF file, OpenVINO its weights as safetensors. context: tokens of prompt and answer,
+    at most. Files in other formats are made once for each file and version of the engines. Raises
     ValueError as `check_peers` does."""
     if not names:
         yield {}
         return
-    check_peers(names, name)
+    check_peers(names, name := target.name)
     made = hashlib.sha256(f"{made_with(names, name)} {Path(name).resolve()}".encode()).hexdigest()[:8]
     folder = cache_folder() / "peers" / made
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,12 +239,12 @@ def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
     return call
 
 
-def peer_speeds(target: Target, name: str, rounds: int) -> Figures:
+def peer_speeds(target: Target, rounds: int) -> Figures:
     """Plain decoding here and in other engines: greedy tokens per second behind a prompt of 128 tokens, all in turn.
     By name: "rates" of each round (NaN: it crashed), and the "version" of the engine."""
     prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
     own = f"selfspec {target.dtype_name}"
-    with started([peer for peer in PEERS if peer != LOOKUP], target, name, 256) as peers:
+    with started([peer for peer in PEERS if peer != LOOKUP], target, 256) as peers:
         figures: Figures = {peer: {"version": each.version, "rates": []} for peer, each in peers.items()}
         figures[own] = {"version": f"torch {torch.__version__}", "rates": []}
         for turn in progress(range(rounds + 1), desc="other engines", leave=False):
