@@ -91,27 +91,7 @@ def decode(
     prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
     if stop_strings:
         stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
-    # A criterion given by the user stands in the list instead of the one from the config.
-    limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
-    ends = {int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
-    if not limits:
-        raise ValueError(
-            "spec(...) was called without a max_length among its stopping_criteria; it is meant to be called by "
-            "model.generate(..., custom_generate=spec); call spec.generate(prompts) by hand"
-        )
-    if seed is None and not config.do_sample:
-        seed = 0  # greedy decoding leaves torch's generator as it was
-    options = Options(
-        min(limits) - width,
-        sampling_of(config, None),  # not the warpers, which are given, but what they must satisfy
-        as_seed(seed),
-        frozenset(ends),
-        processors=list(logits_processor),
-        stops=[c for c in stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))],
-        pads=pads,
-        relaxed=relaxed,
-        record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
-    )
+    options = _options(config, seed, width, logits_processor, stopping_criteria, pads, relaxed)
     if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
         warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)
     stats = Stats()
@@ -127,14 +107,10 @@ def decode(
                 streamer.put(torch.tensor(tokens))
     if streamer is not None:
         streamer.end()
-    eos = config.eos_token_id
-    first = eos[0] if isinstance(eos, list) and eos else eos  # what transformers pads with where there is no pad token
-    pad = config.pad_token_id if config.pad_token_id is not None else (first or 0)
-    longest = max(map(len, new))
-    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=input_ids.device)
-    sequences = torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
+    sequences = _joined(input_ids, new, config)
     if not config.return_dict_in_generate:
         return sequences
+    longest = sequences.shape[1] - width
     return SpeculativeOutput(
         sequences=sequences,  # type: ignore[arg-type]
         logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
@@ -142,6 +118,49 @@ def decode(
         stats=stats,
         from_draft=torch.tensor([row + [False] * (longest - len(row)) for row in drafted], device=input_ids.device),
     )
+
+
+def _options(
+    config: GenerationConfig,
+    seed: int | Sequence[int] | None,
+    width: int,
+    processors: Sequence[LogitsProcessor],
+    criteria: Sequence[StoppingCriteria],
+    pads: list[list[int]],
+    relaxed: Relaxed | None,
+) -> Options:
+    """What the decode loop is asked for. width: of the padded prompts, which max_length counts."""
+    # A criterion given by the user stands in the list instead of the one from the config.
+    limits = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
+    ends = {int(t) for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id}
+    if not limits:
+        raise ValueError(
+            "spec(...) was called without a max_length among its stopping_criteria; it is meant to be called by "
+            "model.generate(..., custom_generate=spec); call spec.generate(prompts) by hand"
+        )
+    if seed is None and not config.do_sample:
+        seed = 0  # greedy decoding leaves torch's generator as it was
+    return Options(
+        min(limits) - width,
+        sampling_of(config, None),  # not the warpers, which are given, but what they must satisfy
+        as_seed(seed),
+        frozenset(ends),
+        processors=list(processors),
+        stops=[c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))],
+        pads=pads,
+        relaxed=relaxed,
+        record=bool(config.return_dict_in_generate and (config.output_scores or config.output_logits)),
+    )
+
+
+def _joined(input_ids: Tensor, new: list[list[int]], config: GenerationConfig) -> Tensor:
+    """Prompts and new tokens, padded behind as transformers pads them."""
+    eos = config.eos_token_id
+    first = eos[0] if isinstance(eos, list) and eos else eos  # what it pads with where there is no pad token
+    pad = config.pad_token_id if config.pad_token_id is not None else (first or 0)
+    longest = max(map(len, new))
+    tail = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=input_ids.device)
+    return torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
 
 
 def _arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from conftest import compose_config, made, save_tiny, tiny_model
 
 from selfspec.budget import cost
 from selfspec.cli.compare_runs import run_compare
+from selfspec.cli.origin import check_origin
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
@@ -34,7 +35,7 @@ from selfspec.evaluation.comparison import (
 )
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.footprint import held_bytes
-from selfspec.evaluation.records import Beside, Record, Regime, read_records
+from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, read_records
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,19 @@ def overrides(tiny_folder: str, heads_folder: Path, tmp_path: Path, tokenizer: A
         "dtype=float32",
         "wandb.mode=disabled",
     ]
+
+
+def test_other_arms_are_what_they_were(tmp_path: Path) -> None:
+    """An engine of another version, or a draft model of other weights, is not measured under the name of the first."""
+    target, begun = Target(tiny_model()), tmp_path / RECORDS
+    check_origin(tmp_path, begun, target, {}, [], {"llamacpp_file": "version 1"})
+    begun.touch()
+    check_origin(tmp_path, begun, target, {}, ["llamacpp_file"], {"openvino_int4": "mine", "hf_assisted": "12ab"})
+    check_origin(tmp_path, begun, target, {}, ["llamacpp_file"], {"openvino_int4": "yours"})  # nothing was measured
+    with pytest.raises(ValueError, match=r"was measured with another llamacpp_file \(version 1, now version 2\)"):
+        check_origin(tmp_path, begun, target, {}, ["llamacpp_file"], {"llamacpp_file": "version 2"})
+    with pytest.raises(ValueError, match="was measured with another hf_assisted"):
+        check_origin(tmp_path, begun, target, {}, ["hf_assisted"], {"hf_assisted": "34cd"})
 
 
 @pytest.mark.slow

@@ -454,6 +454,17 @@ def test_unknown_engines_are_named(name: Any) -> None:
         engine_for(name, torch.device("cpu"))
 
 
+def test_threads_that_sleep_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for policy, said in (("active", False), ("PASSIVE", True)):
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        engines._say_sleeping.cache_clear()
+        for _ in range(2):
+            engine_for("compiled", torch.device("cpu"))
+        assert (capsys.readouterr().err.count("OMP_WAIT_POLICY=PASSIVE: threads sleep") == 1) == said
+    engines._say_sleeping.cache_clear()
+
+
 def test_without_a_compiler_the_package_to_install_is_named(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -162,14 +161,12 @@ def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(peers, "PYTHON", Path(sys.executable))
     peer, broken = peers.Peer(ENGINE), peers.Peer("raise SystemExit(3)")
     assert (peer.version, broken.version) == ("mine 1", "")
-    assert peer.rate([5], 9) == 16.0
-    rates = {"mine": [peer.rate([5], 9), peer.rate([5], 9)], "ends": [1.0, 1.0, math.nan], "broken": []}
+    assert peer.answer([5], 3, [7]) == {"tokens": [0, 1, 7], "passes": 3, "seconds": 0.75, "prompt": 0.25}
     for _ in range(2):  # while it answers, and when it has ended
-        assert all(math.isnan(each.rate([1], 9)) and each.failed for each in (peer, broken))
+        assert all(each.answer([1], 9) is None and each.failed for each in (peer, broken))
     peer.process.wait()
     peer.failed = False  # it ends unseen
-    assert math.isnan(peer.rate([5], 9))
-    assert [row[1] for row in peers.rate_rows(rates)] == ["16.0", "crashed", "crashed"]
+    assert peer.answer([5], 9) is None
     target = Target(tiny_model(dtype=torch.float32))
     spec = Spec(target, made(Medusa, target, heads=1, rank=4))
     call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)

@@ -221,9 +221,13 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
             last = f"{ratios[sizes[-1]][-1]:.2f}x at {sizes[-1]} nodes"
             bar.set_postfix(plain=f"{1000 * plain[-1]:.2f} ms", last=last)
     base = statistics.median(plain)
-    costs = {n: base * statistics.median(of) for n, of in ratios.items()}
-    if dear:  # larger trees can not pay
-        return [base, *(costs.get(n, costs[sizes[-1]] * n / sizes[-1]) for n in SIZES)]
-    lower, largest = sizes[-2:]
+    return [base, *_of_all_sizes({n: base * statistics.median(of) for n, of in ratios.items()}, dear)]
+
+
+def _of_all_sizes(costs: dict[int, float], dear: bool) -> list[float]:
+    """Costs of SIZES from those of the smaller ones. dear: whether larger trees can not pay."""
+    *_, lower, largest = 0, *costs
+    if dear:
+        return [costs.get(n, costs[largest] * n / largest) for n in SIZES]
     slope = max(0.0, (costs[largest] - costs[lower]) / (largest - lower))
-    return [base, *(costs.get(n, costs[largest] + slope * (n - largest)) for n in SIZES)]
+    return [costs.get(n, costs[largest] + slope * (n - largest)) for n in SIZES]

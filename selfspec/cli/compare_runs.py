@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.cli.config import CompareRun
 from selfspec.cli.evaluation_runs import asked
 from selfspec.cli.origin import check_origin, origin
@@ -92,11 +93,13 @@ def _comparison(
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
     engines = made_with(run.compare.peers, run.target) if run.compare.peers else None
-    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)}, engines)
-    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
+    others = {name: made_with([name], run.target) for name in run.compare.peers}
     draft_model = None
     if run.compare.draft_model is not None:
-        draft_model = load_target(run.compare.draft_model, run.dtype, run.device)[0].model
+        draft_target = load_target(run.compare.draft_model, run.dtype, run.device)[0]
+        draft_model, others["hf_assisted"] = draft_target.model, target_hash(draft_target)[:16]
+    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)}, others)
+    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:

@@ -30,10 +30,9 @@ from selfspec.evaluation.figures import defined, summarize
 from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.limits_tables import limits_tables
-from selfspec.evaluation.peers import check_peers, peer_speeds
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, write_answers, write_point
-from selfspec.evaluation.records import PEERS, RECORDS, Record
+from selfspec.evaluation.records import RECORDS, Record
 from selfspec.evaluation.show import show
 from selfspec.evaluation.tables import Column, audit_report, own_columns
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
@@ -204,8 +203,6 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     if run.results is not None:
         section(Path(run.results), f"limits {run.name}")  # refused before anything is measured
     makers: dict[str, Callable[[Target], Drafter]] = {}
-    if run.limits.peers:
-        check_peers(PEERS, run.target if run.limits.config is None else run.limits.config)
     if run.limits.config is None:
         target, tokenizer = load_target(run.target, run.dtype, run.device, engine="compiled")
         model, name = target.model, run.target
@@ -225,8 +222,6 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
         figures |= measure_limits(model, makers, run.limits) | origin(model.device) | {"config": plain}
         if run.limits.starts and run.limits.drafters and run.limits.config is None:
             figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
-        if run.limits.peers:
-            figures["peers"] = peer_speeds(target, run.limits.rounds)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

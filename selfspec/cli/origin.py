@@ -28,14 +28,14 @@ def check_origin(
     target: Target,
     drafters: Mapping[str, Drafter],
     kept: Iterable[str] | None = None,
-    engines: str | None = None,
+    others: Mapping[str, str] | None = None,
 ) -> None:
-    """Write what a measurement is made with beside it. kept: of the drafters, those that `begun` has results of
-    (None: all); engines: others beside this one. Raises ValueError where `begun` is there and was measured with
-    another device, target or drafter of the same name; in a finished one, which is only shown, another device is
-    named."""
+    """Write what a measurement is made with beside it. kept: the arms that `begun` has results of (None: all drafters);
+    others: what further arms are made with, by their names. Raises ValueError where `begun` is there and was measured
+    with another device, target, or drafter or arm of the same name; in a finished one, which is only shown, another
+    device is named."""
     now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
-    now |= {} if engines is None else {"engines": engines}
+    now |= others or {}
     for name, drafter in drafters.items():
         now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
     path, measured = folder / ORIGIN, [*drafters] if kept is None else [*kept]
@@ -46,7 +46,7 @@ def check_origin(
         said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
         if key == "device" and begun.name == "summary.json":
             print(said)
-        elif not key.startswith("drafter ") or key.removeprefix("drafter ") in measured:
+        elif key in ("device", "target") or key.removeprefix("drafter ") in measured:
             raise ValueError(f"{said}; delete the folder, or choose another name=")
     if begun.name != "summary.json":
         write_text(path, json.dumps({**before, **now}, indent=1) + "\n")

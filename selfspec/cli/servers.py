@@ -25,8 +25,7 @@ def _layers(text: str) -> list[int]:
     return [int(part) for part in text.replace(",", " ").split()]
 
 
-def serve_target(arguments: list[str]) -> None:
-    """selfspec serve-target TARGET --drafter eagle3 --folder states"""
+def _server_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "serve-target",
         "Print the command of a vLLM that hands out a target's hidden states to a trainer (train.states=server).",
@@ -51,7 +50,12 @@ def serve_target(arguments: list[str]) -> None:
         "--serve", metavar="JSON", help="a drafter's --speculative-config, as selfspec export prints it"
     )
     parser.add_argument("--run", action="store_true", help="start the server instead of only printing its command")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def serve_target(arguments: list[str]) -> None:
+    """selfspec serve-target TARGET --drafter eagle3 --folder states"""
+    args = _server_parser().parse_args(arguments)
     with one_line_errors():
         names_of("selfspec.utils.machine")["dtype_name"](args.dtype)
         if args.dry_run is not None and Path(args.dry_run).exists():

@@ -171,8 +171,7 @@ def compile(arguments: list[str]) -> None:
         print(f"{time.perf_counter() - start:.0f} s in all; {place}")
 
 
-def complete(arguments: list[str]) -> None:
-    """selfspec complete "def fib(n):\""""
+def _complete_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "complete",
         "Complete a prompt by speculative decoding.",
@@ -203,17 +202,26 @@ def complete(arguments: list[str]) -> None:
     parser.add_argument(
         "--trust-code", action="store_true", help="let the checkpoint name a drafter of another package"
     )
-    args = parser.parse_args(arguments)
+    return parser
 
+
+def _check_complete(args: argparse.Namespace) -> None:
+    """Raises ValueError for what is refused before torch is imported."""
+    _named(args.drafter, args.target, args.dtype, args.device, args.engine)
+    names_of("selfspec.core.sampling")["Sampling"](args.temperature, args.top_k, args.top_p, args.min_p)
+    if args.seed is not None:
+        names_of("selfspec.core.options")["as_seed"](args.seed)
+    if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
+        raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
+    if args.trace is not None and Path(args.trace).is_dir():
+        raise ValueError(f"--trace={args.trace} is a folder; give the name of a file")
+
+
+def complete(arguments: list[str]) -> None:
+    """selfspec complete "def fib(n):\""""
+    args = _complete_parser().parse_args(arguments)
     with one_line_errors():
-        _named(args.drafter, args.target, args.dtype, args.device, args.engine)
-        names_of("selfspec.core.sampling")["Sampling"](args.temperature, args.top_k, args.top_p, args.min_p)
-        if args.seed is not None:
-            names_of("selfspec.core.options")["as_seed"](args.seed)
-        if args.trace is not None and not Path(args.trace).resolve().parent.is_dir():
-            raise ValueError(f"--trace={args.trace}: there is no folder {Path(args.trace).parent}; make it")
-        if args.trace is not None and Path(args.trace).is_dir():
-            raise ValueError(f"--trace={args.trace} is a folder; give the name of a file")
+        _check_complete(args)
 
         from transformers.utils import logging
 

@@ -124,9 +124,7 @@ def _steps(
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     device, compiled, waits = target.device, target.compiled, target.engine.waits("tree_pass_alone")
     begun, spans = moment(device), list[Span]()  # of the last pass: a GPU is through with it when the next one was read
-    rows = Rows(target, prompts, options)
-    rows.records = rows.records if records is None else records
-    rows.stopped = rows.stopped if stopped is None else stopped
+    rows = Rows(target, prompts, options, records, stopped)
     session = None if drafter is None else _begin(drafter, target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
@@ -137,16 +135,8 @@ def _steps(
         roots = rows.roots()
         tree = chain(roots[:, None])
         while rows.alive:
-            drafted = start
-            if session is not None:
-                of_rows = roots, cache.lengths, rows.tokens, nodes, options.sampling.temperature, rows.noise
-                tree = session.propose(Context(*of_rows, target, cache))
-                tree = target.shaped(_standing(tree, roots))
-                drafted = moment(device)
-            elif len(tree.tokens) == len(roots):
-                tree = tree.with_tokens(roots[:, None])
-            else:
-                tree = chain(roots[:, None])
+            tree = _tree(session, rows, roots, tree, nodes)
+            drafted = start if session is None else moment(device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             runner: Target = target if tree.through is None else tree.through
             out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
@@ -158,11 +148,7 @@ def _steps(
             before = rows.alive, cache.lengths
             cache.commit(paths, kept)
             tokens, going = rows.advance(emitted)
-            added: Added = []
-            for i, (row, cut) in enumerate(zip(rows.alive, tokens, strict=True)):
-                count = min(len(paths[i]) - 1, len(cut))
-                stats.count(count, len(cut))
-                added.append((row, cut, [True] * count + [False] * (len(cut) - count)))
+            added = _added(rows.alive, paths, tokens, stats)
             rows.select(going)
             if going:
                 still = kept if len(going) == len(paths) else None
@@ -171,8 +157,7 @@ def _steps(
                     states = out.hidden, out.features
                     session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
-            stats.calls += 1
-            stats.nodes += tree.tokens.shape[1]
+            stats.calls, stats.nodes = stats.calls + 1, stats.nodes + tree.tokens.shape[1]
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             if isinstance(start, float):  # nothing to wait for
@@ -188,6 +173,25 @@ def _steps(
         stats.rejected += int(rejected)
         cache.close()
         _warn_of_none(drafter, stats)
+
+
+def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], stats: Stats) -> Added:
+    """What a pass added to the rows that were alive in it, which `stats` counts. tokens: cut where rows end."""
+    added: Added = []
+    for row, path, cut in zip(alive, paths, tokens, strict=True):
+        count = min(len(path) - 1, len(cut))
+        stats.count(count, len(cut))
+        added.append((row, cut, [True] * count + [False] * (len(cut) - count)))
+    return added
+
+
+def _tree(session: Session | None, rows: Rows, roots: Tensor, last: DraftTree, nodes: int) -> DraftTree:
+    """What the next pass runs, drafted or a root alone. last: the tree of the pass before."""
+    if session is None:
+        return last.with_tokens(roots[:, None]) if len(last.tokens) == len(roots) else chain(roots[:, None])
+    target, cache, temperature = rows.target, rows.cache, rows.options.sampling.temperature
+    context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
+    return target.shaped(_standing(session.propose(context), roots))
 
 
 def _standing(tree: DraftTree, roots: Tensor) -> DraftTree:

@@ -24,7 +24,15 @@ PREFILL, MAX_NODES = 1024, 1024  # prompt tokens per pass; largest draft tree
 class Rows:
     """The rows still being generated, shared by both loops: tokens, noise, cache, and who is finished."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], options: Options) -> None:
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        records: list[list[tuple[Tensor, Tensor]]] | None = None,
+        stopped: list[bool] | None = None,
+    ) -> None:
+        """records, stopped: filled on the way, see `Result`."""
         if isinstance(options.seed, int):
             seeds, ids = [options.seed] * len(prompts), list(range(len(prompts)))
         else:
@@ -43,8 +51,8 @@ class Rows:
         unseen = not (options.relaxed or self.recording or self.rules.processors)
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
         self.walks = unseen and plain
-        self.records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
-        self.stopped = [False for _ in prompts]  # whether an end token or a criterion ended the row
+        self.records = [[] for _ in prompts] if records is None else records
+        self.stopped = [False for _ in prompts] if stopped is None else stopped
         warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
         temperature = 1.0 if warper is None else warper.temperature
         self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)

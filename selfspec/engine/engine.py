@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -280,8 +280,21 @@ def engine_for(name: str, device: torch.device) -> Engine:
     if chosen(name, device.type) == "eager":
         return Engine()
     _check_compiling(device.type)
+    _say_sleeping(device.type)
     waits = name == "auto" and device.type == "cpu" and os.environ.get("SELFSPEC_ENGINE", "auto") in ("", "auto")
     return Engine("inductor", cache_folder() / "compiled", later=LATER if waits else 0.0)
+
+
+@cache
+def _say_sleeping(device: str) -> None:
+    """Say once where threads are told to sleep between products, of which a pass has hundreds (notebooks/LOG.md)."""
+    asked = os.environ.get("OMP_WAIT_POLICY", "")
+    if device == "cpu" and asked.lower() == "passive" and torch.get_num_threads() > 1:
+        print(
+            f"OMP_WAIT_POLICY={asked}: threads sleep between products; a pass takes up to 1.4 times as long without "
+            "other programs beside it",
+            file=sys.stderr,
+        )
 
 
 def chosen(name: str, device: str) -> str:

@@ -90,47 +90,20 @@ def distribution_tests(
     index = {text: i for i, text in enumerate(exact)}
     expected = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
 
-    def counted(texts: Sequence[Sequence[int]]) -> Tensor:
-        other = [tuple(text) for text in texts if tuple(text) not in index]
-        at = torch.tensor([index[tuple(text)] for text in texts if tuple(text) in index], dtype=torch.long)
-        counts = torch.bincount(at, minlength=len(index)).double()
-        return torch.cat([counts, torch.tensor([float(len(other))])])
-
     def drafted(relaxed: Relaxed | None) -> Tensor:
         texts = []
         for first in range(0, samples, 100):
             seeds = [seed + first + i for i in range(min(100, samples - first))]
             options = Options(3, Sampling(1.0, top_k=top_k), seeds, relaxed=relaxed)
             texts += speculative(spec.target, [prompt] * len(seeds), options, spec.drafter, nodes).token_ids
-        return counted(texts)
-
-    def sampled() -> Tensor:
-        torch.manual_seed(seed)
-        texts = []
-        ids = torch.tensor([prompt], device=spec.target.device)
-        for first in range(0, samples, 100):
-            with without_defaults(spec.target.model):
-                out = spec.target.model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=3,
-                    do_sample=True,
-                    top_k=top_k,
-                    temperature=1.0,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                    num_return_sequences=min(100, samples - first),
-                )
-            texts += out[:, len(prompt) :].tolist()
-        return counted(texts)
+        return _counted(texts, index)
 
     def unseen(logits: Tensor, picks: list[int], below: list[list[int]]) -> list[int]:
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
-    ours, biased, theirs = drafted(None), drafted(unseen), sampled()
-    wanted = torch.cat(
-        [expected, torch.zeros(1)]
-    )  # of texts outside the distribution, which rounding alone can produce
+    ours, biased = drafted(None), drafted(unseen)
+    theirs = _counted(_of_transformers(spec, prompt, samples, top_k, seed), index)
+    wanted = torch.cat([expected, torch.zeros(1)])  # 0 of texts outside, which rounding alone can produce
     tests = []
     for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
         statistic, p, bins = chi_square(observed, wanted)
@@ -138,6 +111,36 @@ def distribution_tests(
     statistic, p, bins = two_samples(ours, theirs)
     tests.append(DistributionTest("speculative against transformers", samples, bins, statistic, p))
     return tests
+
+
+def _counted(texts: Sequence[Sequence[int]], index: dict[tuple[int, ...], int]) -> Tensor:
+    """How often each text came, by its place in `index`; behind them, how many came that are not in it."""
+    other = [tuple(text) for text in texts if tuple(text) not in index]
+    at = torch.tensor([index[tuple(text)] for text in texts if tuple(text) in index], dtype=torch.long)
+    counts = torch.bincount(at, minlength=len(index)).double()
+    return torch.cat([counts, torch.tensor([float(len(other))])])
+
+
+def _of_transformers(spec: Spec, prompt: list[int], samples: int, top_k: int, seed: int) -> list[list[int]]:
+    """Three tokens behind the prompt, so many times, as transformers samples them."""
+    torch.manual_seed(seed)
+    texts = list[list[int]]()
+    ids = torch.tensor([prompt], device=spec.target.device)
+    for first in range(0, samples, 100):
+        with without_defaults(spec.target.model):
+            out = spec.target.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=3,
+                do_sample=True,
+                top_k=top_k,
+                temperature=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+                num_return_sequences=min(100, samples - first),
+            )
+        texts += out[:, len(prompt) :].tolist()
+    return texts
 
 
 def distribution_verdict(tests: list[DistributionTest], level: float = 1e-4) -> str:

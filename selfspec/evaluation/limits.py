@@ -43,8 +43,7 @@ class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
     acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
     or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
-    new processes are timed too, with the first drafter, which compiles everything anew; peers: whether llama.cpp and
-    OpenVINO GenAI are timed too; for targets with a GGUF file, such as smollm2."""
+    new processes are timed too, with the first drafter, which compiles everything anew."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15
@@ -52,7 +51,6 @@ class LimitsConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     config: str | None = None
     starts: bool = True
-    peers: bool = False
 
     def __post_init__(self) -> None:
         if 1 not in self.sizes or not all(1 <= size <= MAX_NODES for size in self.sizes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from selfspec.evaluation.peers import rate_rows
 from selfspec.evaluation.tables import markdown
 from selfspec.utils.files import Figures
 
@@ -26,12 +25,7 @@ def limits_tables(figures: Figures) -> str:
     for engine in ("eager", "compiled"):
         columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
     text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
-    for part in (
-        _compiled_lines(figures),
-        _kernels_table(figures),
-        _starts_table(figures.get("starts", {})),
-        _peers_table(figures),
-    ):
+    for part in (_compiled_lines(figures), _kernels_table(figures), _starts_table(figures.get("starts", {}))):
         text += f"\n\n{part}" if part else ""
     if not figures["forecasts"]:
         return text
@@ -81,17 +75,6 @@ def _kernels_table(figures: Figures) -> str:
         f"*: a row's bits depend on the rows beside it. Compiled passes are exact {figures['exact']}."
     )
     return f"{head}\n\n{markdown(['outputs x inputs', 'chosen', *names], rows)}"
-
-
-def _peers_table(figures: Figures) -> str:
-    """Plain decoding in this engine and others."""
-    if "peers" not in figures:
-        return ""
-    rows = rate_rows({name: peer["rates"] for name, peer in figures["peers"].items()})
-    versions = dict.fromkeys(peer["version"] for peer in figures["peers"].values() if peer["version"])
-    table = markdown(["plain decoding", "tokens/s, median", "quartiles"], rows)
-    head = "Plain decoding, batch 1, greedy, 64 tokens behind a prompt of 128; the engines take turns."
-    return f"{table}\n\n{head} {'. '.join(versions)}"
 
 
 def _starts_table(starts: dict[str, Figures]) -> str:

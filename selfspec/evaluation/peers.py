@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,14 +18,12 @@ import torch
 
 from selfspec.api import Spec
 from selfspec.checkpoints.named import gguf_file
-from selfspec.core.generate import autoregressive
-from selfspec.core.options import Options, end_tokens
+from selfspec.core.options import end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.evaluation.arms import Call
 from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.records import LOOKUP, PEERS
 from selfspec.output import Generated
 from selfspec.utils.files import Figures, cache_folder
 from selfspec.utils.progress import progress
@@ -140,11 +136,6 @@ class Peer:
             return None
         return self._line() or None
 
-    def rate(self, prompt: list[int], count: int) -> float:
-        """Tokens per second behind the first one; NaN where the process ended."""
-        reply = self.answer(prompt, count)
-        return math.nan if reply is None else (count - 1) / (reply["seconds"] - reply["prompt"])
-
     @property
     def last_words(self) -> str:
         """The last line of its standard error, and its exit code. It is over then."""
@@ -237,32 +228,3 @@ def answering(peer: Peer, name: str, spec: Spec, max_new_tokens: int) -> Call:
         return Generated([tokens], [], [[False] * len(tokens)], stats)
 
     return call
-
-
-def peer_speeds(target: Target, rounds: int) -> Figures:
-    """Plain decoding here and in other engines: greedy tokens per second behind a prompt of 128 tokens, all in turn.
-    By name: "rates" of each round (NaN: it crashed), and the "version" of the engine."""
-    prompt = [(7 + 131 * i) % target.vocab_size for i in range(128)]
-    own = f"selfspec {target.dtype_name}"
-    with started([peer for peer in PEERS if peer != LOOKUP], target, 256) as peers:
-        figures: Figures = {peer: {"version": each.version, "rates": []} for peer, each in peers.items()}
-        figures[own] = {"version": f"torch {torch.__version__}", "rates": []}
-        for turn in progress(range(rounds + 1), desc="other engines", leave=False):
-            rates = {peer: each.rate(prompt, 64) for peer, each in peers.items()}
-            stats = autoregressive(target, [prompt], Options(64, Sampling(0.0))).stats
-            rates[own] = 64 / (stats.seconds - stats.seconds_prefill)
-            for engine, rate in rates.items() if turn else ():  # the first turn warms up
-                figures[engine]["rates"].append(rate)
-    return figures
-
-
-def rate_rows(rates: dict[str, list[float]]) -> list[list[str]]:
-    """Cells of a table: the name, the median and the quartiles. NaN: it crashed."""
-    rows = []
-    for name, values in rates.items():
-        if len(values) < 2 or any(map(math.isnan, values)):
-            rows.append([name, "crashed", ""])
-            continue
-        low, middle, high = statistics.quantiles(values, n=4)
-        rows.append([name, f"{middle:.1f}", f"{low:.1f} to {high:.1f}"])
-    return rows

@@ -14,10 +14,9 @@ from selfspec.utils.files import Figures, read_jsonl
 RECORDS = "records.jsonl"
 # Arms of transformers: its generate, the same over a static cache with compiled passes, and its three ways to draft
 METHODS = ("hf_generate", "hf_static", "hf_prompt_lookup", "hf_early_exit", "hf_assisted")
-LOOKUP = "llamacpp_lookup"  # the GGUF file as it is, with llama.cpp's prompt lookup
-# Arms of other engines; file: the GGUF file as it is
+# Arms of other engines; file: the GGUF file as it is; lookup: the same with llama.cpp's prompt lookup
 PEERS = (
-    *("llamacpp_bf16", "llamacpp_q8_0", "llamacpp_file", LOOKUP),
+    *("llamacpp_bf16", "llamacpp_q8_0", "llamacpp_file", "llamacpp_lookup"),
     *("openvino_fp16", "openvino_int8", "openvino_int4"),
 )
 

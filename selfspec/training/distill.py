@@ -133,20 +133,7 @@ def distill(
     """
     length = config.prompt_tokens + config.new_tokens
     source = _Source.of(corpus, length)
-    if source.amount <= config.prompt_tokens and not len(source.starts):
-        questions = len(openings(corpus)[0])
-        longest = (
-            f", and none of {questions} questions leaves room for an answer in {length} tokens" if questions else ""
-        )
-        raise ValueError(
-            f"no usable example: {source.amount} tokens of text are too few for prompts of "
-            f"train.distill.prompt_tokens={config.prompt_tokens}{longest}; raise train.distill.new_tokens or give more"
-        )
-    if target.max_positions is not None and length > target.max_positions:
-        raise ValueError(
-            f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
-            f"{target.max_positions} positions"
-        )
+    _refuse(target, corpus, config, source)
     identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end)))
     settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
@@ -173,6 +160,24 @@ def distill(
     inside = torch.arange(length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
     return joined(tokens[inside], mask[inside], starts, torch.ones(len(used), dtype=torch.bool)), stats
+
+
+def _refuse(target: Target, corpus: Corpus, config: DistillConfig, source: _Source) -> None:
+    length = config.prompt_tokens + config.new_tokens
+    if source.amount <= config.prompt_tokens and not len(source.starts):
+        questions = len(openings(corpus)[0])
+        longest = (
+            f", and none of {questions} questions leaves room for an answer in {length} tokens" if questions else ""
+        )
+        raise ValueError(
+            f"no usable example: {source.amount} tokens of text are too few for prompts of "
+            f"train.distill.prompt_tokens={config.prompt_tokens}{longest}; raise train.distill.new_tokens or give more"
+        )
+    if target.max_positions is not None and length > target.max_positions:
+        raise ValueError(
+            f"train.distill: {config.prompt_tokens} + {config.new_tokens} tokens exceed the target's "
+            f"{target.max_positions} positions"
+        )
 
 
 def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:

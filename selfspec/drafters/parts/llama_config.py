@@ -66,26 +66,8 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
         **own,
         "rope_parameters": dict(rope),  # which transformers adds to
     }
-    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
-    widest = max(_WIDEST * target.hidden_size, settings["intermediate_size"] if "intermediate_size" not in own else 0)
-    for name in sizes:
-        most = 2**31 if name == "max_position_embeddings" else widest
-        if type(settings[name]) is not int or not 1 <= settings[name] <= most:
-            raise ValueError(f"drafter.llama.{name}={settings[name]!r:.200} must be a whole number from 1 to {most}")
-    if settings["num_attention_heads"] * settings["head_dim"] > widest:
-        raise ValueError(f"drafter.llama: heads of {settings['head_dim']} are wider together than {widest}")
-    if settings["head_dim"] % 2:
-        raise ValueError(f"drafter.llama.head_dim={settings['head_dim']} must be even: positions turn pairs of numbers")
-    for name, value in {"rms_norm_eps": settings["rms_norm_eps"], "rope_theta": rope.get("rope_theta")}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
-    if not isinstance(settings["attention_bias"], bool):
-        raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
-    if settings["num_attention_heads"] % settings["num_key_value_heads"]:
-        raise ValueError(
-            f"drafter.llama.num_key_value_heads={settings['num_key_value_heads']} must divide "
-            f"num_attention_heads={settings['num_attention_heads']}"
-        )
+    usual = 0 if "intermediate_size" in own else settings["intermediate_size"]
+    _check_numbers(settings, max(_WIDEST * target.hidden_size, usual))
     widths = {
         "embeddings": target.model.get_input_embeddings().weight.shape[-1],
         "lm_head": next(target.lm_head.parameters()).shape[-1],
@@ -101,6 +83,30 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     except Exception as error:
         raise ValueError(f"drafter.llama={own} makes no layer: {' '.join(str(error).split())}") from error
     return config
+
+
+def _check_numbers(settings: dict[str, Any], widest: int) -> None:
+    """Raises ValueError for numbers that make no layer, or one wider than `widest`."""
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    for name in sizes:
+        most = 2**31 if name == "max_position_embeddings" else widest
+        if type(settings[name]) is not int or not 1 <= settings[name] <= most:
+            raise ValueError(f"drafter.llama.{name}={settings[name]!r:.200} must be a whole number from 1 to {most}")
+    if settings["num_attention_heads"] * settings["head_dim"] > widest:
+        raise ValueError(f"drafter.llama: heads of {settings['head_dim']} are wider together than {widest}")
+    if settings["head_dim"] % 2:
+        raise ValueError(f"drafter.llama.head_dim={settings['head_dim']} must be even: positions turn pairs of numbers")
+    theta = settings["rope_parameters"].get("rope_theta")
+    for name, value in {"rms_norm_eps": settings["rms_norm_eps"], "rope_theta": theta}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
+    if not isinstance(settings["attention_bias"], bool):
+        raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
+    if settings["num_attention_heads"] % settings["num_key_value_heads"]:
+        raise ValueError(
+            f"drafter.llama.num_key_value_heads={settings['num_key_value_heads']} must divide "
+            f"num_attention_heads={settings['num_attention_heads']}"
+        )
 
 
 def _llama(hidden: int, tokens: int, found: dict[str, Any]) -> LlamaConfig:
