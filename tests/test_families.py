@@ -23,7 +23,7 @@ from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
-NEW = 24
+NEW = 16
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -176,10 +176,11 @@ def drafters(target: Target) -> dict[str, Any]:
 @pytest.mark.parametrize("name", KINDS)
 def test_every_drafter_gives_plain_text(name: str, rows: int) -> None:
     target = Target(build(name, num_hidden_layers=4, **({} if "Falcon" in name else deeper(name))))
+    kinds = drafters(target)
     for temperature in (0.0, 1.0):
         options = Options(12, Sampling(temperature), seed=5)
         plain = autoregressive(target, PROMPTS[:rows], options)
-        for kind, drafter in drafters(target).items():
+        for kind, drafter in kinds.items():
             fast = speculative(target, PROMPTS[:rows], options, drafter, 12)
             assert fast.token_ids == plain.token_ids, kind
         oracle = RandomTrees([p + t for p, t in zip(PROMPTS[:rows], plain.token_ids, strict=True)])

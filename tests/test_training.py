@@ -496,8 +496,7 @@ def batch_of_unequal_rows(target: Any) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "mask": mask}
 
 
-@pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("kind", ["medusa", "feature"])
+@pytest.mark.parametrize(("kind", "few"), [("medusa", True), ("feature", False)])
 def test_kept_hidden_states_give_the_same_losses(
     kind: str,
     few: bool,

@@ -56,9 +56,9 @@ class KVCache:
         device: torch.device,
         states: dict[int, LayerState] | None = None,
     ) -> None:
-        """like: keys and values [1, heads, 1, D] of one token in each layer, None where a layer keeps none; limit:
-        entries that the longest row will need at most; device: of the tokens; states: of one row at the beginning, of
-        layers that keep one."""
+        """like: keys and values [1, heads, 1, D] of one token in each layer, None where a layer keeps none; limit: the
+        most entries that any row will need; device: of the tokens; states: the initial state of one row, by recurrent
+        layer."""
         self.like, self.engine, self.limit, self.device = like, engine, limit, device
         self.lengths = [0] * rows
         self.idle = engine.size(rows) - rows
@@ -80,8 +80,8 @@ class KVCache:
         return len(self.lengths) + self.idle
 
     def view(self, start: int, stop: int, nodes: int, ran: int = 0) -> KV:
-        """Layers start to stop - 1 with room for `nodes` entries more, for one pass: a later one may need larger
-        buffers. ran: nodes of the same tree that an earlier pass ran.
+        """Buffers of layers start to stop - 1 with room for `nodes` more entries. They serve one pass: a later call may
+        allocate larger ones. ran: how many of this tree's nodes an earlier pass ran.
 
         Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
         most does not fit.
@@ -107,7 +107,7 @@ class KVCache:
         states = {layer: state for layer, state in self.states.items() if start <= layer < stop}
         if not states:
             return []
-        # What a pass left that was not committed is lost, but for the nodes on which this one builds.
+        # Drop what was not committed, except the first `ran` nodes, which this pass continues.
         states = {layer: state.first(ran) if ran else _kept(state) for layer, state in states.items()}
         self._open[start, stop] = [states]
         return self._open[start, stop]
@@ -146,8 +146,9 @@ class KVCache:
         return buffers
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Stores for the layers of this range that have none: one for all of a shape, so that a commit is one copy; one
-        for each in compiled passes elsewhere than on the CPU, which must not write to a part of an input."""
+        """Allocate stores for layers of this range that have none. Tensors of one shape share a store, so that a commit
+        is one copy. In compiled passes on a GPU each has its own, since compiled code must not write to a part of an
+        input."""
         known = {member for group in self.members for member in group}
         groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         for layer, like in enumerate(self.like):
@@ -192,8 +193,9 @@ class KVCache:
         self.capacity, self.store_rows, self._views = capacity, self.rows, {}
 
     def commit(self, paths: list[list[int]], kept: Kept | None = None, lengths: Tensor | None = None) -> None:
-        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept: the
-        same on the device, which spares uploads; lengths: int64 [B], so many first nodes, on the device."""
+        """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept:
+        `paths` on the device, which spares an upload; lengths: int64 [B] on the device, how many nodes each row keeps,
+        where these are its first."""
         if self.stores and any(path != list(range(len(path))) for path in paths):
             depth = self.engine.size(max(map(len, paths)))
             assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
@@ -208,7 +210,7 @@ class KVCache:
                 at = [i for i, store in enumerate(self.stores) if store.device == device]
                 stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
                 moved = self.row_lengths(device), path.to(device).contiguous()
-                worth = device.type != "cpu"  # there it is few copies
+                worth = device.type != "cpu"  # on a CPU it is a few copies
                 self.engine.run(compact, stores, heads, self.capacity, *moved, compiled=worth)
         if self.states and any(paths):
             self._advance(paths)

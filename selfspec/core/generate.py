@@ -23,7 +23,8 @@ from selfspec.engine.engine import with_room
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
 _MANY = 200  # drafted tokens, none accepted, before a warning
-_rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()  # how many, infinity once one was accepted
+# By drafter, how many drafted tokens so far; infinity once one was accepted
+_rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
 
@@ -80,7 +81,7 @@ def _collected(result: Result, steps: Iterator[Added]) -> Result:
 
 
 def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
-    """A session for one call. Raises ValueError for one that another call was begun with."""
+    """A new session for this call. Raises ValueError if the drafter returns one that an earlier call used."""
     session = drafter.session(target, rows)
     if _begun.get(id(session)) is session:
         raise ValueError(
@@ -123,7 +124,7 @@ def _steps(
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     device, compiled, waits = target.device, target.compiled, target.engine.waits("tree_pass_alone")
-    begun, spans = moment(device), list[Span]()  # of the last pass: a GPU is through with it when the next one was read
+    begun, spans = moment(device), list[Span]()  # of the last pass; on a GPU booked when the next walk was read
     rows = Rows(target, prompts, options, records, stopped)
     session = None if drafter is None else _begin(drafter, target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
@@ -195,8 +196,8 @@ def _tree(session: Session | None, rows: Rows, roots: Tensor, last: DraftTree, n
 
 
 def _standing(tree: DraftTree, roots: Tensor) -> DraftTree:
-    """The tree on each row's last token. On a CPU another root is an error; a GPU would have to be waited for, so there
-    the roots are put in place."""
+    """Ensure that the tree's root is each row's last token. On a CPU another root is an error. Checking on a GPU would
+    wait for it, so there the roots are written into the tree."""
     if roots.device.type != "cpu":
         return tree.on(roots)
     assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"

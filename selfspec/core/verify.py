@@ -16,7 +16,7 @@ CHUNK = 1 << 17  # scores of all nodes at once, in float64, would leave the proc
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from
 Picker = Callable[[Tensor, list[int], list[list[int]]], tuple[Tensor, Tensor]]
-# (those scores, the picks, the drafted children of those nodes) -> what is emitted instead; such a rule is lossy
+# (those scores, the picks, the drafted child tokens of each node) -> the tokens to emit instead of the picks
 Relaxed = Callable[[Tensor, list[int], list[list[int]]], list[int]]
 
 
@@ -29,8 +29,9 @@ def verify(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Walk every row's tree from its root, all rows one level at a time; only visited nodes are picked from.
 
-    logits: [B, N, V] of the target; ended: whether a row ends with what it emitted, behind which no walk goes. Returns
-    per row the path (accepted nodes, root first) and the emitted tokens: those of path[1:] and then the bonus token.
+    logits: [B, N, V] of the target; ended: whether a row is finished with what it emitted; its walk stops there.
+    Returns per row the path (accepted nodes, root first) and the emitted tokens: those of path[1:] and then the bonus
+    token, which is missing where `ended` stopped the row at an accepted node.
     Every emitted token is the target's own pick, whatever the tree holds (but for a `relaxed` rule, which may prefer a
     drafted token to the pick).
     """
@@ -61,8 +62,8 @@ def verify(
 
 
 class Kept:
-    """What a walk keeps of each of B rows, on the target's device: one int64 tensor [B, 2, N + 2], which the pass
-    makes, so that reading a part of it launches nothing."""
+    """The result of a walk over B rows: one int64 tensor [B, 2, N + 2] on the target's device. The properties are
+    slices of it, so that reading one launches no kernel."""
 
     def __init__(self, walked: Tensor) -> None:
         self.walked = walked
@@ -104,8 +105,9 @@ class Kept:
 
 
 class WalkNoise(NamedTuple):
-    """The noise that a pass picks its tokens with. values: float64 [B, D, V] at the positions behind each row's root,
-    for D above every depth, None when greedy; temperature: float64 [], that logits are divided by."""
+    """The noise that a pass picks its tokens with. values: float64 [B, D, V], of which [:, d] is for the pick at a node
+    of depth d, and D is larger than any depth that a walk can reach; None when greedy. temperature: float64 []; logits
+    are divided by it."""
 
     values: Tensor | None = None
     temperature: Tensor | None = None
@@ -136,7 +138,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     """
     levels = below.sum(-1) - 1
     if noise.values is not None and noise.temperature is not None:
-        depth = levels.clamp(max=noise.values.shape[1] - 1)  # mask rows stand deeper than any walk gets
+        depth = levels.clamp(max=noise.values.shape[1] - 1)  # mask slots can be deeper; no walk reaches them
         step = max(1, CHUNK // logits.shape[-1])
         parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
         best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
@@ -153,7 +155,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     first = ~(alike & (each < each[:, None])).any(-1)
     accepted = ((parents >= 0) & (tokens == wanted) & first) | (each == 0)
     on_path = ~(below & ~accepted[:, None]).any(-1)
-    place = torch.where(on_path, levels, nodes)  # in the path; of nodes beside it behind its end
+    place = torch.where(on_path, levels, nodes)  # index in the path; other nodes go to place N, which is cut off
     path = torch.arange(nodes + 1, device=tokens.device).expand(rows, -1).scatter(1, place, each.expand(rows, -1))
     emitted = torch.zeros(rows, nodes + 1, dtype=torch.long, device=tokens.device).scatter(1, place, picks)
     count = on_path.sum(-1, keepdim=True)

@@ -30,13 +30,13 @@ def drafted_by(
     reserve: bool = False,
     depth_cost: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """The nodes of a tree, as `Growth.best` gives them, and what else the grower of a drafter gives, all with rows
-    first. given: what the grower needs beside, tensors with rows first; depth_cost: what one more depth costs, in
-    target passes; the rest is of `Growth`.
+    """Run `grower` and return its tensors, batch dimension first: the tree as `Growth.best` gives it, then any others.
+    given: the grower's further inputs, tensors with the batch dimension first; depth_cost: what one more depth costs,
+    in target passes; width, min_prob, reserve: see `Growth`.
 
-    Eager passes on a CPU expand nodes as long as their probability says so, `width` at each depth at most. A graph can
-    not end early, and a GPU would have to be read: there it is set in advance how many nodes each depth expands, by the
-    static tree for the drafter's calibration.
+    Eager passes on a CPU expand nodes as long as their probability is high enough, at most `width` at each depth.
+    Compiled code can not stop early, and stopping on a GPU would wait for it. There `expanded` fixes in advance how
+    many nodes each depth expands, from the drafter's calibration.
     """
     engine, calibration = context.target.engine, drafter.calibration[context.mode]
     noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
@@ -71,8 +71,8 @@ def _grown(
 @lru_cache(maxsize=256)
 def expanded(acceptance: Acceptance, nodes: int, width: int, depth_cost: float = 0.0) -> tuple[int, ...]:
     """Nodes to expand at depth 1, 2, ...: one more than the static tree does, so that a tree grown for its context can
-    choose; `width` at most, and none where the static tree expands none. The static tree is as deep as gives the most
-    tokens per second, where the rest of a pass takes two plain passes."""
+    choose; `width` at most, and none where the static tree expands none. The static tree has the depth with the most
+    tokens per second, if all but drafting takes two plain passes."""
 
     def rate(depth: int) -> float:
         return sum(static_tree(acceptance[:depth], nodes)[2]) / (2 + depth * depth_cost)
