@@ -44,7 +44,8 @@ $(VLLM)/.ready: tests/serving/requirements.py
 	$(VLLM)/bin/python -m pip install -q -r $(VLLM)/requirements.txt
 	touch $@
 
-# Exported drafters served by a real vLLM, 15 minutes; the table goes into notebooks/results/serving.md.
+# Exported drafters served by a real vLLM, 15 minutes (10 more with SELFSPEC_QWEN_CODER); the table goes into
+# notebooks/results/serving.md.
 serving: $(VENV)/.ready $(VLLM)/.ready
 	SELFSPEC_VLLM=$(VLLM) $(BIN)/python -m pytest -m slow -n 0 tests/serving
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md

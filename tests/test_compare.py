@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 from conftest import compose_config, made, save_tiny, tiny_model
 
+from selfspec.api import Spec
 from selfspec.budget import cost
 from selfspec.cli.compare_runs import run_compare
 from selfspec.cli.origin import check_origin
+from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
@@ -23,6 +26,7 @@ from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
+from selfspec.evaluation import peers
 from selfspec.evaluation.comparison import (
     best_sizes,
     groups_table,
@@ -33,9 +37,12 @@ from selfspec.evaluation.comparison import (
     verdict,
     write_summary,
 )
+from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.footprint import held_bytes
+from selfspec.evaluation.peers import made_with
 from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, read_records
+from selfspec.utils.files import ORIGIN
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +126,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     saved = json.loads((tmp_path / "run" / "compare.json").read_text())
     assert saved["prices"]["prompt_lookup"]["parameters"] == 0
     assert saved["prices"]["hf_assisted"]["parameters"] > 0
+    assert "hf_assisted" in json.loads((tmp_path / "run" / ORIGIN).read_text())
 
     path.write_text("".join(lines[:25]) + lines[25][:40])  # killed while it wrote
     again = run_compare(compose_config("compare", *overrides), tmp_path / "run")
@@ -328,3 +336,54 @@ def test_groups_of_prompts(tokenizer: Any) -> None:
         prompts_of_group("tests", [d for d in documents if not d.name.startswith("test/")], tokenizer, 4, 48)
     with pytest.raises(ValueError, match="docstrings"):
         prompts_of_group("docstrings", documents[:1], tokenizer, 4000, 48)
+
+
+ENGINE = """
+import json, sys
+print("loading ...")
+print(json.dumps({"version": "mine 1"}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["prompt"] == [1]:
+        sys.exit("out of luck")
+    tokens = [*range(request["count"] - 1), *request["ends"]]
+    print(json.dumps({"tokens": tokens, "passes": 3, "seconds": 0.75, "prompt": 0.25}), flush=True)
+"""
+
+
+def test_other_engines_answer_or_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peers, "PYTHON", Path(sys.executable))
+    peer, broken = peers.Peer(ENGINE), peers.Peer("raise SystemExit(3)")
+    assert (peer.version, broken.version) == ("mine 1", "")
+    assert peer.answer([5], 3, [7]) == {"tokens": [0, 1, 7], "passes": 3, "seconds": 0.75, "prompt": 0.25}
+    for _ in range(2):  # while it answers, and when it has ended
+        assert all(each.answer([1], 9) is None and each.failed for each in (peer, broken))
+    peer.process.wait()
+    peer.failed = False  # it ends unseen
+    assert peer.answer([5], 9) is None
+    target = Target(tiny_model(dtype=torch.float32))
+    spec = Spec(target, made(Medusa, target, heads=1, rank=4))
+    call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
+    answer = call([Prompt([5, 6])], Sampling())
+    assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)
+    with pytest.raises(ValueError, match=r"mine ended: out of luck \(exit code 1\); what was measured is kept"):
+        call([Prompt([1])], Sampling())
+    for each in (peer, broken):
+        each.close()
+    with pytest.raises(ValueError, match="'tiny-target'"):
+        peers.check_peers(["llamacpp_file"], "tiny-target")
+    monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
+    with pytest.raises(ValueError, match="is missing; in the repository"):
+        peers.check_peers(["llamacpp_file"], "smollm2")
+
+
+def test_engines_are_named_by_their_own_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new llama.cpp does not make OpenVINO's results those of another version."""
+    packages = tmp_path / "lib/python3/site-packages"
+    for name in ("llama_cpp_python-0.3.36", "openvino_genai-2026.4", "optimum_intel-2.2", "torch-2.13"):
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(peers, "PYTHON", tmp_path / "bin/python")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert made_with(["openvino_int4"], "models/one") == "openvino_genai-2026.4, optimum_intel-2.2: one"
+    assert made_with(["llamacpp_file"], f"{tmp_path}/model.gguf") == "llama_cpp_python-0.3.36: model.gguf, 4 bytes"
+    assert "optimum" in made_with(["llamacpp_file", "openvino_int4"], f"{tmp_path}/model.gguf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +12,13 @@ import torch
 from conftest import compose_config, made, tiny_model
 from omegaconf import OmegaConf
 
-from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_limits
-from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
 from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
-from selfspec.evaluation import limits, peers
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation import limits
 from selfspec.evaluation.footprint import start_costs
 from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
 
@@ -142,42 +138,3 @@ def test_starts(tiny_folder: str, heads_folder: Path) -> None:
 def test_bad_settings_are_named(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OmegaConf.to_object(compose_config("limits", override))
-
-
-ENGINE = """
-import json, sys
-print("loading ...")
-print(json.dumps({"version": "mine 1"}), flush=True)
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["prompt"] == [1]:
-        sys.exit("out of luck")
-    tokens = [*range(request["count"] - 1), *request["ends"]]
-    print(json.dumps({"tokens": tokens, "passes": 3, "seconds": 0.75, "prompt": 0.25}), flush=True)
-"""
-
-
-def test_other_engines_answer_or_are_blank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peers, "PYTHON", Path(sys.executable))
-    peer, broken = peers.Peer(ENGINE), peers.Peer("raise SystemExit(3)")
-    assert (peer.version, broken.version) == ("mine 1", "")
-    assert peer.answer([5], 3, [7]) == {"tokens": [0, 1, 7], "passes": 3, "seconds": 0.75, "prompt": 0.25}
-    for _ in range(2):  # while it answers, and when it has ended
-        assert all(each.answer([1], 9) is None and each.failed for each in (peer, broken))
-    peer.process.wait()
-    peer.failed = False  # it ends unseen
-    assert peer.answer([5], 9) is None
-    target = Target(tiny_model(dtype=torch.float32))
-    spec = Spec(target, made(Medusa, target, heads=1, rank=4))
-    call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
-    answer = call([Prompt([5, 6])], Sampling())
-    assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)
-    with pytest.raises(ValueError, match=r"mine ended: out of luck \(exit code 1\); what was measured is kept"):
-        call([Prompt([1])], Sampling())
-    for each in (peer, broken):
-        each.close()
-    with pytest.raises(ValueError, match="'tiny-target'"):
-        peers.check_peers(["llamacpp_file"], "tiny-target")
-    monkeypatch.setattr(peers, "PYTHON", tmp_path / "python")
-    with pytest.raises(ValueError, match="is missing; in the repository"):
-        peers.check_peers(["llamacpp_file"], "smollm2")

@@ -226,7 +226,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
 
 def _of_all_sizes(costs: dict[int, float], dear: bool) -> list[float]:
     """Costs of SIZES from those of the smaller ones. dear: whether larger trees can not pay."""
-    *_, lower, largest = 0, *costs
+    *_, lower, largest = 0, *costs  # 0: one size alone was measured, and larger ones are dear
     if dear:
         return [costs.get(n, costs[largest] * n / largest) for n in SIZES]
     slope = max(0.0, (costs[largest] - costs[lower]) / (largest - lower))

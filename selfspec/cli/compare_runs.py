@@ -93,13 +93,14 @@ def _comparison(
         raise ValueError(f"compare.exit_layer={run.compare.exit_layer}: the target has {target.n_layers} layers")
     drafters = {n: find_drafter(n, target, tokenizer, trust=run.trust_code) for n in run.compare.drafters}
     engines = made_with(run.compare.peers, run.target) if run.compare.peers else None
-    others = {name: made_with([name], run.target) for name in run.compare.peers}
+    others, kept = {name: made_with([name], run.target) for name in run.compare.peers}, read_records(path)
+    check_origin(folder, path, target, drafters, {each.arm for each in kept}, others)
+    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
     draft_model = None
     if run.compare.draft_model is not None:
         draft_target = load_target(run.compare.draft_model, run.dtype, run.device)[0]
-        draft_model, others["hf_assisted"] = draft_target.model, target_hash(draft_target)[:16]
-    check_origin(folder, path, target, drafters, {each.arm for each in read_records(path)}, others)
-    specs = {name: Spec(target, drafter, tokenizer) for name, drafter in drafters.items()}
+        draft_model, model = draft_target.model, f"{run.compare.draft_model} {target_hash(draft_target)[:16]}"
+        check_origin(folder, path, target, {}, {each.arm for each in kept}, {"hf_assisted": model})
     prompts = _compared(next(iter(specs.values())), config.data, run.compare)
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:

@@ -1,4 +1,4 @@
-"""What a measurement was made with: the machine, the target, the drafters."""
+"""What a measurement was made with: the machine, the target, the drafters, other engines and models."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check_origin(
 ) -> None:
     """Write what a measurement is made with beside it. kept: the arms that `begun` has results of (None: all drafters);
     others: what further arms are made with, by their names. Raises ValueError where `begun` is there and was measured
-    with another device, target, or drafter or arm of the same name; in a finished one, which is only shown, another
-    device is named."""
+    with another device or target, or with another drafter or engine under the name of a measured arm; in a finished
+    one, which is only shown, another device is named."""
     now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
     now |= others or {}
     for name, drafter in drafters.items():
@@ -42,11 +42,18 @@ def check_origin(
     if begun.exists() and not path.is_file():
         return  # of an older version, which did not say
     before = read_json(path) if begun.exists() else {}
+    before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
         said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
         if key == "device" and begun.name == "summary.json":
             print(said)
-        elif key in ("device", "target") or key.removeprefix("drafter ") in measured:
+        elif key in ("device", "target") or _arm(key) in measured:
             raise ValueError(f"{said}; delete the folder, or choose another name=")
     if begun.name != "summary.json":
+        unknown = [key for key in now if begun.exists() and key not in before and _arm(key) in measured]
+        now = {key: value for key, value in now.items() if key not in unknown}  # what measured it then was not kept
         write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
+
+
+def _arm(key: str) -> str:
+    return key.removeprefix("drafter ")

@@ -23,7 +23,7 @@ from selfspec.engine.engine import with_room
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
 _MANY = 200  # drafted tokens, none accepted, before a warning
-# By drafter, how many drafted tokens so far; infinity once one was accepted
+# By drafter, how many drafted tokens were rejected so far; infinity once one was accepted
 _rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
@@ -124,7 +124,7 @@ def _steps(
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     device, compiled, waits = target.device, target.compiled, target.engine.waits("tree_pass_alone")
-    begun, spans = moment(device), list[Span]()  # of the last pass; on a GPU booked when the next walk was read
+    begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
     rows = Rows(target, prompts, options, records, stopped)
     session = None if drafter is None else _begin(drafter, target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
@@ -158,7 +158,8 @@ def _steps(
                     states = out.hidden, out.features
                     session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
-            stats.calls, stats.nodes = stats.calls + 1, stats.nodes + tree.tokens.shape[1]
+            stats.calls += 1
+            stats.nodes += tree.tokens.shape[1]
             if options.watch is not None:
                 rows.watched(before, tree, paths, tokens, [elapsed(first, last) for _, first, last in spans])
             if isinstance(start, float):  # nothing to wait for
@@ -177,7 +178,8 @@ def _steps(
 
 
 def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], stats: Stats) -> Added:
-    """What a pass added to the rows that were alive in it, which `stats` counts. tokens: cut where rows end."""
+    """Count a pass in `stats`, and return what it added to the rows that were alive in it. tokens: cut where rows
+    end."""
     added: Added = []
     for row, path, cut in zip(alive, paths, tokens, strict=True):
         count = min(len(path) - 1, len(cut))

@@ -16,7 +16,7 @@ CHUNK = 1 << 17  # scores of all nodes at once, in float64, would leave the proc
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from
 Picker = Callable[[Tensor, list[int], list[list[int]]], tuple[Tensor, Tensor]]
-# (those scores, the picks, the drafted child tokens of each node) -> the tokens to emit instead of the picks
+# (those scores, the picks, the drafted child tokens of each node) -> the tokens to emit instead of the picks; lossy
 Relaxed = Callable[[Tensor, list[int], list[list[int]]], list[int]]
 
 

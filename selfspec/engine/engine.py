@@ -287,12 +287,13 @@ def engine_for(name: str, device: torch.device) -> Engine:
 
 @cache
 def _say_sleeping(device: str) -> None:
-    """Say once where threads are told to sleep between products, of which a pass has hundreds (notebooks/LOG.md)."""
+    """Say once that OMP_WAIT_POLICY=passive makes threads sleep between the hundreds of products of a pass
+    (notebooks/LOG.md)."""
     asked = os.environ.get("OMP_WAIT_POLICY", "")
     if device == "cpu" and asked.lower() == "passive" and torch.get_num_threads() > 1:
         print(
-            f"OMP_WAIT_POLICY={asked}: threads sleep between products; a pass takes up to 1.4 times as long without "
-            "other programs beside it",
+            f"OMP_WAIT_POLICY={asked}: threads sleep between products. With no other program running, a pass takes up "
+            "to 1.4 times as long",
             file=sys.stderr,
         )
 

@@ -122,7 +122,7 @@ def _counted(texts: Sequence[Sequence[int]], index: dict[tuple[int, ...], int]) 
 
 
 def _of_transformers(spec: Spec, prompt: list[int], samples: int, top_k: int, seed: int) -> list[list[int]]:
-    """Three tokens behind the prompt, so many times, as transformers samples them."""
+    """`samples` continuations of three tokens, sampled by transformers."""
     torch.manual_seed(seed)
     texts = list[list[int]]()
     ids = torch.tensor([prompt], device=spec.target.device)

@@ -173,7 +173,9 @@ def made_with(names: Sequence[str], target: str) -> str:
     versions = (
         path.name.removesuffix(".dist-info") for path in PYTHON.parents[1].glob("lib/*/site-packages/*.dist-info")
     )
-    used = sorted(each for each in versions if each.startswith(("llama_cpp_", "openvino_genai", "optimum")))
+    packages = {"llamacpp": ("llama_cpp_",), "openvino": ("openvino_genai", "optimum")}
+    wanted = tuple(start for engine in {name.partition("_")[0] for name in names} for start in packages[engine])
+    used = sorted(each for each in versions if each.startswith(wanted))
     source = Path(_source(names, target))
     size = f", {source.stat().st_size} bytes" if source.is_file() else ""
     return f"{', '.join(used)}: {source.name}{size}"

@@ -163,6 +163,7 @@ def distill(
 
 
 def _refuse(target: Target, corpus: Corpus, config: DistillConfig, source: _Source) -> None:
+    """Raises ValueError for data shorter than one prompt, and rows longer than the target's positions."""
     length = config.prompt_tokens + config.new_tokens
     if source.amount <= config.prompt_tokens and not len(source.starts):
         questions = len(openings(corpus)[0])

@@ -20,7 +20,7 @@ from selfspec.utils.errors import one_line
 
 T = TypeVar("T")
 Figures = dict[str, Any]  # what a run tells, as it is written to JSON: numbers, texts, lists and dicts of them
-ORIGIN = "origin.json"  # in a run folder: the machine, the target and the drafters that were measured
+ORIGIN = "origin.json"  # in a run folder: what a measurement was made with
 _LARGEST = 2**26  # bytes of a JSON file
 _DIGITS = 40  # of an integer in one
 NOTHING = float("nan")  # a mean over nothing, which is shown as n/a

@@ -33,6 +33,7 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.questions import Asking, read_questions
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.medusa import Medusa
+from selfspec.evaluation.arms import without_defaults
 from selfspec.integrations.export import export
 from selfspec.utils.files import code_hash, write_text
 
@@ -132,12 +133,14 @@ def timed(drafter: str, dtype: str, asked: dict[str, list[list[int]]], nodes: in
 def of_transformers(target: str, asked: dict[str, list[list[int]]], dtype: str) -> dict[str, list[list[int]]]:
     """What transformers' own greedy decoding says."""
     model = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
-    return {
-        group: [
-            model.generate(torch.tensor([r]), max_new_tokens=NEW, do_sample=False)[0, len(r) :].tolist() for r in rows
-        ]
-        for group, rows in asked.items()
-    }
+    with without_defaults(model):
+        return {
+            group: [
+                model.generate(torch.tensor([r]), max_new_tokens=NEW, do_sample=False)[0, len(r) :].tolist()
+                for r in rows
+            ]
+            for group, rows in asked.items()
+        }
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,12 @@ def drafted_by(
     depth_cost: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Run `grower` and return its tensors, batch dimension first: the tree as `Growth.best` gives it, then any others.
-    given: the grower's further inputs, tensors with the batch dimension first; depth_cost: what one more depth costs,
-    in target passes; width, min_prob, reserve: see `Growth`.
+    given: the grower's further inputs; tensors among them have the batch dimension first; depth_cost: what one more
+    depth costs, in target passes; width, min_prob, reserve: see `Growth`.
 
     Eager passes on a CPU expand nodes as long as their probability is high enough, at most `width` at each depth.
     Compiled code can not stop early, and stopping on a GPU would wait for it. There `expanded` fixes in advance how
-    many nodes each depth expands, from the drafter's calibration.
+    many nodes each depth expands, from the drafter's calibration, and `min_prob` does not count.
     """
     engine, calibration = context.target.engine, drafter.calibration[context.mode]
     noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
