@@ -194,13 +194,13 @@ def check_unwritten(
 
 
 def _described(name: str, corpus: Corpus) -> list[str]:
-    lengths, talks = corpus.lengths(), int(corpus.is_chat.sum())
+    lengths, chats = corpus.lengths(), int(corpus.is_chat.sum())
     quantiles = torch.quantile(
         lengths[:: max(1, len(lengths) // 1_000_000)].double(), torch.tensor(_QUANTILES).double()
     )
     spread = ", ".join(f"{n:.0f}" for n in quantiles.tolist())
     return [
-        f"{name}: {len(lengths)} documents, {talks} of them conversations; {len(corpus.tokens)} tokens, "
+        f"{name}: {len(lengths)} documents, {chats} of them conversations; {len(corpus.tokens)} tokens, "
         f"{corpus.counted / max(1, len(corpus.tokens)):.1%} of them count in the loss",
         f"  tokens of a document, smallest 5%, median, largest 5%, longest: {spread}",
     ]
