@@ -133,12 +133,11 @@ def timed(drafter: str, dtype: str, asked: dict[str, list[list[int]]], nodes: in
 def of_transformers(target: str, asked: dict[str, list[list[int]]], dtype: str) -> dict[str, list[list[int]]]:
     """What transformers' own greedy decoding says."""
     model = AutoModelForCausalLM.from_pretrained(resolve(target), dtype=getattr(torch, dtype))
+    ends = model.generation_config.eos_token_id
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
     with without_defaults(model):
         return {
-            group: [
-                model.generate(torch.tensor([r]), max_new_tokens=NEW, do_sample=False)[0, len(r) :].tolist()
-                for r in rows
-            ]
+            group: [model.generate(torch.tensor([r]), **arguments)[0, len(r) :].tolist() for r in rows]
             for group, rows in asked.items()
         }
 
