@@ -139,8 +139,7 @@ def _steps(
             tree = _tree(session, rows, roots, tree, nodes)
             drafted = start if session is None else moment(device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
-            runner: Target = target if tree.through is None else tree.through
-            out = runner.forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
+            out = (tree.through or target).forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
             passed = moment(device)
             if session is not None and not stats.accepted:
                 rejected = rejected + (tree.parents[:, 1 : tree.plain] >= 0).sum()
@@ -155,8 +154,8 @@ def _steps(
                 still = kept if len(going) == len(paths) else None
                 roots = rows.roots(still)
                 if session is not None:
-                    states = out.hidden, out.features
-                    session.observe(Accepted(*states, going, [paths[i] for i in going], out.logits, still))
+                    left = [paths[i] for i in going]
+                    session.observe(Accepted(out.hidden, out.features, going, left, out.logits, still))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
             stats.calls += 1
             stats.nodes += tree.tokens.shape[1]
@@ -169,8 +168,7 @@ def _steps(
     finally:
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)
-        changed = target.engine.waits("tree_pass_alone") > waits
-        stats.exact = target.exact_between if changed else target.exact
+        stats.exact = target.exact_between if target.engine.waits("tree_pass_alone") > waits else target.exact
         stats.compiled += target.compiled - compiled
         stats.rejected += int(rejected)
         cache.close()
