@@ -51,9 +51,8 @@ serving: $(VENV)/.ready $(VLLM)/.ready
 	$(BIN)/python tests/serving/table.py runs/serving/results.json notebooks/results/serving.md
 
 # A model (TARGET: smollm2, a GGUF file, or qwen-coder) with DRAFTER beside llama.cpp and OpenVINO GenAI, in bfloat16 and
-# in int8: twenty minutes to build, twenty to run. QUESTIONS as in compare.questions. gcc 12 builds a
-# llama.cpp that crashes on Q8_0 and Q4_1 where there is AMX (its pull request 26954), so clang from PyPI's ziglang
-# builds it.
+# in int8: twenty minutes to build, twenty to run. QUESTIONS as in compare.questions. gcc 12 builds a llama.cpp that
+# crashes on Q8_0 and Q4_1 where there is AMX (its pull request 26954), so clang from PyPI's ziglang builds it.
 $(PEERS)/.ready:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install -q "torch==$(TORCH)"

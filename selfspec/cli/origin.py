@@ -50,8 +50,8 @@ def check_origin(
         elif key in ("device", "target") or _arm(key) in measured:
             raise ValueError(f"{said}; delete the folder, or choose another name=")
     if begun.name != "summary.json":
-        unknown = [key for key in now if begun.exists() and key not in before and _arm(key) in measured]
-        now = {key: value for key, value in now.items() if key not in unknown}  # what measured it then was not kept
+        if begun.exists():  # an arm that was measured without a word stays without one
+            now = {key: value for key, value in now.items() if key in before or _arm(key) not in measured}
         write_text(path, json.dumps({**before, **now}, indent=1) + "\n")
 
 
