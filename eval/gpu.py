@@ -30,9 +30,8 @@ from selfspec.cli.errors import clear_errors
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.evaluation.arms import Call, drafted, of_transformers
+from selfspec.evaluation.arms import Call, Prompt, drafted, of_transformers
 from selfspec.evaluation.arms import plain as plain_arm
-from selfspec.evaluation.evaluation_prompts import Prompt
 from selfspec.evaluation.limits import bandwidth, pass_seconds, random_model, weights_of
 from selfspec.evaluation.measure import timed
 from selfspec.evaluation.tables import markdown

@@ -17,9 +17,12 @@ from selfspec.cli.evaluation_runs import run_audit
 from selfspec.core import rows
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
-from selfspec.evaluation.audit import Audit, AuditConfig, Divergence, audit
-from selfspec.evaluation.distribution import (
+from selfspec.evaluation.audit import (
+    Audit,
+    AuditConfig,
     DistributionTest,
+    Divergence,
+    audit,
     chi_square,
     distribution_tests,
     distribution_verdict,

@@ -15,6 +15,7 @@ from conftest import compose_config, made, save_tiny, tiny_model
 
 from selfspec.api import Spec
 from selfspec.budget import cost
+from selfspec.checkpoints.footprint import held_bytes
 from selfspec.cli.compare_runs import run_compare
 from selfspec.cli.origin import check_origin
 from selfspec.core.sampling import Sampling
@@ -27,21 +28,12 @@ from selfspec.data.tasks import TASKS
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation import peers
-from selfspec.evaluation.comparison import (
-    best_sizes,
-    groups_table,
-    main_table,
-    regime_table,
-    regimes,
-    summarize_comparison,
-    verdict,
-    write_summary,
-)
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.arms import Prompt
+from selfspec.evaluation.compare import best_sizes, regimes, summarize_comparison, write_summary
 from selfspec.evaluation.figures import against, over_plain
-from selfspec.evaluation.footprint import held_bytes
 from selfspec.evaluation.peers import made_with
 from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, read_records
+from selfspec.evaluation.tables import groups_table, regime_table, table, verdict
 from selfspec.utils.files import ORIGIN
 
 
@@ -236,7 +228,7 @@ def test_a_comparison_of_before_has_its_figures(tmp_path: Path) -> None:
     costs = {0.0: [0.1, *(0.05 * n for n in range(1, 65))]}
     before = summarize_comparison(read_records(tmp_path / "runs.jsonl"), costs)
     now = summarize_comparison(runs, costs)
-    assert main_table(before) == main_table(now)
+    assert table(before) == table(now)
     assert groups_table(before) == groups_table(now)
     assert before[0]["same"] == before[0]["right"] == 3
 

@@ -20,12 +20,12 @@ from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation import measure
-from selfspec.evaluation.benchmark import ARMS, DecodeConfig, host_overhead, run_benchmark
-from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.figures import against, defined, drift, over_plain, regime_figures, summarize
+from selfspec.evaluation.arms import Prompt
+from selfspec.evaluation.decode import ARMS, DecodeConfig, defined, host_overhead, run_benchmark, summarize
+from selfspec.evaluation.figures import against, drift, over_plain, regime_figures
 from selfspec.evaluation.measure import regime
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import labelled, read_points, write_point
+from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
 from selfspec.evaluation.records import Beside, Record, Regime
 from selfspec.evaluation.tables import markdown, table
 from selfspec.training.calibrate import calibrate, write_samples
@@ -105,12 +105,12 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
         folder = tmp_path / str(batch)
         folder.mkdir()
         write_point(folder, point, records)
-        assert all(path.stat().st_size > 5000 for path in plot_points([point], folder).values())
+        assert all(path.stat().st_size > 5000 for path in plot_points(rows_of([point]), folder).values())
     assert drift([record(1.0), record(1.0), record(2.0), record(4.0)]) == pytest.approx(3.0)
     points, broken = read_points(tmp_path)
     assert not broken
     assert [p["label"] for p in points] == ["temperature=0", "temperature=0.8"]
-    assert len(table(points).splitlines()) == 4
+    assert len(table(rows_of(points)).splitlines()) == 4
 
 
 def test_greedy_arms_agree_with_transformers(heads_folder: Path) -> None:
@@ -164,9 +164,9 @@ def test_a_benchmark_that_was_killed_goes_on(
 def test_a_subset_of_arms(heads_folder: Path) -> None:
     spec = selfspec.load(str(heads_folder))
     config = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive"])
-    point = {"label": "a", **summarize(run_benchmark(spec, asked([1, 2]), config, 4))}
+    point = {"label": "a", "config": {"tree": {"nodes": 4}}, **summarize(run_benchmark(spec, asked([1, 2]), config, 4))}
     assert "speculative" not in point
-    assert "| a " in table([point])
+    assert "| a " in table(rows_of([point]))
     with pytest.raises(ValueError, match=r"\['vllm'\]"):
         DecodeConfig(arms=["vllm"])
     with pytest.raises(ValueError, match=r"decode\.prompts=0"):
@@ -193,7 +193,8 @@ def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder: Path, tmp_p
     assert [why.split(" ")[2] for _, why in broken] == ["not", "no", "missing:"]
     report = compose_config("report", f"sweep={tmp_path}")
     run_report(report)
-    assert len((tmp_path / "table.md").read_text().splitlines()) == (2 + 2) + 1 + (2 + 2)  # points, and by group
+    tables = (tmp_path / "table.md").read_text().split("\n\n")
+    assert [len(text.splitlines()) for text in tables] == [2 + 2] * 3  # points, by group, and what the text is like
     with pytest.raises(ValueError, match="no such folder"):
         run_report(compose_config("report", f"sweep={tmp_path}/nothing"))
     (tmp_path / "empty").mkdir()
@@ -208,8 +209,10 @@ def test_auto_is_told_beside_what_was_measured(heads_folder: Path) -> None:
     assert figures["forecast"]["passes"] == figures["passes"]
     assert figures["forecast"]["speedup"] == figures["forecast"]["tokens"] / figures["forecast"]["steps"] > 0
     assert figures["decode"] == pytest.approx(figures["acceptance_length"] / figures["cost"])
-    point = {"label": "a", "config": {"decode": {"lossy": None}}, **summarize(records)}
-    assert f"{figures['forecast']['speedup']:.2f} / {figures['decode']:.2f}" in table([point])
+    point = {"label": "a", "config": {"tree": {"nodes": "auto"}}, **summarize(records)}
+    shown = table(rows_of([point]))
+    assert f"{figures['forecast']['speedup']:.2f} / {figures['decode']:.2f}" in shown
+    assert f"| auto ({figures['forecast']['nodes'] / figures['passes']:.1f}) |" in shown
 
 
 @pytest.mark.parametrize("name", ["medusa", "sequential"])

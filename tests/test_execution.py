@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from selfspec.data import execution
 from selfspec.data.execution import Solves, runs_through
 from selfspec.data.questions import Answering, Asking, read_questions
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.arms import Prompt
 
 PROMPT = 'import math\n\n\ndef area(r: float) -> float:\n    """Of a circle."""\n'
 TEST = "def check(candidate):\n    assert abs(candidate(2.0) - 12.566) < 0.01\n    assert candidate(0) == 0\n"

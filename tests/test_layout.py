@@ -23,7 +23,7 @@ ROOMS = (
     ("request.py",),
     ("api.py",),
     ("training/", "integrations/"),
-    ("evaluation/",),
+    ("evaluation/", "page/"),
     ("cli/", "served.py"),
     ("__init__.py", "__main__.py"),
 )

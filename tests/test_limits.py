@@ -19,8 +19,15 @@ from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits
-from selfspec.evaluation.footprint import start_costs
-from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
+from selfspec.evaluation.limits import (
+    LimitsConfig,
+    bandwidth,
+    expected_length,
+    measure_limits,
+    peak,
+    start_costs,
+    weights_of,
+)
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}

@@ -17,10 +17,10 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.evaluation.benchmark import DecodeConfig, run_benchmark
-from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.figures import summarize
+from selfspec.evaluation.arms import Prompt
+from selfspec.evaluation.decode import DecodeConfig, run_benchmark, summarize
 from selfspec.evaluation.measure import regime
+from selfspec.evaluation.points import rows_of
 from selfspec.evaluation.tables import table
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.12, 0.06, 0.02]], dtype=torch.float64))
@@ -101,9 +101,9 @@ def test_the_benchmark_names_and_measures_it(heads_folder: Path) -> None:
     prompts = [[5, 9, 2], [8, 1, 30, 4]]
     config = DecodeConfig(max_new_tokens=12, repeats=1, temperature=1.0, lossy="top_k:40")
     records = run_benchmark(spec, [Prompt(ids, seed) for seed, ids in enumerate(prompts)], config, 8)
-    point = {"label": "x", "config": {"decode": {"lossy": "top_k:40"}}, **summarize(records)}
+    point = {"label": "x", "config": {"tree": {"nodes": 8}, "decode": {"lossy": "top_k:40"}}, **summarize(records)}
     assert 0 < point["lossy"]["altered"] < 1
-    assert "LOSSY top_k:40" in table([point])
+    assert "LOSSY top_k:40" in table(rows_of([point]))
     exact = next(r for r in records if r.arm == "autoregressive")
     scores = torch.log_softmax(spec.target.model(torch.tensor([[*prompts[0], *exact.token_ids[0]]])).logits[0], -1)
     wanted = sum(float(scores[2 + i, t]) for i, t in enumerate(exact.token_ids[0]))

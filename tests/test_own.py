@@ -22,7 +22,7 @@ from selfspec.cli.training_runs import run_training
 from selfspec.core.contract import Accepted, Context
 from selfspec.drafters.base import Batch, Sample
 from selfspec.drafters.registry import Untrusted, build, config_class, drafter_class, try_out
-from selfspec.evaluation.points import read_points
+from selfspec.evaluation.points import read_points, rows_of
 from selfspec.evaluation.tables import table
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def test_a_drafter_of_another_package(trained: Path, source_root: Path, tmp_path
     ]
     point = run_decode(compose_config("eval", *own, *measured.split()), tmp_path / "point")
     assert point["identical"]["autoregressive"] == {"rows": 2, "of": 2}
-    head, _, row = table([point]).splitlines()
+    head, _, row = table(rows_of([point])).splitlines()
     assert head.split("|")[-2].strip() == "slowest"
     assert row.split("|")[-2].strip() == "of 6"  # its own | is escaped
     assert row.split("|")[-3].endswith(" s \\")

@@ -22,7 +22,7 @@ from selfspec.budget.predict import MOST, Curve, assumed, fastest, predict
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.reports import run_page
 from selfspec.evaluation.limits import expected_lengths
-from selfspec.evaluation.page import LARGEST_PAGE, PageConfig, _last, acceptance_tables, page_data, write_page
+from selfspec.page.build import LARGEST_PAGE, PageConfig, _last, acceptance_tables, page_data, write_page
 from selfspec.trace import VERSION, Trace, read_traces
 
 PAGE = Path(__file__).parents[1] / "selfspec" / "page"

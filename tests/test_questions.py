@@ -29,9 +29,8 @@ from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import EDITS, TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS, code_of
 from selfspec.data.windows import Packed, openings, side_by_side
-from selfspec.evaluation.benchmark import DecodeConfig, run_benchmark
-from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
-from selfspec.evaluation.figures import DEFINITIONS, defined, summarize
+from selfspec.evaluation.arms import Prompt, prompts_of
+from selfspec.evaluation.decode import DEFINITIONS, DecodeConfig, defined, run_benchmark, summarize
 from selfspec.evaluation.points import answer_files, write_answers
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.pretrain import chat_tokenizer, train_tokenizer

@@ -36,7 +36,7 @@ from selfspec.cli.training_runs import typed as typed_config
 from selfspec.data.store import Corpus, joined
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import labelled
+from selfspec.evaluation.points import labelled, rows_of
 from selfspec.training import resources
 from selfspec.training.check import config_warnings
 from selfspec.training.distill import DistillConfig
@@ -303,7 +303,8 @@ def points(drafters: list[str], sizes: list[object], temperatures: list[float]) 
             part["forecast"] = {"nodes": 700, "passes": 60}
         ratio = {"ratio": 1.3, "low": 1.2, "high": 1.4}
         config = {"name": "x", "drafter": drafter, "tree": {"nodes": nodes}, "decode": {"temperature": temperature}}
-        made.append({"config": config, "speculative": part, "speedup": {"autoregressive": ratio}})
+        speedup = {"autoregressive": ratio}
+        made.append({"config": config, "arms": {}, "identical": {}, "speculative": part, "speedup": speedup})
     labelled(made)
     return made
 
@@ -330,7 +331,7 @@ def test_plots_of_many_points(count: int, tmp_path: Path) -> None:
     assert len(made) == count
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        drawn = plot_points(made, tmp_path)
+        drawn = plot_points(rows_of(made), tmp_path)
     assert ("tau_by_nodes" in drawn) == (count > 1)
     height = {name: Image.open(path).height for name, path in drawn.items()}
     assert height["speedup"] >= 24 * count

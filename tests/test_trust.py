@@ -27,9 +27,9 @@ from selfspec.checkpoints.loading import find_drafter, load_pair, load_target
 from selfspec.core.target import Target
 from selfspec.data.records import JsonLines
 from selfspec.engine import disk
-from selfspec.evaluation.page import PageConfig, page_data
 from selfspec.evaluation.points import read_points
 from selfspec.integrations.hf_serve import generate
+from selfspec.page.build import PageConfig, page_data
 from selfspec.utils.errors import one_line, visible
 from selfspec.utils.files import digest, only_mine, private_folder, read_json
 

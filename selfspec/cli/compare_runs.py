@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
+from selfspec.checkpoints.footprint import price, price_of_model
 from selfspec.checkpoints.loading import find_drafter, load_target
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.cli.config import CompareRun
@@ -18,10 +19,14 @@ from selfspec.cli.origin import check_origin, origin
 from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
-from selfspec.evaluation.compare import CompareConfig, run_comparison
-from selfspec.evaluation.comparison import comparison_tables, summarize_comparison, write_summary
-from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.footprint import price, price_of_model
+from selfspec.evaluation.arms import Prompt
+from selfspec.evaluation.compare import (
+    CompareConfig,
+    comparison_tables,
+    run_comparison,
+    summarize_comparison,
+    write_summary,
+)
 from selfspec.evaluation.peers import check_peers, made_with
 from selfspec.evaluation.plots import plot_comparison
 from selfspec.evaluation.records import RECORDS, read_records
@@ -107,7 +112,7 @@ def _comparison(
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)
         costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
-        prices = {name: price(name, spec) for name, spec in specs.items()}
+        prices = {name: price(name, spec.drafter, target) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:
             prices["hf_assisted"] = price_of_model(run.compare.draft_model, draft_model)
         figures = {"rows": rows, "prices": prices, **origin(target.device), "engines": engines, "config": plain}

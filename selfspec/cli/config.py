@@ -15,16 +15,16 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec.api import NODES
 from selfspec.cli.errors import one_line_error
 from selfspec.cli.precheck import store
+from selfspec.cli.show import ShowConfig
 from selfspec.core.rows import MAX_NODES
 from selfspec.drafters.base import Drafter, DrafterConfig
 from selfspec.drafters.registry import config_class, drafter_class, installed, kinds
 from selfspec.engine.engine import check_engine
 from selfspec.evaluation.audit import AuditConfig
-from selfspec.evaluation.benchmark import DecodeConfig
 from selfspec.evaluation.compare import CompareConfig
+from selfspec.evaluation.decode import DecodeConfig
 from selfspec.evaluation.limits import LimitsConfig
-from selfspec.evaluation.page import PageConfig
-from selfspec.evaluation.show import ShowConfig
+from selfspec.page.build import PageConfig
 from selfspec.training.calibrate import CalibrateConfig
 from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig

@@ -18,23 +18,19 @@ from selfspec.checkpoints.find import drafter_folder
 from selfspec.checkpoints.loading import find_drafter, load_target, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
 from selfspec.cli.origin import check_origin, origin
+from selfspec.cli.show import show
 from selfspec.cli.training_runs import as_plain, build_data, check_same, run_folder, tokenizer_of, typed
 from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained
-from selfspec.evaluation.audit import audit
-from selfspec.evaluation.benchmark import host_overhead, run_benchmark, write_traces
-from selfspec.evaluation.distribution import distribution_tests, distribution_verdict
-from selfspec.evaluation.evaluation_prompts import Prompt, prompts_of
-from selfspec.evaluation.figures import defined, summarize
-from selfspec.evaluation.footprint import start_costs
-from selfspec.evaluation.limits import measure_limits, random_model
-from selfspec.evaluation.limits_tables import limits_tables
+from selfspec.evaluation.arms import Prompt, prompts_of
+from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
+from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, summarize, write_traces
+from selfspec.evaluation.limits import measure_limits, random_model, start_costs
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
-from selfspec.evaluation.points import answer_files, check_ids, labelled, write_answers, write_point
+from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
-from selfspec.evaluation.show import show
-from selfspec.evaluation.tables import Column, audit_report, own_columns
+from selfspec.evaluation.tables import Column, audit_report, limits_tables, own_columns
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
 from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
 from selfspec.utils.machine import device_type
@@ -121,7 +117,7 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         labelled([point])
-        log.images(plot_points([point], folder))
+        log.images(plot_points(rows_of([point]), folder))
     return point
 
 
@@ -134,7 +130,7 @@ def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> s
 
 
 def run_show(config: DictConfig) -> None:
-    """Answers side by side in the terminal; see `selfspec.evaluation.show`."""
+    """Answers side by side in the terminal; see `selfspec.cli.show`."""
     run = typed(ShowRun, config)
     spec = _loaded(run, config)
     _, prompts = asked(spec, config.data, run.show, run.show.arguments(), run.show.seed)

@@ -25,7 +25,7 @@ from selfspec.cli.arguments import constant
 from selfspec.cli.config import register, with_classes
 from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
-from selfspec.evaluation.points import labelled
+from selfspec.evaluation.points import labelled, rows_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
@@ -163,8 +163,9 @@ def target(config: DictConfig, folder: Path) -> None:
 def decode(config: DictConfig, folder: Path) -> None:
     point = measures.run_decode(config, folder, _title(config))
     labelled([point])
-    write_text(folder / "table.md", table([point]) + "\n")
-    print(f"{table([point], brief='all' not in config.decode.columns)}\nall columns: {folder / 'table.md'}")
+    rows = rows_of([point])
+    write_text(folder / "table.md", table(rows) + "\n")
+    print(f"{table(rows, brief='all' not in config.decode.columns)}\nall columns: {folder / 'table.md'}")
 
 
 @_task

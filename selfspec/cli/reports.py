@@ -12,15 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.training_runs import finished, typed
-from selfspec.evaluation.page import page_data, write_page
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import agreement, read_points
-from selfspec.evaluation.tables import agreement_table, group_table, table, training_table
+from selfspec.evaluation.points import agreement, read_points, regimes_of, rows_of
+from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table
+from selfspec.page.build import page_data, write_page
 from selfspec.utils.files import null_for_nan, write_text
 
 
 def run_page(config: DictConfig) -> None:
-    """The page of `selfspec.evaluation.page`."""
+    """The page of `selfspec.page.build`."""
     run = typed(PageRun, config).page
     data = page_data(run)
     if run.data is not None:
@@ -47,10 +47,11 @@ def run_report(config: DictConfig) -> None:
     if not points:
         raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
     whole = any("all" in point["config"]["decode"].get("columns", ()) for point in points)
-    groups = group_table(points)
-    write_text(folder / "table.md", f"{table(points)}\n\n{groups}\n")
-    plot_points(points, folder)
-    print(f"\n{table(points, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))
+    rows, texts = rows_of(points), regimes_of(points)
+    groups = groups_table(rows) + (f"\n\n{regime_table(texts)}" if texts else "")
+    write_text(folder / "table.md", f"{table(rows)}\n\n{groups}\n")
+    plot_points(rows, folder)
+    print(f"\n{table(rows, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))
     print(f"by group of text: {folder / 'table.md'}; plots beside it")
 
 

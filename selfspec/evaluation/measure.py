@@ -20,8 +20,7 @@ import torch
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.core.sampling import Sampling, warp
-from selfspec.evaluation.arms import Arm, Call
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.arms import Arm, Call, Prompt
 from selfspec.evaluation.figures import over_plain
 from selfspec.evaluation.records import Beside, Record, Regime, lines_of, ours, point_of, read_records
 from selfspec.output import Generated

@@ -22,8 +22,7 @@ from selfspec.core.options import end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.evaluation.arms import Call
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.arms import Call, Prompt
 from selfspec.output import Generated
 from selfspec.utils.files import Figures, cache_folder
 from selfspec.utils.progress import progress

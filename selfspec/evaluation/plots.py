@@ -7,7 +7,6 @@ from pathlib import Path
 
 import matplotlib
 
-from selfspec.evaluation.points import labelled, varying
 from selfspec.utils.files import Figures, disk_room
 
 matplotlib.use("Agg")
@@ -83,18 +82,6 @@ def _by_nodes(axes: Axes, lines: Mapping[str, Line], limits: Mapping[str, Line] 
     _legend(axes)
 
 
-def _times(axes: Axes, rows: Sequence[tuple[str, Mapping[str, float]]]) -> None:
-    """Where the milliseconds of a pass go, by label."""
-    left = [0.0] * len(rows)
-    for part, title in _PARTS.items():
-        widths = [parts[part] for _, parts in rows]
-        axes.barh(range(len(rows)), widths, left=left, label=title)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(xlabel="milliseconds per pass")
-    _bars(axes, [label for label, _ in rows])
-    _legend(axes)
-
-
 def _speedups(axes: Axes, names: list[str], series: Mapping[str, list[dict[str, float]]]) -> None:
     """Bars with intervals beside each name, one for each of the series."""
     high = 0.8 / max(1, len(series))
@@ -109,82 +96,44 @@ def _speedups(axes: Axes, names: list[str], series: Mapping[str, list[dict[str, 
     _legend(axes)
 
 
-# -- benchmark points
+# -- rows of figures, as `selfspec.evaluation.tables` takes them
 
 
-def plot_points(points: list[Figures], folder: Path) -> dict[str, Path]:
+def plot_points(rows: Sequence[Figures], folder: Path) -> dict[str, Path]:
     """One PNG per plot over all points that have a speculative arm; returns their paths."""
-    points = [p for p in points if "speculative" in p]
-    if not points:
+    rows = [row for row in rows if "tau" in row]
+    if not rows:
         return {}
     drawings = {"acceptance_by_depth": _acceptance, "time_split": _time, "speedup": _speedup}
-    if len({p["config"]["tree"]["nodes"] for p in points}) > 1:
+    if len({row["nodes"] for row in rows}) > 1:
         drawings["tau_by_nodes"] = _tau
-    high, width = _rows_height(len(points)), 6.4 + 0.07 * max(len(p["label"]) for p in points)
-    lines = 3.6 if len(points) < 20 else 5.4
+    high, width = _rows_height(len(rows)), 6.4 + 0.07 * max(len(row["label"]) for row in rows)
+    lines = 3.6 if len(rows) < 20 else 5.4
     return {
-        name: _saved(folder / f"{name}.png", draw, points, width=width, height=lines if draw is _tau else high)
+        name: _saved(folder / f"{name}.png", draw, rows, width=width, height=lines if draw is _tau else high)
         for name, draw in drawings.items()
     }
 
 
-def _acceptance(axes: Axes, points: list[Figures]) -> None:
-    """Lines for a few points, a coloured table for many."""
-    if len(points) > _LINES:
-        _acceptance_table(axes, points)
-        return
-    for i, point in enumerate(points):
-        full = point["speculative"]["full_acceptance"]
-        conditional = point["speculative"]["conditional_acceptance"]
-        depths = range(1, len(full) + 1)
-        axes.plot(depths, full, "o-", color=f"C{i}", label=point["label"])
-        axes.plot(depths, conditional, "x:", color=f"C{i}", alpha=0.6)
-    axes.set(xlabel="depth", ylabel="accepted", ylim=(0, 1))
-    axes.set_title("solid: all up to here; dotted: given that the parent was", fontsize=9)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
-    _legend(axes)
-
-
-def _acceptance_table(axes: Axes, points: list[Figures]) -> None:
-    full = [point["speculative"]["full_acceptance"] for point in points]
-    depth = max(1, *map(len, full))
-    shown = axes.imshow([row + [float("nan")] * (depth - len(row)) for row in full], aspect="auto", vmin=0, vmax=1)
-    axes.figure.colorbar(shown, label="accepted, all up to this depth")
-    axes.set_xticks(range(depth), [str(d + 1) for d in range(depth)])
-    axes.set(xlabel="depth")
-    _bars(axes, [point["label"] for point in points])
-
-
-def _tau(axes: Axes, points: list[Figures]) -> None:
-    """τ against nodes, a line for all that differ in nodes alone."""
-    named = [dict(point) for point in points]
-    labelled(named, [key for key in varying(points) if key != "tree/nodes"])
-    lines: dict[str, Line] = {}
-    for point, name in zip(points, (p["label"] for p in named), strict=True):
-        figures, nodes = point["speculative"], point["config"]["tree"]["nodes"]
-        auto = nodes == "auto"
-        at = figures["forecast"]["nodes"] / max(1, figures["forecast"]["passes"]) if auto else nodes
-        lines.setdefault(name, []).append((at, figures["acceptance_length"], auto))
-    _by_nodes(axes, lines)
-    axes.set(ylabel="tokens per pass", ylim=(1, None))
-
-
-def _time(axes: Axes, points: list[Figures]) -> None:
-    figures = [(point["label"], point["speculative"]) for point in points]
-    _times(axes, [(n, {k: s["milliseconds_per_pass"] * s["share_of_step"][k] for k in _PARTS}) for n, s in figures])
-
-
-def _speedup(axes: Axes, points: list[Figures]) -> None:
-    baselines = [b for b in ("autoregressive", "hf_generate") if all(b in p["speedup"] for p in points)]
-    _speedups(axes, [p["label"] for p in points], {f"over {b}": [p["speedup"][b] for p in points] for b in baselines})
-
-
-# -- comparisons
+def plot_comparison(rows: Sequence[Figures], folder: Path) -> dict[str, Path]:
+    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
+    of a pass, and the speedup by group of text."""
+    drawn = {}
+    for temperature in dict.fromkeys(row["T"] for row in rows):
+        at_temperature = [row for row in rows if row["T"] == temperature]
+        arms = len({row["arm"] for row in at_temperature})
+        bars = {"time": len(at_temperature), "groups": arms * len(at_temperature[0]["groups"]) / 2}
+        drawings = {"tau": _tau, "limit": _limit, "time": _time, "groups": _groups}
+        for name, draw in drawings.items():
+            key = f"compare_{name}_T{temperature:g}"
+            height = max(_rows_height(round(bars.get(name, 0))), 0.25 * arms)
+            drawn[key] = _saved(folder / f"{key}.png", draw, at_temperature, height=height)
+    return drawn
 
 
 def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str, path: Path) -> Path:
     """Speedups of all arms, the fastest on top, with intervals; the stamp of the table that it shows is kept in it.
-    columns: see `comparison.summary_table`."""
+    columns: see `tables.summary_table`."""
     first = next(iter(columns.values()))
     names = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
 
@@ -196,57 +145,88 @@ def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str,
     return _saved(path, draw, height=height, width=9.0, metadata={"stamp": stamp})
 
 
-def plot_comparison(rows: list[Figures], folder: Path) -> dict[str, Path]:
-    """Of a comparison, by temperature: acceptance length and speedup against nodes (with the limit beside it), the time
-    of a pass, and the speedup by group of text."""
-    drawn = {}
-    for temperature in dict.fromkeys(row["T"] for row in rows):
-        at_temperature = [row for row in rows if row["T"] == temperature]
-        arms = len({row["arm"] for row in at_temperature})
-        bars = {"time": len(at_temperature), "groups": arms * len(at_temperature[0]["groups"]) / 2}
-        drawings = {"tau": _compare_tau, "limit": _compare_limit, "time": _compare_time, "groups": _compare_groups}
-        for name, draw in drawings.items():
-            key = f"compare_{name}_T{temperature:g}"
-            height = max(_rows_height(round(bars.get(name, 0))), 0.25 * arms)
-            drawn[key] = _saved(folder / f"{key}.png", draw, at_temperature, height=height)
-    return drawn
+def _titled(axes: Axes, rows: Sequence[Figures], more: str = "") -> None:
+    if "T" in rows[0]:
+        axes.set(title=f"T={rows[0]['T']:g}{more}")
 
 
-def _lines(rows: list[Figures], value: Callable[[Figures], float]) -> dict[str, Line]:
-    """Of each arm that has sizes."""
+def _acceptance(axes: Axes, rows: Sequence[Figures]) -> None:
+    """Lines for a few points, a coloured table for many."""
+    if len(rows) > _LINES:
+        _acceptance_table(axes, rows)
+        return
+    for i, row in enumerate(rows):
+        full, conditional = row["full_acceptance"], row["conditional_acceptance"]
+        depths = range(1, len(full) + 1)
+        axes.plot(depths, full, "o-", color=f"C{i}", label=row["label"])
+        axes.plot(depths, conditional, "x:", color=f"C{i}", alpha=0.6)
+    axes.set(xlabel="depth", ylabel="accepted", ylim=(0, 1))
+    axes.set_title("solid: all up to here; dotted: given that the parent was", fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
+    _legend(axes)
+
+
+def _acceptance_table(axes: Axes, rows: Sequence[Figures]) -> None:
+    full = [row["full_acceptance"] for row in rows]
+    depth = max(1, *map(len, full))
+    shown = axes.imshow([row + [float("nan")] * (depth - len(row)) for row in full], aspect="auto", vmin=0, vmax=1)
+    axes.figure.colorbar(shown, label="accepted, all up to this depth")
+    axes.set_xticks(range(depth), [str(d + 1) for d in range(depth)])
+    axes.set(xlabel="depth")
+    _bars(axes, [row["label"] for row in rows])
+
+
+def _lines(rows: Sequence[Figures], value: Callable[[Figures], float]) -> dict[str, Line]:
+    """A line over nodes for each arm that has sizes, or for all points that differ in nodes alone."""
     lines: dict[str, Line] = {}
     for row in rows:
         auto = row["nodes"] == "auto"
         if row["nodes"].isdigit() or (auto and "mean_nodes" in row):
             at = row["mean_nodes"] if auto else int(row["nodes"])
-            lines.setdefault(row["arm"], []).append((at, value(row), auto))
+            lines.setdefault(row["arm"] if "arm" in row else row["line"], []).append((at, value(row), auto))
     return lines
 
 
-def _compare_tau(axes: Axes, rows: list[Figures]) -> None:
+def _tau(axes: Axes, rows: Sequence[Figures]) -> None:
     _by_nodes(axes, _lines(rows, lambda row: float(row["tau"])))
-    axes.set(ylabel="tokens per pass", ylim=(1, None), title=f"T={rows[0]['T']:g}")
+    axes.set(ylabel="tokens per pass", ylim=(1, None))
+    _titled(axes, rows)
 
 
-def _compare_limit(axes: Axes, rows: list[Figures]) -> None:
+def _limit(axes: Axes, rows: Sequence[Figures]) -> None:
     limits = _lines(rows, lambda row: float(row.get("limit", float("nan"))))
     _by_nodes(axes, _lines(rows, lambda row: float(row["speedup"]["ratio"])), limits)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(ylabel="speedup (dotted: τ / (c(n) + draft))", ylim=(0, None), title=f"T={rows[0]['T']:g}")
+    axes.set(ylabel="speedup (dotted: τ / (c(n) + draft))", ylim=(0, None))
+    _titled(axes, rows)
 
 
-def _compare_time(axes: Axes, rows: list[Figures]) -> None:
+def _time(axes: Axes, rows: Sequence[Figures]) -> None:
+    """Where the milliseconds of a pass go."""
     timed = [row for row in rows if "milliseconds_per_pass" in row]
-    _times(axes, [(f"{row['arm']} {row['nodes']}", row["milliseconds_per_pass"]) for row in timed])
+    left = [0.0] * len(timed)
+    for part, title in _PARTS.items():
+        widths = [row["milliseconds_per_pass"][part] for row in timed]
+        axes.barh(range(len(timed)), widths, left=left, label=title)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set(xlabel="milliseconds per pass")
+    _bars(axes, [row["label"] if "label" in row else f"{row['arm']} {row['nodes']}" for row in timed])
+    _legend(axes)
 
 
-def _compare_groups(axes: Axes, rows: list[Figures]) -> None:
+def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
+    over = {"over autoregressive": "speedup", "over hf_generate": "over_hf"}
+    series = {title: [row[key] for row in rows] for title, key in over.items() if all(key in row for row in rows)}
+    _speedups(axes, [row["label"] for row in rows], series)
+
+
+def _groups(axes: Axes, rows: Sequence[Figures]) -> None:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     best = [max((r for r in rows if r["arm"] == arm), key=lambda r: r["speedup"]["ratio"]) for arm in arms]
     names = [f"{row['arm']} ({row['nodes']})" for row in best]
     groups = {g: [row["groups"].get(g, {}).get("speedup", _NOTHING) for row in best] for g in rows[0]["groups"]}
     _speedups(axes, names, groups)
-    axes.set(title=f"T={rows[0]['T']:g}, best size of each")
+    _titled(axes, rows, ", best size of each")
 
 
 # -- limits, audits, trainings
@@ -266,13 +246,13 @@ def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> No
 
 def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
     """Costs of passes against the physical limit, and expected speedups by nodes."""
-    drawn = {"limits": _saved(folder / "limits.png", _limits, figures)}
+    drawn = {"limits": _saved(folder / "limits.png", _costs, figures)}
     if figures["forecasts"]:
         drawn["expected"] = _saved(folder / "expected.png", _expected, figures)
     return drawn
 
 
-def _limits(axes: Axes, figures: Figures) -> None:
+def _costs(axes: Axes, figures: Figures) -> None:
     rows = figures["passes"]
     at = [row["nodes"] for row in rows]
     for name in ("eager", "compiled"):

@@ -17,7 +17,7 @@ from selfspec.evaluation.figures import by_arm
 from selfspec.evaluation.records import RECORDS, Record, lines_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
-from selfspec.utils.files import ORIGIN, Figures, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, mean, read_json, write_text
 from selfspec.utils.tracking import flat
 
 OWN = (RECORDS, ORIGIN, "summary.json", "figures.jsonl", "config.yaml")  # files of a benchmark's run folder
@@ -123,7 +123,7 @@ def _whole(point: Any) -> bool:
             and [type(value) for value in parts] == [dict, dict, *[str] * (len(parts) - 2)]
             and figures.keys() >= _OURS
             and all(isinstance(r, (int, float)) for r in ratios)
-            and bool(table([{**point, "label": ""}]))
+            and bool(table([_row(point, "", "")]))
         )
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError, IndexError):
         return False
@@ -133,6 +133,76 @@ def _whole(point: Any) -> bool:
 _OTHERS = ("train.jsonl", "audit.json", "calibration.json", "compare.json", "limits.json", "distill")
 # Figures of the speculative arm that tables and plots read
 _OURS = {"full_acceptance", "conditional_acceptance", "milliseconds_per_pass", "share_of_step", "acceptance_length"}
+
+
+# -- as rows of figures, which tables and plots take
+
+
+def rows_of(points: Sequence[Figures]) -> list[Figures]:
+    """Labelled points as rows, as those of a comparison are; what was not measured has no key. line: the points of one
+    line over nodes, by what else differs."""
+    lines = [dict(point) for point in points]
+    labelled(lines, [key for key in varying(points) if key != "tree/nodes"])
+    return [_row(point, _label(point), line["label"]) for point, line in zip(points, lines, strict=True)]
+
+
+def _row(point: Figures, label: str, line: str) -> Figures:
+    fast, same = point.get("speculative", {}), point["identical"].get("autoregressive", {})
+    row: Figures = {"label": label, "line": line, "nodes": str(point["config"]["tree"]["nodes"])}
+    row |= _taken(point, drift="drift", columns="columns") | _arms(point["arms"])
+    row |= _taken(point["speedup"], autoregressive="speedup", hf_generate="over_hf")
+    row |= _taken(same, rows="same", of="prompts") | _taken(fast, acceptance_length="tau")
+    row |= {key: fast[key] for key in _SPECULATIVE if key in fast}
+    if "share_of_step" in fast:
+        parts = fast["share_of_step"].items()
+        row["milliseconds_per_pass"] = {part: fast["milliseconds_per_pass"] * share for part, share in parts}
+    if expected := fast.get("forecast"):
+        row |= {"mean_nodes": mean(expected["nodes"], expected["passes"]), **_taken(expected, speedup="predicted")}
+    return row | {"groups": {group: _group(figures) for group, figures in point.get("groups", {}).items()}}
+
+
+_SPECULATIVE = ("full_acceptance", "conditional_acceptance", "cost", "decode", "host_overhead")
+
+
+def _group(figures: Figures) -> Figures:
+    return _arms(figures["arms"]) | _taken(figures, acceptance_length="tau", speedup="speedup")
+
+
+def _arms(arms: Figures) -> Figures:
+    """Speed and right answers of plain and speculative decoding, and what the plain text is like."""
+    plain, fast = arms.get("autoregressive", {}), arms.get("speculative", {})
+    answers = _taken(plain, right="right", of="of") | _taken(fast, right="right", of="of")
+    rate, text = "tokens_per_second", plain or fast
+    rates = _taken(plain, **{rate: f"plain_{rate}"}) | _taken(fast, **{rate: rate})
+    regime = {key: text[key] for key in ("entropy", "top1", "distinct_4grams") if key in text}
+    return {"of": 0, **answers, **_taken(plain, right="plain_right"), **rates, **regime}
+
+
+def _taken(figures: Figures, **names: str) -> Figures:
+    """Figures under other names, those that are there."""
+    return {name: figures[key] for key, name in names.items() if key in figures}
+
+
+def regimes_of(points: Sequence[Figures]) -> list[Figures]:
+    """What the text of plain decoding is like, by point and group."""
+    rows = [
+        {"label": point["label"], "group": group, **figures["arms"].get("autoregressive", {})}
+        for point in points
+        for group, figures in point.get("groups", {}).items()
+    ]
+    return [row for row in rows if "entropy" in row]
+
+
+def _label(point: Figures) -> str:
+    if (lossy := point.get("lossy")) is None:
+        return str(point["label"])
+    rule, exact = point["config"]["decode"]["lossy"], lossy.get("log_prob_autoregressive")
+    beside = "" if exact is None else f" (exact {exact:.2f})"
+    altered = f"{100 * lossy['altered']:.1f}% of tokens altered"
+    return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
+
+
+# -- two runs
 
 
 def agreement(one: Path, other: Path) -> list[Figures]:
@@ -186,6 +256,9 @@ def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
         yield name, row["speedup"]
         for group, part in row["groups"].items():
             yield f"{name}, {group}", part["speedup"]
+
+
+# -- answer files
 
 
 def answer_files(folder: Path, name: str, arms: Sequence[str]) -> dict[str, Path]:

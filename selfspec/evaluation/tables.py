@@ -1,4 +1,4 @@
-"""Markdown tables of benchmark points and audits, and what other tables share."""
+"""All Markdown tables: of benchmark points, comparisons, trainings, audits and limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 
-from selfspec.evaluation.audit import Audit
-from selfspec.evaluation.distribution import DistributionTest, distribution_verdict
-from selfspec.evaluation.records import Record
+from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
+from selfspec.evaluation.figures import PARTS, against
+from selfspec.evaluation.records import Record, ours
 from selfspec.utils.files import Figures, mean, shown
 
 
@@ -26,25 +26,78 @@ def interval(ratio: dict[str, float]) -> str:
     return f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-# -- benchmark points
+# -- rows of figures: of benchmark points (`selfspec.evaluation.points.rows_of`), and of the arms of a comparison
+# (`selfspec.evaluation.compare.summarize_comparison`). What was not measured has no key.
 
-
-def table(points: list[Figures], brief: bool = False) -> str:
-    """One row a point, one column an entry of COLUMNS (brief: of BRIEF, and right answers where they are known); behind
-    them what the points hold of `decode.columns`."""
-    added = list(dict.fromkeys(name for point in points for name in point.get("columns", {})))
-    shown = {*BRIEF, *([RIGHT] if any(_right(point) != "-" for point in points) else [])}
-    columns = [column for column in COLUMNS if not brief or column[0] in shown]
-    rows = [
-        [cell(point) for _, cell in columns] + [point.get("columns", {}).get(name, "-") for name in added]
-        for point in points
-    ]
-    return markdown([*(name for name, _ in columns), *added], rows)
-
-
+Cell = Callable[[Figures], str]
+Column = Callable[[Figures, list[Record]], object]  # of another package, see `own_columns`
 _DEPTHS = 8  # that a table shows
 
-Column = Callable[[Figures, list[Record]], object]
+
+def _table(rows: Sequence[Figures], columns: Sequence[tuple[str, Cell]]) -> str:
+    """A figure that a row lacks is a dash; a column that all rows lack is left out."""
+
+    def cell(of: Cell, row: Figures) -> str:
+        try:
+            return of(row)
+        except KeyError:
+            return "-"
+
+    by_column = {name: [cell(of, row) for row in rows] for name, of in columns}
+    some = {name: cells for name, cells in by_column.items() if set(cells) != {"-"}}
+    return markdown([*some], [list(line) for line in zip(*some.values(), strict=True)])
+
+
+def _nodes(row: Figures) -> str:
+    return f"{row['nodes']} ({row['mean_nodes']:.1f})" if "mean_nodes" in row else str(row["nodes"])
+
+
+def _right(figures: Figures, key: str = "right") -> str:
+    return f"{figures[key]}/{figures['of']}" if figures["of"] else "-"
+
+
+_NAMES: list[tuple[str, Cell]] = [
+    ("point", lambda row: str(row["label"])),
+    ("T", lambda row: f"{row['T']:g}"),
+    ("method", lambda row: f"`{row['arm']}`"),
+    ("nodes", _nodes),
+]
+_REGIME: list[tuple[str, Cell]] = [
+    ("entropy, nats", lambda row: f"{row['entropy']:.2f}"),
+    ("mean top-1", lambda row: f"{row['top1']:.3f}"),
+    ("distinct 4-grams", lambda row: f"{row['distinct_4grams']:.2f}"),
+]
+# A column is one entry, (name, function of a row). limit: the speedup that the costs of passes allow; pass cost: plain
+# steps that one pass takes, its draft included; drift: seconds per token of plain decoding in the second half over
+# those in the first.
+COLUMNS: list[tuple[str, Cell]] = [
+    *_NAMES,
+    ("τ", lambda row: f"{row['tau']:.2f}"),
+    ("full acceptance by depth", lambda row: " ".join(f"{a:.2f}" for a in row["full_acceptance"][:_DEPTHS])),
+    ("tok/s plain", lambda row: f"{row['plain_tokens_per_second']:.0f}"),
+    ("tok/s", lambda row: f"{row['tokens_per_second']:.0f}"),
+    ("over plain", lambda row: interval(row["speedup"])),
+    ("over hf_generate", lambda row: interval(row["over_hf"])),
+    ("limit", lambda row: f"{row['limit']:.2f}x"),
+    ("predicted / measured", lambda row: f"{row['predicted']:.2f} / {row['decode']:.2f}"),
+    ("pass cost", lambda row: f"{row['cost']:.2f}"),
+    ("draft / target / other, ms", lambda row: " / ".join(f"{row['milliseconds_per_pass'][p]:.1f}" for p in PARTS)),
+    ("host overhead", lambda row: f"{100 * row['host_overhead']:.1f} %"),
+    ("identical", lambda row: f"{row['same']}/{row['prompts']}"),
+    *_REGIME,
+    ("right, plain", lambda row: _right(row, "plain_right")),
+    ("right", _right),
+    ("drift", lambda row: f"{row['drift']:.2f}"),
+]
+BRIEF = ("point", "τ", "tok/s plain", "tok/s", "over plain", "identical", "right, plain", "right")  # in a terminal
+
+
+def table(rows: Sequence[Figures], brief: bool = False) -> str:
+    """One line a row, one column an entry of COLUMNS (brief: of BRIEF); behind them what points hold of
+    `decode.columns`."""
+    added = dict.fromkeys(name for row in rows for name in row.get("columns", {}))
+    columns = [column for column in COLUMNS if not brief or column[0] in BRIEF]
+    return _table(rows, [*columns, *((name, lambda row, name=name: row["columns"][name]) for name in added)])
 
 
 def own_columns(paths: list[str]) -> dict[str, Column]:
@@ -64,105 +117,95 @@ def own_columns(paths: list[str]) -> dict[str, Column]:
     return columns
 
 
-def group_table(points: list[Figures]) -> str:
-    """The same points by group of text."""
+def groups_table(rows: Sequence[Figures]) -> str:
+    """Speedup, τ and right answers by group of text; of a comparison, of every arm at its best size."""
+
+    def of(group: str) -> Cell:
+        def cell(row: Figures) -> str:
+            part = row["groups"][group]
+            shown = [interval(part["speedup"])] if "speedup" in part else []
+            shown += [f"τ {part['tau']:.2f}"] if "tau" in part else []
+            return ", ".join([*shown, *([f"{_right(part)} right"] if part["of"] else [])]) or "-"
+
+        return cell
+
+    groups = dict.fromkeys(group for row in rows for group in row["groups"])
+    whole: tuple[str, Cell] = ("all", lambda row: interval(row["speedup"]))
+    return _table(rows, [*_NAMES, whole, *((group, of(group)) for group in groups)])
+
+
+def regime_table(rows: Sequence[Figures]) -> str:
+    """What the text of plain decoding is like, by group and by temperature or point; see `figures.texts`."""
+    group: list[tuple[str, Cell]] = [("group", lambda row: row["group"]), ("tokens", lambda row: str(row["tokens"]))]
+    return _table(rows, [*_NAMES[:2], *group, *_REGIME, ("right", _right)])
+
+
+# -- comparisons
+
+
+def price_table(prices: dict[str, Figures]) -> str:
+    """What each method takes beside the target."""
     lines = []
-    for point in points:
-        for group, figures in point.get("groups", {}).items():
-            plain = figures["arms"].get("autoregressive", {})
-            cells = [f"{plain[name]:.2f}" if name in plain else "-" for name in ("entropy", "top1", "distinct_4grams")]
-            speculative = figures["arms"].get("speculative", plain)
-            right = f"{speculative['right']}/{speculative['of']}" if speculative.get("of") else "-"
-            tau = f"{figures['acceptance_length']:.2f}" if "acceptance_length" in figures else "-"
-            ratio = interval(figures["speedup"]) if "speedup" in figures else "-"
-            lines.append([_label(point), group, tau, ratio, *cells, right])
-    return markdown(
-        ["point", "group", "tau", "vs autoregressive", "entropy", "top-1", "distinct 4-grams", "right"], lines
-    )
+    for name, price in prices.items():
+        training = price.get("training")
+        took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
+        lines.append(
+            [
+                f"`{name}`",
+                f"{price['parameters'] / 1e6:.2f}M",
+                f"{price['disk'] / 1e6:.1f}",
+                f"{price['memory'] / 1e6:.1f}",
+                took,
+            ]
+        )
+    return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
 
 
-def _label(point: Figures) -> str:
-    if (lossy := point.get("lossy")) is None:
-        return str(point["label"])
-    rule, exact = point["config"]["decode"]["lossy"], lossy.get("log_prob_autoregressive")
-    beside = "" if exact is None else f" (exact {exact:.2f})"
-    altered = f"{100 * lossy['altered']:.1f}% of tokens altered"
-    return f"{point['label']}, LOSSY {rule}: {altered}, log p per token {lossy['log_prob_speculative']:.2f}{beside}"
+def verdict(best: list[Figures]) -> str:
+    """Which drafters, at their best sizes, beat each method of others, and which do not."""
+    theirs = [row for row in best if not ours(row["arm"])]
+    names = list(dict.fromkeys(row["arm"] for row in theirs))
+    lines = []
+    for row in best:
+        if row["arm"] in (*names, "plain"):
+            continue
+        cells = []
+        for name in names:
+            beside = [record for other in theirs if other["arm"] == name for record in other["records"]]
+            if (ratio := against(row["records"], beside)) is None:
+                cells.append("")
+                continue
+            word = "wins " if ratio["low"] > 1 else "loses " if ratio["high"] < 1 else "level "
+            cells.append(f"{word if len(row['records']) > 1 else ''}{interval(ratio)}")  # one prompt decides nothing
+        lines.append([f"{row['T']:g}", f"`{row['arm']}`", row["nodes"], *cells])
+    return markdown(["T", "drafter", "nodes", *(f"over `{name}`" for name in names)], lines)
 
 
-def _speculative(point: Figures, cell: Callable[[Figures], str]) -> str:
-    """A cell of the speculative arm; a dash where there is none, or the figure was not measured."""
-    try:
-        return cell(point["speculative"])
-    except KeyError:
-        return "-"
-
-
-def _rate(point: Figures, arm: str) -> str:
-    figures = point["arms"].get(arm)
-    return f"{figures['tokens_per_second']:.0f}" if figures else "-"
-
-
-def _ratio(point: Figures, arm: str) -> str:
-    ratio = point["speedup"].get(arm)
-    return interval(ratio) if ratio else "-"
-
-
-def _same(point: Figures) -> str:
-    counts = point["identical"].get("autoregressive")
-    return f"{counts['rows']}/{counts['of']}" if counts else "-"
-
-
-def _text(point: Figures, name: str) -> str:
-    plain = point["arms"].get("autoregressive") or point["arms"].get("speculative") or {}
-    return f"{plain[name]:.2f}" if name in plain else "-"
-
-
-def _right(point: Figures) -> str:
-    plain, speculative = (point["arms"].get(arm) for arm in ("autoregressive", "speculative"))
-    plain, speculative = plain or speculative or {}, speculative or plain or {}
-    return (
-        f"{plain['right']}/{plain['of']} / {speculative['right']}/{speculative['of']}" if speculative.get("of") else "-"
-    )
-
-
-RIGHT = "right plain / spec"
-# A column is one entry, (name, function of a point). Pass cost: plain steps that one pass takes, its draft included;
-# drift: seconds per token of plain decoding in the second half over the first.
-COLUMNS: list[tuple[str, Callable[[Figures], str]]] = [
-    ("point", _label),
-    ("tau", lambda p: _speculative(p, lambda s: f"{s['acceptance_length']:.2f}")),
-    (
-        "full acceptance by depth",
-        lambda p: _speculative(p, lambda s: " ".join(f"{a:.2f}" for a in s["full_acceptance"][:_DEPTHS])),
-    ),
-    ("tok/s plain", lambda p: _rate(p, "autoregressive")),
-    ("tok/s spec", lambda p: _rate(p, "speculative")),
-    ("vs autoregressive", lambda p: _ratio(p, "autoregressive")),
-    ("vs hf_generate", lambda p: _ratio(p, "hf_generate")),
-    (
-        "predicted / measured",
-        lambda p: _speculative(p, lambda s: f"{s['forecast']['speedup']:.2f} / {s['decode']:.2f}"),
-    ),
-    ("pass cost", lambda p: _speculative(p, lambda s: f"{s['cost']:.2f}")),
-    (
-        "draft/target/other",
-        lambda p: _speculative(
-            p,
-            lambda s: "/".join(f"{100 * s['share_of_step'][part]:.0f}" for part in ("draft", "target", "other")) + " %",
-        ),
-    ),
-    ("host overhead", lambda p: _speculative(p, lambda s: f"{100 * s['host_overhead']:.1f} %")),
-    ("identical", _same),
-    ("entropy", lambda p: _text(p, "entropy")),
-    ("top-1", lambda p: _text(p, "top1")),
-    ("distinct 4-grams", lambda p: _text(p, "distinct_4grams")),
-    (RIGHT, _right),
-    ("drift", lambda p: f"{p['drift']:.2f}" if "drift" in p else "-"),
-]
-
-
-BRIEF = ("point", "tau", "tok/s plain", "tok/s spec", "vs autoregressive", "identical")  # what a terminal shows
+def summary_table(columns: dict[str, dict[str, Figures]]) -> str:
+    """One row an arm, the fastest first: speedup with its interval, acceptance length, and speed over transformers'
+    generate where that ran too; right answers where they are known, and identical texts. columns: rows by arm, plain
+    decoding among them, by what is asked and the temperature."""
+    first = next(iter(columns.values()))
+    arms = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
+    checked = [at for at in columns.values() if at["plain"]["of"]] if "plain" in first else []
+    lines = []
+    for arm in arms:
+        rows = [at[arm] for at in columns.values()]
+        cells = [arm]
+        for row in rows:
+            ratio = f"{row['speedup']['ratio']:.2f}x"
+            ratio = f"**{ratio}**" if row["speedup"]["low"] > 1 else ratio
+            cells.append(f"{ratio} [{row['speedup']['low']:.2f}, {row['speedup']['high']:.2f}], τ {row['tau']:.2f}")
+        if "hf_generate" in first:
+            over = [against(at[arm]["records"], at["hf_generate"]["records"]) for at in columns.values()]
+            cells.append(" / ".join("" if ratio is None else f"{ratio['ratio']:.1f}x" for ratio in over))
+        if checked:
+            cells.append(", ".join(f"{at['plain']['right']} / {at[arm]['right']} of {at[arm]['of']}" for at in checked))
+        counts = [(row["same"], row["prompts"]) for row in rows if "same" in row]
+        cells.append(f"{sum(c[0] for c in counts)} of {sum(c[1] for c in counts)}" if counts else "not compared")
+        lines.append(cells)
+    heads = ["", *columns, *(["over hf_generate"] if "hf_generate" in first else [])]
+    return markdown([*heads, *(["right, plain / drafted"] if checked else []), "identical texts"], lines)
 
 
 # -- two runs
@@ -217,3 +260,87 @@ def audit_report(audit: Audit, tests: list[DistributionTest]) -> str:
         rows = [[t.name, str(t.samples), str(t.bins), f"{t.statistic:.1f}", f"{t.p:.2g}"] for t in tests]
         parts.append(markdown(["test", "texts", "bins", "chi-square", "p"], rows))
     return "\n\n".join(parts)
+
+
+# -- limits
+
+
+def limits_tables(figures: Figures) -> str:
+    """Costs of passes against the physical limit, then what each drafter can bring, its best size of each engine."""
+    head = (
+        f"{figures['target']}: {figures['bytes'] / 1e6:.1f} MB of weights read at {figures['bandwidth'] / 1e9:.1f} "
+        f"GB/s, {figures['products'] / 1e6:.1f} M products and additions a node at {figures['peak'] / 1e9:.0f} G/s."
+    )
+    rows = []
+    first = figures["passes"][0]
+    for row in figures["passes"]:
+        cells = [str(row["nodes"]), f"{1000 * row['limit']:.2f}"]
+        for engine in ("eager", "compiled"):
+            seconds = row[engine]
+            overhead = max(0.0, 1 - row["limit"] / seconds)
+            cells += [f"{1000 * seconds:.2f}", f"{seconds / first[engine]:.2f}", f"{overhead:.0%}"]
+        rows.append([*cells, f"{row['eager'] / row['compiled']:.2f}x"])
+    columns = ["nodes", "limit, ms"]
+    for engine in ("eager", "compiled"):
+        columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
+    text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
+    for part in (_compiled_lines(figures), _kernels_table(figures), _starts_table(figures.get("starts", {}))):
+        text += f"\n\n{part}" if part else ""
+    if not figures["forecasts"]:
+        return text
+    best: dict[tuple[str, str, float], Figures] = {}
+    for forecast in figures["forecasts"]:
+        key = (forecast["drafter"], forecast["engine"], forecast["T"])
+        if key not in best or forecast["speedup"] > best[key]["speedup"]:
+            best[key] = forecast
+    lines = [
+        [f["drafter"], f["engine"], f"{f['T']:g}", str(f["nodes"]), f"{f['tau']:.2f}"]
+        + [f"{1000 * f[part]:.2f}" for part in ("draft", "pass", "step", "other")]
+        + [f"{f['other'] / f['step']:.0%}", f"{f['speedup']:.2f}x"]
+        for f in best.values()
+    ]
+    columns = ["drafter", "engine", "T", "best size", "τ expected", "draft, ms", "pass, ms"]
+    columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
+    origin = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
+    return f"{text}\n\nExpected over plain decoding of the same engine ({origin}):\n\n" + markdown(columns, lines)
+
+
+def _compiled_lines(figures: Figures) -> str:
+    """What was compiled for passes and drafts, and what could not be."""
+    functions = [each for each in figures["compiled"] if each["how"] == "compiled"]
+    read = sum(each["how"] == "read" for each in figures["compiled"])
+    text = f"{read} functions read from disk, {len(functions)} compiled"
+    if functions:
+        seconds = sorted(each["seconds"] for each in functions)
+        text += f" in {sum(seconds):.0f} s ({seconds[0]:.1f} to {seconds[-1]:.1f} s each)"
+    failed = "; ".join(f"{what}: {why}" for what, why in figures["failed"].items())
+    return f"{text}." + (f" Not compiled: {failed}." if failed else "")
+
+
+def _kernels_table(figures: Figures) -> str:
+    """The kernel of each product with weights, and how long each that serves it takes at 1, 8, ... rows."""
+    kernels = figures.get("kernels", {"products": {}})
+    if not kernels["products"]:
+        return ""
+    names = sorted({name for product in kernels["products"].values() for name in product["ms"]})
+    rows = []
+    for shape, product in kernels["products"].items():
+        times = [" / ".join(f"{ms:.3f}" for ms in product["ms"].get(name, {}).values()) for name in names]
+        marks = ["*" if name in product["varies"] else "" for name in names]
+        rows.append([shape, product["kernel"] or "none", *(a + b for a, b in zip(times, marks, strict=True))])
+    counts = " / ".join(next(iter(next(iter(kernels["products"].values()))["ms"].values())))
+    head = (
+        f"Kernels for {kernels['bytes'] / 1e6:.1f} MB of weights laid out beside the model's own, ms at {counts} rows; "
+        f"*: a row's bits depend on the rows beside it. Compiled passes are exact {figures['exact']}."
+    )
+    return f"{head}\n\n{markdown(['outputs x inputs', 'chosen', *names], rows)}"
+
+
+def _starts_table(starts: dict[str, Figures]) -> str:
+    columns = ["a new process", "loads, s", "first 32 tokens, s", "next 32 tokens, s", "compiling, s", "functions"]
+    rows = [
+        [name, *(f"{s[key]:.2f}" for key in ("load", "first", "again", "compiling"))]
+        + [f"{s[key]:.0f}" for key in ("functions", "megabytes")]
+        for name, s in starts.items()
+    ]
+    return markdown([*columns, "peak memory, MB"], rows) if rows else ""

@@ -13,7 +13,7 @@ from selfspec.core.options import as_seed
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import Answering
 from selfspec.detokenize import text_of
-from selfspec.evaluation.evaluation_prompts import Prompt
+from selfspec.evaluation.arms import Prompt
 from selfspec.evaluation.measure import timed
 from selfspec.output import Generated
 from selfspec.utils.errors import visible

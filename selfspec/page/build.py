@@ -15,7 +15,7 @@ from selfspec.utils.files import Figures, null_for_nan, parse_json, write_text
 
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes
-_FOLDER = Path(__file__).parents[1] / "page"
+_FOLDER = Path(__file__).parent
 _STYLE, _DATA = "page.css", "embedded.json"
 _CHARTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js")
 _SCRIPTS = (*_CHARTS, "model.js", "common.js", "explain.js", "predict.js", "compare.js", "page.js")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 from selfspec.api import Spec
@@ -13,15 +15,26 @@ from selfspec.core.options import Options, as_seed, check
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Answering
-from selfspec.evaluation.arms import Arm, drafted, of_transformers, plain
-from selfspec.evaluation.evaluation_prompts import Prompt
-from selfspec.evaluation.figures import DEFINITIONS, over_plain
+from selfspec.evaluation.arms import Arm, Prompt, drafted, of_transformers, plain
+from selfspec.evaluation.figures import (
+    PARTS,
+    against,
+    by_arm,
+    decode_speedup,
+    drift,
+    forecast,
+    over_plain,
+    tau,
+    texts,
+    total,
+)
 from selfspec.evaluation.measure import measure, points_of, timed
 from selfspec.evaluation.records import Record
 from selfspec.utils.checks import above_zero, all_known, at_least, not_empty
-from selfspec.utils.files import Figures, write_text
+from selfspec.utils.files import Figures, mean, write_text
 from selfspec.utils.progress import progress
 
+DEFINITIONS = ("vllm", "spec_bench", "specforge", "modelopt")  # of acceptance, others'; see `defined`
 ARMS = ("hf_generate", "autoregressive", "speculative")
 _TRACED = 3  # calls, of which one is kept
 _FEWEST = 8  # prompts before an interval over prompts is believed
@@ -157,3 +170,94 @@ def host_overhead(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, n
     busy.clear()
     seconds = sum(run(prompt).seconds for prompt in prompts)
     return 1 - sum(busy.values()) / seconds
+
+
+# -- figures of a point
+
+
+def summarize(records: list[Record]) -> Figures:
+    """All figures of one benchmark point, as plain data: over all prompts, and by group."""
+    arms = by_arm(records)
+    summary: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}, "speedup": {}, "identical": {}}
+    if "autoregressive" in arms:
+        summary["drift"] = drift(arms["autoregressive"])
+    if fast := arms.get("speculative"):
+        summary["speculative"] = _speculative(fast)
+        if fast[0].plain is not None:
+            # plain steps that one pass, its draft included, takes: speedup is tau over this
+            steps = sum(r.stats.calls for r in arms["autoregressive"])
+            step = mean(1000 * sum(r.plain.decode for r in fast if r.plain), steps)
+            cost = summary["speculative"]["milliseconds_per_pass"] / step
+            summary["speculative"] |= {"cost": cost, "decode": decode_speedup(fast)}
+            summary["speedup"]["autoregressive"] = over_plain(fast)
+        if fast[0].altered is not None:
+            summary["lossy"] = _lossy(arms)
+        for slow in ("autoregressive", "hf_generate"):
+            if slow in arms:
+                others = {record.point: record for record in arms[slow]}
+                pairs = [(a, b) for r in fast for a, b in zip(r.token_ids, others[r.point].token_ids, strict=True)]
+                summary["identical"][slow] = {"rows": sum(a == b for a, b in pairs), "of": len(pairs)}
+        if "hf_generate" in arms:
+            summary["speedup"]["hf_generate"] = against(fast, arms["hf_generate"])
+    summary["groups"] = {
+        group: _group(by_arm(r for r in records if r.group == group))
+        for group in dict.fromkeys(record.group for record in records)
+    }
+    return summary
+
+
+def _group(arms: dict[str, list[Record]]) -> Figures:
+    figures: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}}
+    if fast := arms.get("speculative"):
+        figures["acceptance_length"] = tau(fast)[0]
+        figures |= {} if fast[0].plain is None else {"speedup": over_plain(fast)}
+    return figures
+
+
+def _lossy(arms: dict[str, list[Record]]) -> dict[str, float]:
+    """altered: share of tokens that are not the target's own pick, a bound of the next token's total variation
+    distance; log_prob: per token under the target, beside that of the exact output."""
+    figures = {
+        f"log_prob_{arm}": mean(sum(r.regime.log_prob for r in rows if r.regime), sum(r.tokens for r in rows))
+        for arm, rows in arms.items()
+        if all(r.regime for r in rows)
+    }
+    rows = arms["speculative"]
+    return {"altered": mean(sum(r.altered or 0 for r in rows), sum(r.tokens for r in rows)), **figures}
+
+
+def _speculative(rows: list[Record]) -> Figures:
+    pooled = total([r.stats for r in rows])
+    parts = {part: getattr(pooled, f"seconds_{part}") for part in ("prefill", *PARTS)}
+    step = pooled.seconds - pooled.seconds_prefill
+    return {
+        **forecast(rows),
+        "prompts": sum(len(r.token_ids) for r in rows),
+        "passes": pooled.passes,
+        "acceptance_length": pooled.acceptance_length,
+        "full_acceptance": pooled.accepted_per_depth,
+        "conditional_acceptance": pooled.conditional_per_depth,
+        "seconds": parts,
+        "share_of_step": {name: mean(parts[name], step) for name in PARTS},
+        "milliseconds_per_pass": mean(1000 * step, pooled.calls),
+    }
+
+
+def defined(name: str, records: Sequence[Record], accuracy: list[float]) -> Figures:
+    """Figures of a speculative arm by one of DEFINITIONS. accuracy: how often the drafter's first choice at each depth
+    is right, along known text (empty where that was not measured).
+
+    vllm: its counters, one token and those accepted per draft, and the share of drafts accepted up to each position.
+    spec_bench: evaluation/speed.py, the mean over the tokens of all steps. specforge: its simulated length, one token
+    and the running products of the accuracy. modelopt: specdec_bench, the mean over requests of tokens per pass.
+    """
+    stats = [record.stats for record in records]
+    pooled = total(stats)
+    if name == "vllm":
+        rates = pooled.accepted_per_depth
+        return {"mean_acceptance_length": 1 + sum(rates), "per_position": rates}
+    if name == "spec_bench":
+        return {"mean_accepted_tokens": mean(sum(pooled.lengths), len(pooled.lengths))}
+    if name == "specforge":
+        return {"simulated_length": 1 + sum(accumulate(accuracy, mul)) if accuracy else None}
+    return {"mean_over_requests": mean(sum(s.acceptance_length for s in stats), len(stats))}
