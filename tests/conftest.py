@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sysconfig
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
+import selfspec.evaluation.plots
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.loading import load_target
 from selfspec.cli.config import register, with_classes
@@ -91,13 +92,24 @@ def llama() -> Target:
 
 @pytest.fixture(scope="session")
 def source_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small standard library: a few modules to train on, two that validate, two for evaluation."""
+    """A small standard library: the first 16 kB of modules to train on, of two that validate, of two for evaluation."""
     library = Path(sysconfig.get_paths()["stdlib"])
     root = tmp_path_factory.mktemp("library")
     names = ["abc.py", "ast.py", "cmd.py", "contextlib.py", "dis.py", "glob.py", "inspect.py", "pdb.py", "pickle.py"]
     for name in [*names, "queue.py", "statistics.py", "heapq.py", "argparse.py"]:
-        shutil.copy(library / name, root / name)
+        text = (library / name).read_text()
+        end = text.rfind("\n\n\n", 0, 16_000) if len(text) > 16_000 else len(text)  # between two definitions
+        (root / name).write_text(text[:end] + "\n")
     return root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plots() -> Iterator[Callable[..., dict[str, Path]]]:
+    """The plots of a training, a fifth of the time of a tiny one; drawn by the one test that asks for them."""
+    drawing = selfspec.evaluation.plots.plot_training
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selfspec.evaluation.plots, "plot_training", lambda records, folder: {})
+        yield drawing
 
 
 @pytest.fixture(scope="session")

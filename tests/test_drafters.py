@@ -404,7 +404,7 @@ CASES = [(0.0, 1, 13), (0.0, 4, 4), (0.7, 4, 13), (0.7, 1, 4), (1.0, 1, 13), (1.
 @cache
 def plain_text(target: Target, temperature: float, rows: int) -> list[list[int]]:
     """What all drafters have to give."""
-    return autoregressive(target, PROMPTS[:rows], Options(30, Sampling(temperature), 5)).token_ids
+    return autoregressive(target, PROMPTS[:rows], Options(20, Sampling(temperature), 5)).token_ids
 
 
 def test_lossless(row: Row, target: Target) -> None:
@@ -415,10 +415,10 @@ def test_lossless(row: Row, target: Target) -> None:
                 target,
                 drafter,
                 mode,
-                write_samples(target, PROMPTS[2:], 30, TEMPERATURES[mode], range(9), drafter.reads),
+                write_samples(target, PROMPTS[2:], 20, TEMPERATURES[mode], range(9), drafter.reads),
             )
     for temperature, rows, nodes in CASES:
-        options = Options(30, Sampling(temperature), 5)
+        options = Options(20, Sampling(temperature), 5)
         fast = speculative(target, PROMPTS[:rows], options, drafter, nodes)
         assert fast.token_ids == plain_text(target, temperature, rows), (temperature, rows, nodes)
         assert [len(d) for d in fast.from_draft] == [len(t) for t in fast.token_ids]
@@ -428,7 +428,7 @@ def test_trees_keep_the_budget_and_the_root(row: Row, target: Target) -> None:
     drafter = built(row, target)
     watch = Watch(drafter)
     prompts = [prompt * 3 for prompt in PROMPTS[2:]]
-    speculative(target, prompts, Options(40, Sampling(1.0)), watch, 7)
+    speculative(target, prompts, Options(24, Sampling(1.0)), watch, 7)
     for texts, tree in watch.seen:
         assert tree.tokens[:, 0].tolist() == [tokens[-1] for tokens in texts]
     widest = max(tree.tokens.shape[1] for _, tree in watch.seen)
@@ -477,13 +477,13 @@ def test_decoding_leaves_no_state_behind(row: Row, llama: Target) -> None:
 def test_two_streams_and_four_threads_do_not_meet(row: Row, llama: Target) -> None:
     """Calls of one drafter, interleaved by hand and in threads, with stock generation beside, each as if alone."""
     drafter = built(row, llama)
-    options = [Options(10, Sampling(t), 3) for t in (0.0, 1.0, 0.7, 1.0)]
+    options = [Options(10, Sampling(t), 3) for t in (0.0, 1.0)]
     alone = [speculative(llama, PROMPTS[2:], o, drafter, 9) for o in options]
     ids = torch.tensor([PROMPTS[0]])
     stock = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wanted = llama.model.generate(ids, **stock)
 
-    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Stats()) for o in options[:2]]
+    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Stats()) for o in options]
     texts: list[list[list[int]]] = [[[], []], [[], []]]
     while streams:
         for i, stream in enumerate(streams):
@@ -499,8 +499,8 @@ def test_two_streams_and_four_threads_do_not_meet(row: Row, llama: Target) -> No
 
     with ThreadPoolExecutor(5) as pool:
         beside = [pool.submit(llama.model.generate, ids, **stock) for _ in range(2)]
-        calls = [pool.submit(speculative, llama, PROMPTS[2:], o, drafter, 9) for o in options]
-        for call, result in zip(calls, alone, strict=True):
+        calls = [pool.submit(speculative, llama, PROMPTS[2:], o, drafter, 9) for o in options * 2]
+        for call, result in zip(calls, alone * 2, strict=True):
             found = call.result()
             assert found.token_ids == result.token_ids
             if drafter.kind != "hybrid":  # whose trained members rest by the clock alone with a known rate

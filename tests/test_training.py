@@ -129,7 +129,10 @@ def test_the_highest_learning_rate_is_at_a_turn(warmup: int, decay: float) -> No
         assert max(map(config.lr_factor, config.turns())) == max(map(config.lr_factor, range(steps)))
 
 
-def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+def test_training_falls_and_the_target_stays(
+    tiny_folder: str, source_root: Path, tmp_path: Path, plots: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfspec.evaluation.plots.plot_training", plots)
     before = weights_hash(load_target(tiny_folder)[0].model)
     figures = run_training(
         small("falls", tiny_folder, source_root, "loop.steps=40", "loop.validate_every=10"), tmp_path
@@ -145,6 +148,7 @@ def test_training_falls_and_the_target_stays(tiny_folder: str, source_root: Path
     assert figures["step_over_forward"] > 1
     target, tokenizer = load_target(tiny_folder)
     assert load_drafter(tmp_path / "drafter", target, tokenizer).kind == "medusa"
+    assert all((tmp_path / f"training_{name}.png").stat().st_size > 5000 for name in ("loss", "tau"))
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce"])
