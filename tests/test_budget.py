@@ -92,10 +92,10 @@ def test_sizes_that_can_not_pay_are_not_measured(llama: Target, monkeypatch: pyt
     assert measured[1:] == [pytest.approx(measured[1] * n) for n in SIZES]
 
 
-def test_noise_in_costs_is_smoothed() -> None:
+def test_noise_in_costs_is_smoothed(llama: Target) -> None:
     measured = [0.9, *(float(n) for n in SIZES)]
     measured[3], measured[4] = 6.0, 4.0  # four nodes seemed dearer than eight
-    line = cost._interpolated(measured)
+    line = cost._by_nodes(measured, llama)
     assert line[0] == 0.9
     assert line[4] == line[8] == 5.0
     assert line[LARGEST] == LARGEST

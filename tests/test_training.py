@@ -514,13 +514,13 @@ def test_kept_hidden_states_give_the_same_losses(
     source = tmp_path / "source"
     source.mkdir()
     for name in ("abc.py", "queue.py"):  # few rows, so that they are read again
-        (source / name).write_text((source_root / name).read_text()[:6000])
+        (source / name).write_text((source_root / name).read_text()[:2500])
 
     def losses(name: str, *more: str) -> list[float]:
         settings = [one for one in SMALL if not one.startswith("drafter.")]
         places = f"name={name}", f"target.name={tiny_folder}", f"data.root={source}", f"drafter={kind}"
         more += ("drafter.draft_vocab=64",) if few else ()
-        run_training(compose_config("train", *places, *settings, "loop.steps=20", *more), tmp_path / name)
+        run_training(compose_config("train", *places, *settings, "loop.steps=10", *more), tmp_path / name)
         return [record["train"]["loss"] for record in logged(tmp_path / name, "train")]
 
     plain = losses("plain")
@@ -535,7 +535,7 @@ def test_kept_hidden_states_give_the_same_losses(
     assert losses("again", "train.cache=disk") == plain
     assert "0.00 GiB of them new" in capsys.readouterr().out
     passes = [layers for layers in runs if layers is not None and layers[0] == layers[1]]
-    assert len(passes) >= 20  # norm and lm_head alone
+    assert len(passes) >= 10  # norm and lm_head alone
 
 
 def test_all_logits_of_a_kept_row_are_computed_once(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:

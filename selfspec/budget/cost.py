@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import random
 import statistics
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from selfspec.budget.predict import monotone
+from selfspec.budget.predict import along, monotone
 from selfspec.core.contract import Accepted, Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -120,18 +119,9 @@ def _made(folder: Path) -> bool:
 
 def _by_nodes(seconds: list[float], target: Target) -> list[float]:
     """Costs of 0 to LARGEST nodes; a compiled pass runs as many as the next size that is compiled."""
-    line = _interpolated(seconds)
-    return [line[0], *(line[target.engine.size(n)] for n in range(1, LARGEST + 1))]
-
-
-def _interpolated(seconds: list[float]) -> list[float]:
-    """Costs of 0 to LARGEST nodes."""
     smooth = monotone(seconds[1:])
-    line = [min(seconds[0], smooth[0])]  # a plain step is a pass without a tree
-    points = list(zip(SIZES, smooth, strict=True))
-    for (n, low), (m, high) in itertools.pairwise(points):
-        line += [low + (high - low) * i / (m - n) for i in range(m - n)]
-    return [*line, smooth[-1]]
+    plain = min(seconds[0], smooth[0])  # a plain step is a pass without a tree
+    return [plain, *(along(SIZES, smooth, target.engine.size(n)) for n in range(1, LARGEST + 1))]
 
 
 class _Trees:
@@ -226,8 +216,7 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
 
 def _of_all_sizes(costs: dict[int, float], dear: bool) -> list[float]:
     """Costs of SIZES from those of the smaller ones. dear: whether larger trees can not pay."""
-    *_, lower, largest = 0, *costs  # 0: one size alone was measured, and larger ones are dear
+    sizes, seconds = [*costs], [*costs.values()]
     if dear:
-        return [costs.get(n, costs[largest] * n / largest) for n in SIZES]
-    slope = max(0.0, (costs[largest] - costs[lower]) / (largest - lower))
-    return [costs.get(n, costs[largest] + slope * (n - largest)) for n in SIZES]
+        return [costs.get(n, seconds[-1] * n / sizes[-1]) for n in SIZES]
+    return [costs.get(n, max(seconds[-1], along(sizes, seconds, n))) for n in SIZES]

@@ -35,6 +35,15 @@ def monotone(seconds: Sequence[float]) -> list[float]:
     return [mean for mean, count in blocks for _ in range(count)]
 
 
+def along(sizes: Sequence[int], seconds: Sequence[float], nodes: float) -> float:
+    """Costs of growing sizes, read at `nodes`: linear between sizes; beyond the largest as between the last two."""
+    if len(sizes) == 1:
+        return seconds[0]
+    above = next((i for i, n in enumerate(sizes) if n >= nodes and i), len(sizes) - 1)
+    (n, m), (low, high) = sizes[above - 1 : above + 1], seconds[above - 1 : above + 1]
+    return low + (high - low) * (nodes - n) / (m - n)
+
+
 @dataclass(frozen=True)
 class Curve:
     """What passes cost on a machine. sizes: nodes, growing from 1; seconds: of a pass over each; size, products,
@@ -48,15 +57,10 @@ class Curve:
     peak: float
 
     def cost(self, nodes: float) -> float:
-        """Seconds of a pass over so many nodes, of all rows together: linear between sizes; beyond the largest as
-        between the last two, but never faster than the machine."""
-        smooth = monotone(self.seconds)
+        """Seconds of a pass over so many nodes, of all rows together; beyond the largest size never faster than the
+        machine."""
         least = fastest(nodes, self.size, self.products, self.bandwidth, self.peak) if nodes > self.sizes[-1] else 0.0
-        if len(smooth) == 1:
-            return max(smooth[0], least)
-        above = next((i for i, n in enumerate(self.sizes) if n >= nodes and i), len(smooth) - 1)
-        (n, m), (low, high) = self.sizes[above - 1 : above + 1], smooth[above - 1 : above + 1]
-        return max(low + (high - low) * (nodes - n) / (m - n), least)
+        return max(along(self.sizes, monotone(self.seconds), nodes), least)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_training, check_unwritten
 from selfspec.training.draft_loss import needs_layers
-from selfspec.training.drafter_data import distilled, texts_folder, writer_of
+from selfspec.training.drafter_data import distilled, states_of, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import check_second_stage, instruct, pretrain
@@ -252,8 +252,10 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
         texts = _tokenized(data, target, tokenizer)
         with RunLog(folder, run, plain, "train.jsonl", title) as log:
-            arguments = target, run.target.name, tokenizer, drafter, *texts, run.train, run.loop, folder, log
-            figures = train_drafter(DrafterRun(*arguments))
+            states = states_of(run.train, target, drafter.reads, *texts)
+            given = target, run.target.name, tokenizer, drafter, *states
+            settings = run.train, run.loop, folder, log
+            figures = train_drafter(DrafterRun(*given, writer_of(run.train, target, tokenizer), *settings))
             if is_main_process():
                 from selfspec.evaluation.plots import plot_training  # slow to import
 

@@ -111,6 +111,7 @@ def states_of(
     """Where hidden states come from (None: from the target here), and the documents whose states there are."""
     if config.states is None:
         return None, train, validation
+    shard.agree({"data": (train.key, validation.key)})
     if config.states == SERVER:
         servers = Servers(server_urls("train.states_url", config.states_url))
         return FromServer(target, reads, servers, config.states_layers, config.states_gb), train, validation

@@ -23,7 +23,7 @@ from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
-from selfspec.training.check import check_training, config_warnings, examples
+from selfspec.training.check import config_warnings, examples
 from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.drafter_data import (
     DrafterTraining,
@@ -31,9 +31,7 @@ from selfspec.training.drafter_data import (
     distilled,
     distilled_rows,
     rows_of,
-    states_of,
     texts_folder,
-    writer_of,
 )
 from selfspec.training.hidden import HiddenStates, states_folder, write_rows
 from selfspec.training.loop import average, fit
@@ -51,19 +49,21 @@ from selfspec.utils.tracking import RunLog
 class DrafterRun:
     """One training: what it is given, and what its steps make on the way.
 
-    accelerator: of all processes; part, parts: this process's number among those that divide validation and prompts
-    between them, and how many these are. Processes among which a target is FSDP-sharded have to run the same passes, so
-    each does all of it. states: where hidden states come from, if not from the target here; kept_dtype: of those that
-    are kept; texts: where self-distillation data lie; writer: what drafts while the target writes them. prompts: that
-    calibration texts begin with; samples: those texts, by decoding mode.
+    states: where hidden states come from, if not from the target here; writer: what drafts while the target writes
+    self-distillation data. accelerator: of all processes; part, parts: this process's number among those that divide
+    validation and prompts between them, and how many these are. Processes among which a target is FSDP-sharded have to
+    run the same passes, so each does all of it. kept_dtype: of hidden states that are kept; texts: where
+    self-distillation data lie; prompts: that calibration texts begin with; samples: those texts, by decoding mode.
     """
 
     target: Target
     target_name: str
     tokenizer: Tokenizer
     drafter: Drafter
+    states: States | None
     train: Corpus
     validation: Corpus
+    writer: Drafter | None
     config: DrafterTraining
     loop: LoopConfig
     folder: Path
@@ -71,10 +71,8 @@ class DrafterRun:
     accelerator: Accelerator = field(init=False)
     part: int = field(init=False)
     parts: int = field(init=False)
-    states: States | None = field(init=False)
     kept_dtype: torch.dtype = field(init=False)
     texts: Path = field(init=False)
-    writer: Drafter | None = field(init=False)
     prompts: list[list[int]] = field(init=False)
     samples: dict[str, list[Sample]] = field(init=False)
 
@@ -113,12 +111,12 @@ def train_drafter(run: DrafterRun) -> Figures:
 
     Under `accelerate launch` every process has the whole target and its share of each batch, of the validation rows and
     of the prompts; what is counted is added up, so that the figures are those of one process.
-    Raises ValueError for data too short to train on, before anything long starts.
+    What `check_training` refuses was refused. Raises ValueError for data too short to train on, before anything long
+    starts.
     """
     reuse_memory()
-    rows = _prepared(run)
     try:
-        return _whole(run, rows)
+        return _whole(run, _prepared(run))
     finally:
         if isinstance(run.states, FromServer):
             run.states.close()
@@ -155,7 +153,6 @@ def _whole(run: DrafterRun, rows: dict[str, Tensor]) -> Figures:
 
 def _prepared(run: DrafterRun) -> dict[str, Tensor]:
     """All that can be refused or warned of is, before long work; returns the validation rows."""
-    check_training(run.target, run.drafter, run.config, run.loop)
     settings = {"target.name": run.target_name, "drafter": run.drafter.config, "train": run.config, "loop": run.loop}
     shard.agree({**settings, "data": (run.train.key, run.validation.key)})
     if run.world > 1 and run.target.device.type == "cpu":
@@ -164,13 +161,9 @@ def _prepared(run: DrafterRun) -> dict[str, Tensor]:
         raise ValueError(f"this {run.drafter.kind} drafter has nothing to train: start it in one process")
     run.texts = texts_folder(run.config, run.folder)
     check_sizes(run.config, run.loop, run.world)
-    run.writer = writer_of(run.config, run.target, run.tokenizer)
     if run.config.cache != "none" and run.trained:
         run.kept_dtype = states_dtype(run.target, run.drafter, run.train, run.loop)
-    found = states_of(run.config, run.target, run.drafter.reads, run.train, run.validation)
-    run.states, run.train, run.validation = found
     if run.states is not None:
-        shard.agree({"data": (run.train.key, run.validation.key)})  # of a folder that is still being written
         try:
             plausible(run.states, run.validation.document(0).tokens[: run.config.length])
         except ValueError as error:
