@@ -109,7 +109,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides: list[str], 
     text = (tmp_path / "RESULTS.md").read_text()
     assert text.startswith("before\n<!-- compare -->\n| T ")
     table = [line.split("|") for line in text.splitlines()[2 : 4 + len(rows)]]
-    assert {len(cells) for cells in table} == {12}
+    assert {len(cells) for cells in table} == {13}
     assert [cells[1].strip() for cells in table[2:]] == ["0"] * 11 + ["1"] * 11
     assert text.endswith("<!-- end -->\nbehind\n")
     assert "old" not in text

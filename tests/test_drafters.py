@@ -474,16 +474,16 @@ def test_decoding_leaves_no_state_behind(row: Row, llama: Target) -> None:
             assert list(after[name]) == list(value)
 
 
-def test_two_streams_and_four_threads_do_not_meet(row: Row, llama: Target) -> None:
+def test_two_streams_and_five_threads_do_not_meet(row: Row, llama: Target) -> None:
     """Calls of one drafter, interleaved by hand and in threads, with stock generation beside, each as if alone."""
     drafter = built(row, llama)
-    options = [Options(10, Sampling(t), 3) for t in (0.0, 1.0)]
+    options = [Options(10, Sampling(t), 3) for t in (0.0, 1.0, 0.7)]
     alone = [speculative(llama, PROMPTS[2:], o, drafter, 9) for o in options]
     ids = torch.tensor([PROMPTS[0]])
     stock = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wanted = llama.model.generate(ids, **stock)
 
-    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Stats()) for o in options]
+    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Stats()) for o in options[:2]]
     texts: list[list[list[int]]] = [[[], []], [[], []]]
     while streams:
         for i, stream in enumerate(streams):
@@ -499,8 +499,8 @@ def test_two_streams_and_four_threads_do_not_meet(row: Row, llama: Target) -> No
 
     with ThreadPoolExecutor(5) as pool:
         beside = [pool.submit(llama.model.generate, ids, **stock) for _ in range(2)]
-        calls = [pool.submit(speculative, llama, PROMPTS[2:], o, drafter, 9) for o in options * 2]
-        for call, result in zip(calls, alone * 2, strict=True):
+        calls = [pool.submit(speculative, llama, PROMPTS[2:], o, drafter, 9) for o in options]
+        for call, result in zip(calls, alone, strict=True):
             found = call.result()
             assert found.token_ids == result.token_ids
             if drafter.kind != "hybrid":  # whose trained members rest by the clock alone with a known rate

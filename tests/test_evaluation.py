@@ -27,7 +27,7 @@ from selfspec.evaluation.measure import regime
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
 from selfspec.evaluation.records import Beside, Record, Regime
-from selfspec.evaluation.tables import markdown, table
+from selfspec.evaluation.tables import groups_table, markdown, table
 from selfspec.training.calibrate import calibrate, write_samples
 from selfspec.utils.files import null_for_nan, shown
 
@@ -102,6 +102,13 @@ def test_all_arms_and_their_figures(heads_folder: Path, tmp_path: Path) -> None:
             assert f == pytest.approx(product)
         labelled([point])
         assert point["label"] == "x"
+        head, _, cells = table(rows_of([point])).splitlines()
+        assert [name.strip() for name in head.split("|")[1:-1]] == [
+            *("point", "nodes", "τ", "full acceptance by depth", "tok/s plain", "tok/s", "over plain"),
+            *("over hf_generate", "pass cost", "draft / target / other, ms", "identical"),
+            *("entropy, nats", "mean top-1", "distinct 4-grams", "drift"),
+        ]
+        assert "| - " not in cells
         folder = tmp_path / str(batch)
         folder.mkdir()
         write_point(folder, point, records)
@@ -224,6 +231,15 @@ def test_host_overhead_is_what_no_module_takes(name: str) -> None:
     prompts = asked([5, 9, 2, 7] * 8, [8, 1, 30, 4])
     assert 0 < host_overhead(Spec(target, drafter), prompts, config, 6) < 0.9
     assert not any(m._forward_hooks for m in target.model.modules())
+
+
+def test_a_group_may_have_the_name_of_a_column() -> None:
+    part = {"speedup": {"ratio": 1.5, "low": 1.0, "high": 2.0}, "tau": 2.0, "right": 1, "of": 3}
+    row = {"label": "a", "nodes": "auto, 8", "mean_nodes": 12.0, "groups": {"all": part, "nodes": part}}
+    head, _, cells = groups_table([row | {"speedup": {"ratio": 1.2, "low": 1.1, "high": 1.3}}]).splitlines()
+    assert [name.strip() for name in head.split("|")[1:-1]] == ["point", "nodes", "all", "all", "nodes"]
+    told = ["a", "auto, 8", "1.20x [1.10, 1.30]", *["1.50x [1.00, 2.00], τ 2.00, 1/3 right"] * 2]
+    assert [cell.strip() for cell in cells.split("|")[1:-1]] == told
 
 
 def test_two_runs_are_set_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

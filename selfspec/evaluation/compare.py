@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from selfspec.api import Spec
-from selfspec.budget.predict import speedup
+from selfspec.budget.predict import along, speedup
 from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
@@ -214,8 +214,7 @@ def _row(temperature: float, arm: str, nodes: str, records: list[Record], costs:
     row |= {"decode": decode_speedup(records), "same": sum(sum(r.same or ()) for r in records)}
     if costs is not None and all(r.stats.nodes for r in records):
         row["mean_nodes"] = pooled.nodes / pooled.calls
-        below = min(int(row["mean_nodes"]), len(costs) - 2)
-        cost = costs[below] + (row["mean_nodes"] - below) * (costs[below + 1] - costs[below])
+        cost = along(range(len(costs)), costs, row["mean_nodes"])
         row["limit"] = speedup(row["tau"], 1.0, cost / costs[0], row["draft_steps"])
     if expected := forecast(records).get("forecast"):
         row |= {"predicted": expected["speedup"], "mean_nodes": expected["nodes"] / expected["passes"]}
@@ -232,7 +231,8 @@ def _part(records: list[Record]) -> Figures:
 def comparison_tables(records: list[Record], rows: list[Figures], prices: dict[str, Figures]) -> str:
     """All tables of a comparison."""
     best = best_sizes(records)
-    tables = [table(rows), groups_table(best), regime_table(regimes(records)), price_table(prices)]
+    texts_of = regimes(records)
+    tables = [table(rows), groups_table(best), *([regime_table(texts_of)] if texts_of else []), price_table(prices)]
     if any(not ours(row["arm"]) for row in rows):
         tables.append(verdict(best))
     return "\n\n".join(tables)

@@ -123,7 +123,9 @@ def _whole(point: Any) -> bool:
             and [type(value) for value in parts] == [dict, dict, *[str] * (len(parts) - 2)]
             and figures.keys() >= _OURS
             and all(isinstance(r, (int, float)) for r in ratios)
-            and bool(table([_row(point, "", "")]))
+            and all("tokens_per_second" in figures and "right" in figures for figures in point["arms"].values())
+            and all({"rows", "of"} <= counts.keys() for counts in point["identical"].values())
+            and bool(table([_row(point, _label({**point, "label": ""}), "")]))
         )
     except (TypeError, KeyError, AttributeError, ValueError, OverflowError, IndexError):
         return False
@@ -139,11 +141,14 @@ _OURS = {"full_acceptance", "conditional_acceptance", "milliseconds_per_pass", "
 
 
 def rows_of(points: Sequence[Figures]) -> list[Figures]:
-    """Labelled points as rows, as those of a comparison are; what was not measured has no key. line: the points of one
-    line over nodes, by what else differs."""
+    """Labelled points as rows, as those of a comparison are; what was not measured has no key. line: the label
+    without nodes; points that share it form one line of a plot."""
     lines = [dict(point) for point in points]
-    labelled(lines, [key for key in varying(points) if key != "tree/nodes"])
-    return [_row(point, _label(point), line["label"]) for point, line in zip(points, lines, strict=True)]
+    drafted = [point for point in points if "speculative" in point]
+    labelled(lines, [key for key in varying(drafted) if key != "tree/nodes"])
+    marks = [f", LOSSY {point['config']['decode']['lossy']}" if "lossy" in point else "" for point in points]
+    names = [line["label"] + mark for line, mark in zip(lines, marks, strict=True)]
+    return [_row(point, _label(point), name) for point, name in zip(points, names, strict=True)]
 
 
 def _row(point: Figures, label: str, line: str) -> Figures:
@@ -156,7 +161,7 @@ def _row(point: Figures, label: str, line: str) -> Figures:
     if "share_of_step" in fast:
         parts = fast["share_of_step"].items()
         row["milliseconds_per_pass"] = {part: fast["milliseconds_per_pass"] * share for part, share in parts}
-    if expected := fast.get("forecast"):
+    if (expected := fast.get("forecast")) and expected["passes"]:
         row |= {"mean_nodes": mean(expected["nodes"], expected["passes"]), **_taken(expected, speedup="predicted")}
     return row | {"groups": {group: _group(figures) for group, figures in point.get("groups", {}).items()}}
 

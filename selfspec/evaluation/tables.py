@@ -43,13 +43,15 @@ def _table(rows: Sequence[Figures], columns: Sequence[tuple[str, Cell]]) -> str:
         except KeyError:
             return "-"
 
-    by_column = {name: [cell(of, row) for row in rows] for name, of in columns}
-    some = {name: cells for name, cells in by_column.items() if set(cells) != {"-"}}
-    return markdown([*some], [list(line) for line in zip(*some.values(), strict=True)])
+    by_column = [(name, [cell(of, row) for row in rows]) for name, of in columns]  # two may have one name
+    some = [(name, cells) for name, cells in by_column if set(cells) != {"-"}]
+    lines = zip(*(cells for _, cells in some), strict=True)
+    return markdown([name for name, _ in some], [list(line) for line in lines])
 
 
 def _nodes(row: Figures) -> str:
-    return f"{row['nodes']} ({row['mean_nodes']:.1f})" if "mean_nodes" in row else str(row["nodes"])
+    one = "mean_nodes" in row and "," not in row["nodes"]  # not of the sizes of two halves
+    return f"{row['nodes']} ({row['mean_nodes']:.1f})" if one else str(row["nodes"])
 
 
 def _right(figures: Figures, key: str = "right") -> str:

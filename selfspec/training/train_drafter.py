@@ -111,7 +111,7 @@ def train_drafter(run: DrafterRun) -> Figures:
 
     Under `accelerate launch` every process has the whole target and its share of each batch, of the validation rows and
     of the prompts; what is counted is added up, so that the figures are those of one process.
-    What `check_training` refuses was refused. Raises ValueError for data too short to train on, before anything long
+    Call `check_training` first. Raises ValueError for data too short to train on, before anything long
     starts.
     """
     reuse_memory()
