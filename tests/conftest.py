@@ -91,14 +91,16 @@ def llama() -> Target:
     return Target(tiny_model())
 
 
+_NAMES = ("abc", "argparse", "ast", "cmd", "contextlib", "dis", "glob", "heapq", "inspect", "pdb", "pickle", "queue")
+LIBRARY = [Path(sysconfig.get_paths()["stdlib"], f"{name}.py") for name in (*_NAMES, "statistics")]
+
+
 @pytest.fixture(scope="session")
 def source_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small standard library: the first 16 kB of modules to train on and of two that validate; two for evaluation."""
-    library = Path(sysconfig.get_paths()["stdlib"])
     root = tmp_path_factory.mktemp("library")
-    names = ["abc.py", "ast.py", "cmd.py", "contextlib.py", "dis.py", "glob.py", "inspect.py", "pdb.py", "pickle.py"]
-    for name in [*names, "queue.py", "statistics.py", "heapq.py", "argparse.py"]:
-        text = (library / name).read_text()
+    for path in LIBRARY:
+        name, text = path.name, path.read_text()
         whole = len(text) <= 16_000 or name in ("heapq.py", "argparse.py")
         end = len(text) if whole else text.rfind("\n\n\n", 0, 16_000)  # between two definitions
         (root / name).write_text(text[:end] + "\n")
@@ -115,8 +117,8 @@ def plots() -> Iterator[Callable[..., dict[str, Path]]]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(source_root: Path) -> PreTrainedTokenizerFast:
-    made = train_tokenizer((p.read_text() for p in sorted(source_root.glob("*.py"))), 320)
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = train_tokenizer((path.read_text() for path in LIBRARY), 320)
     made.chat_template = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
