@@ -47,8 +47,8 @@ def run_report(config: DictConfig) -> None:
     if not points:
         raise ValueError(f"sweep={folder} holds no finished run of eval/decode.py")
     whole = any("all" in point["config"]["decode"].get("columns", ()) for point in points)
-    rows, texts = rows_of(points), regimes_of(points)
-    groups = groups_table(rows) + (f"\n\n{regime_table(texts)}" if texts else "")
+    rows, regimes = rows_of(points), regimes_of(points)
+    groups = groups_table(rows) + (f"\n\n{regime_table(regimes)}" if regimes else "")
     write_text(folder / "table.md", f"{table(rows)}\n\n{groups}\n")
     plot_points(rows, folder)
     print(f"\n{table(rows, brief=not whole)}\n" + (f"\n{groups}\n" if whole else ""))

@@ -25,7 +25,6 @@ from selfspec.evaluation.arms import Arm, Call, Prompt, drafted, of_transformers
 from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, over_plain, right, tau, texts, total
 from selfspec.evaluation.measure import BETWEEN, measure, points_of
 from selfspec.evaluation.peers import answering, started
-from selfspec.evaluation.plots import plot_summary
 from selfspec.evaluation.records import METHODS, PEERS, Record, ours
 from selfspec.evaluation.tables import groups_table, price_table, regime_table, summary_table, table, verdict
 from selfspec.utils.checks import all_known, at_least, not_empty
@@ -250,6 +249,8 @@ def write_summary(records: list[Record], target: str, machine: str, path: Path) 
         print(f"{path} keeps its summary: no arm was run in all of {', '.join(columns)}")
         return
     columns = {name: {arm: at[arm] for arm in at if arm in everywhere} for name, at in columns.items()}
+    from selfspec.evaluation.plots import plot_summary  # slow to import
+
     text = summary_table(columns)
     stamp = hashlib.sha256(text.encode()).hexdigest()[:12]
     plot_summary(columns, f"{target}, {machine}", stamp, path.parent / FIGURE)

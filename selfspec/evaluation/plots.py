@@ -215,7 +215,7 @@ def _time(axes: Axes, rows: Sequence[Figures]) -> None:
 
 
 def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
-    over = {"over autoregressive": "speedup", "over hf_generate": "over_hf"}
+    over = {"over plain": "speedup", "over hf_generate": "over_hf"}
     series = {title: [row[key] for row in rows] for title, key in over.items() if all(key in row for row in rows)}
     _speedups(axes, [row["label"] for row in rows], series)
 

@@ -154,36 +154,36 @@ def rows_of(points: Sequence[Figures]) -> list[Figures]:
 def _row(point: Figures, label: str, line: str) -> Figures:
     fast, same = point.get("speculative", {}), point["identical"].get("autoregressive", {})
     row: Figures = {"label": label, "line": line, "nodes": str(point["config"]["tree"]["nodes"])}
-    row |= _taken(point, drift="drift", columns="columns") | _arms(point["arms"])
-    row |= _taken(point["speedup"], autoregressive="speedup", hf_generate="over_hf")
-    row |= _taken(same, rows="same", of="prompts") | _taken(fast, acceptance_length="tau")
-    row |= {key: fast[key] for key in _SPECULATIVE if key in fast}
+    row |= _renamed(point, drift="drift", columns="columns") | _arms(point["arms"])
+    row |= _renamed(point["speedup"], autoregressive="speedup", hf_generate="over_hf")
+    row |= _renamed(same, rows="same", of="prompts") | _renamed(fast, acceptance_length="tau")
+    row |= {key: fast[key] for key in _AS_THEY_STAND if key in fast}
     if "share_of_step" in fast:
         parts = fast["share_of_step"].items()
         row["milliseconds_per_pass"] = {part: fast["milliseconds_per_pass"] * share for part, share in parts}
     if (expected := fast.get("forecast")) and expected["passes"]:
-        row |= {"mean_nodes": mean(expected["nodes"], expected["passes"]), **_taken(expected, speedup="predicted")}
+        row |= {"mean_nodes": mean(expected["nodes"], expected["passes"]), **_renamed(expected, speedup="predicted")}
     return row | {"groups": {group: _group(figures) for group, figures in point.get("groups", {}).items()}}
 
 
-_SPECULATIVE = ("full_acceptance", "conditional_acceptance", "cost", "decode", "host_overhead")
+_AS_THEY_STAND = ("full_acceptance", "conditional_acceptance", "cost", "decode", "host_overhead")
 
 
 def _group(figures: Figures) -> Figures:
-    return _arms(figures["arms"]) | _taken(figures, acceptance_length="tau", speedup="speedup")
+    return _arms(figures["arms"]) | _renamed(figures, acceptance_length="tau", speedup="speedup")
 
 
 def _arms(arms: Figures) -> Figures:
     """Speed and right answers of plain and speculative decoding, and what the plain text is like."""
     plain, fast = arms.get("autoregressive", {}), arms.get("speculative", {})
-    answers = _taken(plain, right="right", of="of") | _taken(fast, right="right", of="of")
+    answers = _renamed(plain, right="right", of="of") | _renamed(fast, right="right", of="of")
     rate, text = "tokens_per_second", plain or fast
-    rates = _taken(plain, **{rate: f"plain_{rate}"}) | _taken(fast, **{rate: rate})
+    rates = _renamed(plain, **{rate: f"plain_{rate}"}) | _renamed(fast, **{rate: rate})
     regime = {key: text[key] for key in ("entropy", "top1", "distinct_4grams") if key in text}
-    return {"of": 0, **answers, **_taken(plain, right="plain_right"), **rates, **regime}
+    return {"of": 0, **answers, **_renamed(plain, right="plain_right"), **rates, **regime}
 
 
-def _taken(figures: Figures, **names: str) -> Figures:
+def _renamed(figures: Figures, **names: str) -> Figures:
     """Figures under other names, those that are there."""
     return {name: figures[key] for key, name in names.items() if key in figures}
 

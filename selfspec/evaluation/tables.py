@@ -125,9 +125,9 @@ def groups_table(rows: Sequence[Figures]) -> str:
     def of(group: str) -> Cell:
         def cell(row: Figures) -> str:
             part = row["groups"][group]
-            shown = [interval(part["speedup"])] if "speedup" in part else []
-            shown += [f"τ {part['tau']:.2f}"] if "tau" in part else []
-            return ", ".join([*shown, *([f"{_right(part)} right"] if part["of"] else [])]) or "-"
+            figures = [interval(part["speedup"])] if "speedup" in part else []
+            figures += [f"τ {part['tau']:.2f}"] if "tau" in part else []
+            return ", ".join([*figures, *([f"{_right(part)} right"] if part["of"] else [])]) or "-"
 
         return cell
 
