@@ -203,6 +203,11 @@ COUNTED = [name for name, row in TABLE.items() if row.parameters is not None]
 FEW = [name for name, row in TABLE.items() if row.few]
 
 
+# One of each way to draft: what a row's settings leave as it is need not be tested with all of them
+WAYS = ["prompt_lookup", "lookahead", "hybrid_three", "hybrid_mask", "medusa", "sequential", "sequential_alone"]
+WAYS += ["early_exit", "feature_few", "mask", "mask_two_passes", "eagle3", "peagle", "mtp_in_a_row", "block"]
+
+
 def of_rows(names: list[str]) -> Any:
     """The test is for these rows of the table alone."""
     return pytest.mark.parametrize("row", names, indirect=True)
@@ -317,7 +322,7 @@ def test_a_step_in_parts_and_processes_is_the_same_step(name: str) -> None:
     target = Target(tiny_model(dtype=torch.float32))
     loss, wanted = gradients(TABLE[name], target, 1, 1)
     assert max(float(gradient.norm()) for gradient in wanted.values()) > 0
-    for processes, parts in ((1, 2), (1, 4), (2, 1), (2, 2)):
+    for processes, parts in ((1, 4), (2, 1), (2, 2)):
         again, found = gradients(TABLE[name], target, processes, parts)
         assert again == pytest.approx(loss, rel=1e-5)
         for key, gradient in wanted.items():
@@ -474,6 +479,7 @@ def test_decoding_leaves_no_state_behind(row: Row, llama: Target) -> None:
             assert list(after[name]) == list(value)
 
 
+@of_rows(WAYS)
 def test_two_streams_and_five_threads_do_not_meet(row: Row, llama: Target) -> None:
     """Calls of one drafter, interleaved by hand and in threads, with stock generation beside, each as if alone."""
     drafter = built(row, llama)

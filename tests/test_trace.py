@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VOCAB, tiny_model
-from test_drafters import PROMPTS, Row, built
+from test_drafters import PROMPTS, WAYS, Row, built, of_rows
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from transformers import GenerationConfig
 
@@ -29,6 +29,7 @@ def traced(row: Row, target: Target, temperature: float, **settings: Any) -> tup
     return spec, spec.generate(PROMPTS[:3], 20, temperature, seed=5, nodes=9, trace=True, **settings)
 
 
+@of_rows(WAYS)
 @pytest.mark.parametrize(("temperature", "buffers"), [(0.0, True), (0.8, False)])
 def test_a_trace_is_of_the_call_and_changes_nothing(row: Row, temperature: float, buffers: bool) -> None:
     target = Target(tiny_model(), engine=Engine(None, quiet=True) if buffers else None)
