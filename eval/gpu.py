@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[1]
 SMOLLM2 = ("smollm2-eagle3+prompt_lookup", "smollm2-eagle3", "smollm2-medusa+prompt_lookup")
 FAULTS = ("tiny-medusa", "tiny-early-exit", "tiny-eagle3", "tiny-medusa+prompt_lookup", "prompt_lookup", "lookahead")
 Row = list[str]
+Products = Callable[[], AbstractContextManager[None]]  # under which passes multiply
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def whole_sums() -> Iterator[None]:
     depend on the number of rows."""
     products = torch.backends.cuda.matmul
     before = products.allow_bf16_reduced_precision_reduction
-    products.allow_bf16_reduced_precision_reduction = (False, False)  # type: ignore[assignment]
+    products.allow_bf16_reduced_precision_reduction = (False, False)
     try:
         yield
     finally:
@@ -154,11 +155,15 @@ def whole_sums() -> Iterator[None]:
 
 def exactness(sizes: Sizes) -> Iterator[Row]:
     """Texts of trees of 16 nodes that are those of plain decoding."""
-    ways = {"float32": nullcontext, "bfloat16": nullcontext, "bfloat16, whole sums": whole_sums}
+    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        "float32": nullcontext,
+        "bfloat16": nullcontext,
+        "bfloat16, whole sums": whole_sums,
+    }
     for (way, products), temperature in itertools.product(ways.items(), (0.0, 1.0)):
         with products():
             spec = loaded(sizes.drafters[0], sizes, way.partition(",")[0])
-            same, exact, rates = 0, "", []
+            same, exact, rates = 0, "", list[float]()
             for seed, asked in zip(range(sizes.texts // 2), itertools.cycle(questions()), strict=False):
                 text = f"{asked[0]['content']} Answer in {seed + 1} sentences."
                 ids = spec.encode([[{"role": "user", "content": text}]])[0]

@@ -52,9 +52,7 @@ def test_attention_is_torchs(heads: int, shared: int, nodes: int, rows: int, mas
 
 @here
 def test_linear_maps_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from selfspec.engine.kernels import skinny_gemm
-
-    monkeypatch.setattr(skinny_gemm, "MOST", 8)
+    monkeypatch.setattr(redirect, "MOST", 8)
     x, weight, bias = random(3, 7, 64), random(40, 64), random(40)
     with Redirected() as mode, torch.inference_mode():
         found, none = F.linear(input=x, weight=weight, bias=bias), F.linear(x[:0], weight)

@@ -60,7 +60,7 @@ def layout(argument: Any) -> Hashable:
 def _machine() -> str:
     from torch._inductor import config as inductor  # slow to import
 
-    import selfspec.engine.kernels.skinny_gemm  # noqa: F401 - code read from disk finds its kernels there
+    import selfspec.engine.kernels.lowering  # noqa: F401 - code read from disk finds its kernels there
     from selfspec.engine.kernels.int8 import has_kernel
     from selfspec.engine.kernels.native import has_tiles, trust_known_vectors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from selfspec.engine.kernels import int8, skinny_gemm
+from selfspec.engine.kernels import int8, lowering, skinny_gemm
 from selfspec.engine.kernels.native import SOURCES, served
 from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP
 
@@ -69,7 +69,7 @@ class FewRows(CustomGraphPass):
         self.varying += [str(node.target) for node in graph.nodes if _varies(node)]
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__, str(skinny_gemm.__file__), *map(str, SOURCES)))
+        return get_hash_for_files((__file__, str(lowering.__file__), str(skinny_gemm.__file__), *map(str, SOURCES)))
 
 
 def _varies(node: fx.Node) -> bool:

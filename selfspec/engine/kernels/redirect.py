@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from selfspec.engine.kernels.int8 import has_kernel
 from selfspec.engine.kernels.native import binding, has_compiler, served
+from selfspec.engine.kernels.skinny_gemm import MOST, SLOTS, STEP, few_queries, multiply_in_place
 
 _linear, _attention = torch._C._nn.linear, torch._C._nn.scaled_dot_product_attention
 # Functions whose rows the library may compute differently from one number of rows to another, by name. In bfloat16 its
@@ -54,9 +55,7 @@ class Redirected(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        from selfspec.engine.kernels import skinny_gemm  # slow to import
-
-        self.kernels, self.varying = skinny_gemm, set[str]()
+        self.varying = set[str]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, result = kwargs or {}, None
@@ -78,16 +77,16 @@ class Redirected(TorchFunctionMode):
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """As torch's; None where the kernels do not serve it."""
-        kernels, parts = self.kernels, [input, weight] if bias is None else [input, weight, bias]
+        parts = [input, weight] if bias is None else [input, weight, bias]
         if not _served(*parts) or weight.dim() != 2 or not weight.is_contiguous() or not input.numel():
             return None
         width = input.shape[-1]
-        if width % kernels.STEP or (bias is not None and not bias.is_contiguous()):
+        if width % STEP or (bias is not None and not bias.is_contiguous()):
             return None
         rows = input.reshape(-1, width).contiguous()
-        if len(rows) <= kernels.MOST:
-            return kernels.multiply_in_place(rows, weight, bias).view(*input.shape[:-1], len(weight))
-        outs = [kernels.multiply_in_place(part, weight, bias) for part in rows.split(kernels.MOST)]
+        if len(rows) <= MOST:
+            return multiply_in_place(rows, weight, bias).view(*input.shape[:-1], len(weight))
+        outs = [multiply_in_place(part, weight, bias) for part in rows.split(MOST)]
         return torch.cat(outs).view(*input.shape[:-1], len(weight))
 
     def attention(
@@ -102,13 +101,13 @@ class Redirected(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor | None:
         """As torch's; None where the kernels do not serve it."""
-        kernels, mask = self.kernels, attn_mask
+        mask = attn_mask
         if mask is None or dropout_p or query.dim() != 4 or mask.dim() != 4 or not _served(query, key, value, mask):
             return None
         (rows, heads, nodes, width), slots = query.shape, key.shape[2]
         if mask.shape[2] == 1:  # of one node, whose heads that share keys are queries
             mask = mask.expand(-1, -1, nodes, -1)
-        if nodes > kernels.MOST or width % kernels.STEP or slots % kernels.SLOTS or heads % key.shape[1]:
+        if nodes > MOST or width % STEP or slots % SLOTS or heads % key.shape[1]:
             return None
         if len(key) != rows or key.shape != value.shape or mask.shape[1:] != (1, nodes, slots):
             return None
@@ -117,7 +116,7 @@ class Redirected(TorchFunctionMode):
         if not _side_by_side(key) or key.stride() != value.stride():
             key, value = (part.clone(memory_format=torch.contiguous_format) for part in (key, value))
         scale = width**-0.5 if scale is None else scale
-        return kernels.few_queries(query.contiguous(), key, value, mask.contiguous(), scale).transpose(1, 2)
+        return few_queries(query.contiguous(), key, value, mask.contiguous(), scale).transpose(1, 2)
 
 
 def _served(*parts: Tensor) -> bool:
