@@ -31,6 +31,7 @@ _HYDRA = """Options are given as key=value. Behind -m, values with commas make a
   --config-dir DIR   a folder with experiment/NAME.yaml of your own, for +experiment=NAME
   --cfg job          print the composed options and stop
   --version, --help"""
+_WRITERS = ("selfspec.data.server.Server", "selfspec.training.synthetic.Synthetic")  # of text, for trainings
 Row = tuple[str, str]  # `key=default`, and what it is
 
 
@@ -67,7 +68,8 @@ def described(schema: type) -> dict[str, str]:
         marks = [mark for mark in marks if set(re.split(", | and ", mark[1])) <= names]
         for i, mark in enumerate(marks):
             last = i + 1 == len(marks)
-            description = text[mark.end() : None if last else marks[i + 1].start()].strip(" ;.")
+            description = text[mark.end() : None if last else marks[i + 1].start()]
+            description = re.sub(r" \(see `[^`]*`\)", "", re.sub(r"\bNone\b", "null", description)).strip(" ;.")
             texts |= dict.fromkeys(re.split(", | and ", mark[1]), description.split(". ")[0] if last else description)
     return texts
 
@@ -116,16 +118,23 @@ def experiments(config: str) -> list[Row]:
     return rows
 
 
-def _data() -> list[Row]:
-    """The choices of the data group, each with its options."""
+def _data(trains: bool) -> list[Row]:
+    """The choices of the data group, each with its options; without those that write text to train on, unless it is
+    for a training."""
     rows = []
     for path in sorted((config_folder() / "data").glob("*.yaml")):
-        settings = {
-            key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in ("_target_", "defaults")
-        }
-        given = (
-            f"data.{key}={'[...]' if isinstance(value, list) else _yaml(value)}" for key, value in settings.items()
-        )
+        settings = yaml.safe_load(path.read_text())
+        base, *_ = settings.pop("defaults", [None])
+        if isinstance(base, str):  # another of the group
+            settings = yaml.safe_load((path.parent / f"{base}.yaml").read_text()) | settings
+        if not trains and settings["_target_"] in _WRITERS:
+            continue
+        given = []
+        if isinstance(base, dict):
+            given.append(f"data.source.KEY of data={base['/data@source']} (data@data.source=NAME: of another)")
+        for key, value in settings.items():
+            if key != "_target_":
+                given.append(f"data.{key}={'[...]' if isinstance(value, list) else _yaml(value)}")
         rows.append((f"data={path.stem}", ", ".join(given)))
     return rows
 
@@ -153,7 +162,8 @@ def page(name: str, command: Command) -> str:
     rows = [(f"{key}={set_here.get(key, value)}", description) for key, value, description in pairs]
     lines += ["", "Options and their defaults (???: has to be given)", *_lines(rows)]
     if any(row[0].startswith("data=") for row in rows):
-        lines += ["", "data=NAME, and the options of each", *_lines(_data())]
+        training = command.trains or command.config == "target"
+        lines += ["", "data=NAME, and the options of each", *_lines(_data(training))]
     if command.trains:
         lines += ["", "drafter=KIND, and the options of each; or drafter._target_=package.module.Class"]
         for kind, schema in drafter_schemas().items():

@@ -59,12 +59,20 @@ def _named(drafter: str, target: str | None, dtype: str, device: str | None = No
     names_of("selfspec.engine.engine")["check_engine"](engine)
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.required or action.default is None or action.default is False or action.default == []
+        return action.help if nothing else super()._get_help_string(action)
+
+
 def new_parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"selfspec {name}",
         description=what,
         epilog=f"Example: selfspec {name} {example}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"selfspec {__version__}")

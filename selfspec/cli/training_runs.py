@@ -56,7 +56,15 @@ _FREE = (
     *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
     "loop.checkpoint_minutes",
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
-    *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
+    *(
+        "train.states_url",
+        "train.states_gb",
+        "data.url",
+        "data.at_once",
+        "data.patience",
+        "data.errors",
+        "data.record_mb",
+    ),
     "train.rounds",  # of runs that version 0.2 began
 )
 

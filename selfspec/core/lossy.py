@@ -38,6 +38,9 @@ class Lossy:
             )
         self.rule, self.name, self.altered = rule, name, 0
 
+    def __repr__(self) -> str:
+        return f"Lossy({self.name!r})"
+
     def __call__(self, scores: Tensor, picks: list[int], candidates: list[list[int]]) -> list[int]:
         """What to emit for warped and processed scores [A, V], the target's picks and the A nodes' drafted children."""
         emitted = []

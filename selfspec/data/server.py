@@ -80,7 +80,7 @@ class Server(Records):
 
     def evaluation(self) -> NoReturn:
         """Raises ValueError: what is written here is for training."""
-        raise ValueError("data=server is for training; measure with files of questions, decode.questions=[file.jsonl]")
+        raise ValueError("data=server is for training; measure with a file of questions, decode.questions=file.jsonl")
 
     @cached_property
     def _servers(self) -> Servers:

@@ -43,11 +43,11 @@ class BlockConfig(DrafterConfig):
     correction: rank of the parent token's correction, 0 for none; correction_form: vanilla, gated by the row's hidden
     state, or rnn, with a state carried from parent to child; confidence: a head that says how sure a row's children
     are, rows, from its hidden state, or parents, from the parent token beside (null: none), for engines that read it:
-    trees here are not ranked by it; width: nodes expanded per
-    depth at most; min_prob: a node with less path probability is not expanded; anchors: blocks per row of a batch in
-    training; loss: see `losses.distance`; depth_decay: weight of each depth's loss relative to the one before;
-    draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all); llama: what the
-    layers have of their own, see `Eagle3Config`.
+    trees here are not ranked by it; width: nodes expanded per depth at most; min_prob: a node with less path
+    probability is not expanded; anchors: blocks per row of a batch in training; loss: kl, ce, ce_tv, tv, lk, accept, or
+    package.module.function; depth_decay: weight of each depth's loss relative to the one before; draft_vocab: how many
+    tokens can be drafted, the most frequent of the training text (None: all); llama: what the layers have of their own
+    (see `Eagle3Config`).
 
     Raises ValueError for values outside their range.
     """

@@ -35,7 +35,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk
 class Eagle3Config(UnrolledConfig):
     """As `UnrolledConfig` (layers None: the three that serving engines read by default, 1, n/2 - 1 and n - 4; where the
     target is too short for these, 1, n/2 and n - 2). head: shared, the target's lm_head, or own, trained; embeddings:
-    the same of what tokens are read by; llama: what the layer has other than the target's last, by the names of
+    shared, the target's, or own, trained; llama: what the layer has other than the target's last, by the names of
     transformers' LlamaConfig: intermediate_size, num_attention_heads, num_key_value_heads, head_dim, attention_bias,
     rms_norm_eps, rope_parameters, max_position_embeddings.
 

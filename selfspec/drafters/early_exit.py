@@ -40,8 +40,8 @@ class EarlyExitConfig(DrafterConfig):
     """exit: E, the layers that draft; rank: of the block's LoRA, 0 for no block at all (the final norm and lm_head read
     the exit's hidden state: the training-free form, for targets trained for it); depth: of the tree at most; width:
     nodes expanded per depth at most; min_prob: a node with less path probability is not expanded, and drafting ends
-    where there is no other; loss: see `losses.distance`; draft_vocab: how many tokens can be drafted, the most frequent
-    of the training text (None: all), by lm_head's rows as they are.
+    where there is no other; loss: kl, ce, ce_tv, tv, lk, accept, or package.module.function; draft_vocab: how many
+    tokens can be drafted, the most frequent of the training text (None: all), by lm_head's rows as they are.
 
     Raises ValueError for a negative rank and other numbers outside their range.
     """

@@ -44,9 +44,9 @@ class MaskConfig(DrafterConfig):
     rank: of the LoRA, 0 for no adapter and masks that are not trained; maps: names of the linear maps of the target's
     layers that the adapter is put into (None: the last of each block, which is what attention and MLP write);
     correction: rank of the parent token's correction, 0 for none; width: nodes expanded per depth at most; min_prob: a
-    node with less path probability is not expanded; anchors: groups per row of a batch in training; loss: see
-    `losses.distance`; depth_decay: weight of each row's loss relative to the one before it; draft_vocab: how many
-    tokens can be drafted, the most frequent of the training text (None: all).
+    node with less path probability is not expanded; anchors: groups per row of a batch in training; loss: kl, ce,
+    ce_tv, tv, lk, accept, or package.module.function; depth_decay: weight of each row's loss relative to the one before
+    it; draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all).
 
     Raises ValueError for values outside their range.
     """

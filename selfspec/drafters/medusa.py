@@ -27,9 +27,9 @@ from selfspec.utils.checks import above_zero
 @dataclass
 class MedusaConfig(DrafterConfig):
     """heads: K; blocks: residual blocks x + SiLU(Wx + b) per head; projection: lora (the target's lm_head and one LoRA
-    of `rank` per head) or full (V x H weights per head); rank: of the LoRA; loss: see `losses.distance`; depth_decay:
-    weight of each head's loss relative to the head before it (the paper's 0.8); draft_vocab: how many tokens can be
-    drafted, the most frequent of the training text (None: all).
+    of `rank` per head) or full (V x H weights per head); rank: of the LoRA; loss: kl, ce, ce_tv, tv, lk, accept, or
+    package.module.function; depth_decay: weight of each head's loss relative to the head before it (the paper's 0.8);
+    draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all).
 
     Raises ValueError for a number below 1, or an unknown projection or loss.
     """

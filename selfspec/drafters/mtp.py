@@ -30,7 +30,7 @@ _ATTENTION, _FOLLOWS = ("full_attention", "sliding_attention"), ("dense", "spars
 
 @dataclass
 class MtpConfig(UnrolledConfig):
-    """As `UnrolledConfig`, but `layers` must be left out: the last layer alone is read. modules: in a row, each reading
+    """As `UnrolledConfig`. layers: must be null, the last layer alone is read; modules: in a row, each reading
     the outputs of the one before; the last is iterated. Modules differ in four things.
     hidden_first: the product reads the state first, then the embedding. fed: whether the target's state is taken behind
     its final norm (post) or before it (pre). recycled: the same choice for the module's own output, which stands for a

@@ -44,8 +44,9 @@ class SequentialConfig(DrafterConfig):
     """heads: K; form: hydra or markov; prefix: whether a decoder layer, trained in full, reads the verified text for
     the heads; blocks: residual blocks x + SiLU(Wx + b) per head; rank: of each head's LoRA on lm_head; correction: rank
     of the parent's correction (markov); width: nodes expanded per depth at most; min_prob: a node with less path
-    probability is not expanded; loss: see `losses.distance`; depth_decay: weight of each head's loss relative to the
-    head before it; draft_vocab: how many tokens can be drafted, the most frequent of the training text (None: all).
+    probability is not expanded; loss: kl, ce, ce_tv, tv, lk, accept, or package.module.function; depth_decay: weight of
+    each head's loss relative to the head before it; draft_vocab: how many tokens can be drafted, the most frequent of
+    the training text (None: all).
 
     Raises ValueError for a number below 1, an unknown form or loss, or a share outside its range.
     """

@@ -36,16 +36,17 @@ FIGURE = "notebooks/figures/summary.png"  # beside the Markdown file
 @dataclass
 class CompareConfig:
     """drafters: what `selfspec.load` takes, several joined by + share one tree; nodes: tree sizes, "auto" included;
-    temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each
-    answer; questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all);
-    prompts: questions of each group, one number for all sets or a list with one for each; seed: of all noise, from
-    which every prompt gets its own; methods: of transformers, a subset of METHODS, and other engines on the
-    target's GGUF file, a subset of PEERS (greedy alone); draft_model: of assisted generation (hf_assisted), a
-    folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt lookup;
-    between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare -->
-    (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
-    between <!-- summary --> and <!-- end --> a short table and its figure replace; allow_code_execution: see
-    `Answering`."""
+    temperatures: each arm at each; prompt_tokens: length of prompts cut from source; max_new_tokens: of each answer;
+    questions: evaluation sets (see `selfspec.data.questions`); groups: of those that have them (None: all); prompts:
+    questions of each group, one number for all sets or a list with one for each; seed: of all noise, from which every
+    prompt gets its own; methods: of transformers (hf_generate, hf_static, hf_prompt_lookup, hf_early_exit,
+    hf_assisted), and other engines on the target's GGUF file, greedy alone (llamacpp_file, llamacpp_lookup,
+    llamacpp_bf16, llamacpp_q8_0, openvino_fp16, openvino_int8, openvino_int4); draft_model: of assisted generation
+    (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
+    lookup; between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare
+    --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
+    between <!-- summary --> and <!-- end --> a short table and its figure replace; allow_code_execution: whether code
+    that the target writes may be run against a problem's tests (see `Answering`)."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])

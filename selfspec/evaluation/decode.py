@@ -42,16 +42,15 @@ _FEWEST = 8  # prompts before an interval over prompts is believed
 
 @dataclass
 class DecodeConfig(Answering):
-    """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which
-    every prompt gets its own; repeats: timed runs per prompt and arm, of which the median counts; batch_size:
-    prompts per call; arms: a subset of ARMS; until_width: stop once the 95% interval of the speedup is narrower
-    than this share of it (such an interval is a little too narrow, since its width chose when to stop); metrics:
-    definitions of others, reported beside ours, a subset of DEFINITIONS; answers: a file, in the run's folder
-    unless it is absolute, that gets the answers in Spec-Bench's form; columns: all, for every column in the
-    terminal, and functions of yours, package.module.function, each a column of the table from (point, records);
-    traces: so many prompts of each group are decoded once more, plainly and speculatively, for traces.jsonl (see
-    `selfspec.trace`); lossy: a rule that changes the output (see `selfspec.core.lossy.Lossy`), whose distance from
-    the exact output is then measured."""
+    """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
+    prompt gets its own; repeats: timed runs per prompt and arm, of which the median counts; batch_size: prompts per
+    call; arms: what is timed; until_width: stop once the 95% interval of the speedup is narrower than this share of it
+    (such an interval is a little too narrow, since its width chose when to stop); metrics: acceptance by other
+    projects' definitions too: vllm, spec_bench, specforge, modelopt; answers: a file, in the run's folder unless it is
+    absolute, that gets the answers in Spec-Bench's form; columns: all, for every column in the terminal, and functions
+    of yours, package.module.function, each a column of the table from (point, records); traces: so many prompts of each
+    group are decoded once more, plainly and speculatively, for traces.jsonl (see `selfspec.trace`); lossy: a rule that
+    changes the output (see `selfspec.core.lossy.Lossy`), whose distance from the exact output is then measured."""
 
     prompts: int = 25
     temperature: float = 0.0

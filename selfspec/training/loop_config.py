@@ -19,11 +19,12 @@ class LoopConfig:
     """steps: optimizer steps; minutes: of steps, after which a run ends that has not reached them (its learning rate
     then goes by the clock, so that no two runs are alike); batch_size: rows per step over all processes; accumulate:
     parts that each process runs its rows of a step in, in turn, so that memory holds the activations of one; decay: the
-    last part of the steps, over which the learning rate falls linearly to zero; warmup: steps in which it rises to its
-    peak; clip: largest gradient norm; precision: bf16 (autocast), no, or auto for the faster one here; compile:
-    torch.compile of the training step; seed: of weights and the order of rows; log_every: steps; validate_every: steps;
-    checkpoint_every: steps; checkpoint_minutes: since the last checkpoint, after which there is one in any case;
-    patience: so many validations in a row without a better one end the run, 0 for never."""
+    last part of the steps, over which the learning rate falls linearly to zero; warmup: steps until it is at its peak;
+    clip: the norm that gradients are cut to; precision: bf16 (autocast), no, or auto for the faster one here; compile:
+    torch.compile of the training step; seed: of weights and the order of rows; log_every: steps from one line of
+    figures to the next; validate_every: steps from one validation to the next; checkpoint_every: the same of
+    checkpoints; checkpoint_minutes: since the last checkpoint, after which there is one in any case; patience: so many
+    validations in a row without a better one end the run, 0 for never."""
 
     steps: int = 1000
     minutes: float | None = None

@@ -71,8 +71,8 @@ class ModelConfig:
 
 @dataclass
 class InstructConfig:
-    """The second stage. steps: of the optimizer (0: there is no second stage); batch_size, decay: see LoopConfig, whose
-    other values are the first stage's; count: instructions, each seen once or more; length: tokens per row;
+    """The second stage. steps: of the optimizer (0: there is no second stage); batch_size, decay: as those of the loop,
+    whose other values are the first stage's; count: instructions, each seen once or more; length: tokens per row;
     source_share: of rows that are the first stage's text; muon_lr, adam_lr: as in the first stage."""
 
     count: int = 60000

@@ -97,8 +97,8 @@ class Synthetic:
     def evaluation(self) -> NoReturn:
         """Raises ValueError: what is written here is for training."""
         raise ValueError(
-            "data=synthetic is for training and has no questions to measure with; give files of questions "
-            "(such as decode.questions=[file.jsonl]), or another data="
+            "data=synthetic is for training and has no questions to measure with; give a file of questions "
+            "(decode.questions=file.jsonl), or another data="
         )
 
 

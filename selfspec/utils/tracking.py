@@ -45,8 +45,8 @@ class WandbConfig:
 
 @dataclass
 class Logged:
-    """name: of the run, which is its folder below runs/; logger: wandb, tensorboard or none, beside the JSON lines that
-    are always written."""
+    """name: of the run, whose folder is runs/NAME (of a measurement runs/NAME/<date>); logger: wandb, tensorboard or
+    none, beside the JSON lines that are always written."""
 
     name: str = "???"  # omegaconf's mark of what has to be given
     logger: str = "wandb"

@@ -40,8 +40,8 @@ class UnrolledConfig(DrafterConfig):
     """layers: whose outputs are the features (None: chosen for the target); unroll: steps of training, each on the
     outputs of the one before; depth: of the tree at most; width: nodes expanded per depth at most; min_prob: a node
     with less path probability is not expanded, and drafting ends where there is no other; draft_vocab: how many tokens
-    can be drafted, the most frequent of the training text (None: all); loss: see `losses.distance`; depth_decay: weight
-    of each step's loss relative to the one before.
+    can be drafted, the most frequent of the training text (None: all); loss: kl, ce, ce_tv, tv, lk, accept, or
+    package.module.function; depth_decay: weight of each step's loss relative to the one before.
 
     Raises ValueError for values outside their range.
     """
