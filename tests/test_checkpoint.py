@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import tokenizer_hash, weights_hash
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.registry import drafter_class

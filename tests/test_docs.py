@@ -125,7 +125,7 @@ def test_a_target_that_is_gone_is_asked_for(
 
     import selfspec
     from selfspec.checkpoints.drafter_folder import save_drafter
-    from selfspec.checkpoints.loading import load_target
+    from selfspec.checkpoints.load_target import load_target
 
     target, found = load_target(tiny_folder)
     drafter = selfspec.load(str(heads_folder)).drafter

@@ -23,7 +23,7 @@ import selfspec.engine.fit as fit
 from selfspec.cli import terminal
 from selfspec.cli.config import EvalRun
 from selfspec.cli.evaluation_runs import _loaded
-from selfspec.cli.training_runs import typed
+from selfspec.cli.run_folders import typed
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling, pick

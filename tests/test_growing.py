@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, OlmoConfig
 
 from selfspec.checkpoints.drafter_folder import adapters, load_drafter, read_meta, save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_training
 from selfspec.core.generate import autoregressive, speculative

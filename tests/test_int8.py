@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 import selfspec
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.quantized import Int8Linear, quantize, unquantized
 from selfspec.engine.kernels import int8

@@ -127,7 +127,7 @@ def test_each_heavy_library_lives_in_few_files() -> None:
         f"cli/{name}.py"
         for name in (
             *("arguments", "config", "errors", "launch", "precheck"),
-            *("training_runs", "evaluation_runs", "compare_runs", "reports"),
+            *("run_folders", "training_runs", "evaluation_runs", "compare_runs", "reports"),
         )
     }
     assert importers("datasets") == {"data/records.py"}

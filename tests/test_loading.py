@@ -22,10 +22,10 @@ from transformers import (
 
 import selfspec
 from selfspec.api import Spec
-from selfspec.checkpoints import loading
+from selfspec.checkpoints import load_target as target_file
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.tree import chain
@@ -269,7 +269,7 @@ def test_attention_without_tree_masks_is_replaced(
 def test_a_target_goes_where_it_is_fast(tiny_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """To CUDA where that works; a device that is there and does not work is left out with a line."""
     assert str(load_target(tiny_folder, device="auto")[0].device) == "cpu"
-    monkeypatch.setattr(loading, "default_device", lambda: "meta")
+    monkeypatch.setattr(target_file, "default_device", lambda: "meta")
     moved: list[str] = []
     monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: moved.append(str(device)))
     load_target(tiny_folder)

@@ -15,7 +15,8 @@ import pytest
 from conftest import compose_config
 
 import selfspec
-from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.cli.config import drafter_of
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.training_runs import run_training

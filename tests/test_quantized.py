@@ -16,7 +16,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast, QuantoConf
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling

@@ -31,8 +31,9 @@ from selfspec.cli import main as cli
 from selfspec.cli import origin
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
-from selfspec.cli.training_runs import run_folder, run_training
-from selfspec.cli.training_runs import typed as typed_config
+from selfspec.cli.run_folders import run_folder
+from selfspec.cli.run_folders import typed as typed_config
+from selfspec.cli.training_runs import run_training
 from selfspec.data.store import Corpus, joined
 from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.plots import plot_points

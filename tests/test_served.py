@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.drafters.registry import drafter_class
 from selfspec.integrations.export import export
 from selfspec.integrations.hf_serve import generate

@@ -13,7 +13,7 @@ import pytest
 from fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.training_runs import run_check
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 import selfspec
 from selfspec.api import Spec
 from selfspec.checkpoints.embedded import DRAFTERS
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.core.contract import Context, Session
 from selfspec.core.generate import autoregressive, speculative

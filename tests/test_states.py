@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
 from selfspec.checkpoints.weights_hash import parts_hash
 from selfspec.cli import servers as commands
@@ -33,7 +33,9 @@ from selfspec.integrations.export import export
 from selfspec.integrations.serve_target import ServerPlan, acceptance, described, probe, record, serves, untrained
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
-from selfspec.training.states import Ahead, FromFolder, FromServer, behind_layers, wanted_layers, write_about
+from selfspec.training.states import behind_layers, wanted_layers, write_about
+from selfspec.training.states_folder import FromFolder
+from selfspec.training.states_server import Ahead, FromServer
 from selfspec.utils import openai_client as client
 from selfspec.utils.files import cache_folder
 from selfspec.utils.openai_client import Servers
@@ -360,7 +362,7 @@ def test_a_server_without_states(parts: Target, fake: FakeServer) -> None:
 def test_states_on_a_disk_that_is_not_shared(
     parts: Target, fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("selfspec.training.states.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("selfspec.training.states_server.time.sleep", lambda seconds: None)
     monkeypatch.setattr(fake, "write", lambda prompt: tmp_path / "elsewhere.safetensors")
     states = FromServer(parts, (1,), Servers((fake.url,)), None, 1.0)
     with pytest.raises(ValueError, match="shares with it"):

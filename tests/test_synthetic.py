@@ -12,7 +12,7 @@ import torch
 from families import build
 from transformers import PreTrainedTokenizerFast
 
-from selfspec.checkpoints.loading import load_target
+from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.training_runs import run_training
 from selfspec.core.target import Target
 from selfspec.data.chat import ChatTemplate

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter
-from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.weights_hash import weights_hash
 from selfspec.cli.training_runs import run_check, run_distill, run_training
 from selfspec.core.generate import autoregressive

@@ -23,7 +23,8 @@ from selfspec.checkpoints.card import card
 from selfspec.checkpoints.formats.eagle3 import named
 from selfspec.checkpoints.formats.files import read_tensors
 from selfspec.checkpoints.hub import push
-from selfspec.checkpoints.loading import find_drafter, load_pair, load_target
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import find_drafter, load_pair
 from selfspec.core.target import Target
 from selfspec.data.records import JsonLines
 from selfspec.engine import disk

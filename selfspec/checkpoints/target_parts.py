@@ -20,7 +20,7 @@ from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.hub import fetch
-from selfspec.checkpoints.loading import load_tokenizer
+from selfspec.checkpoints.load_target import load_tokenizer
 from selfspec.checkpoints.target_files import check_config
 from selfspec.checkpoints.weights_hash import parts_of
 from selfspec.core.support import layer_stack

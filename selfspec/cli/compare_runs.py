@@ -11,12 +11,14 @@ from omegaconf import DictConfig
 from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.checkpoints.footprint import price, price_of_model
-from selfspec.checkpoints.loading import find_drafter, load_target
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.cli.config import CompareRun
 from selfspec.cli.evaluation_runs import asked
 from selfspec.cli.origin import check_origin, origin
-from selfspec.cli.training_runs import run_folder, tokenizer_of, typed
+from selfspec.cli.run_folders import run_folder, typed
+from selfspec.cli.training_runs import tokenizer_of
 from selfspec.core.target import chosen
 from selfspec.data.questions import SETS, Answering
 from selfspec.evaluation.arms import Prompt

@@ -15,11 +15,13 @@ from omegaconf import DictConfig
 from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
 from selfspec.checkpoints.find import drafter_folder
-from selfspec.checkpoints.loading import find_drafter, load_target, members_of
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import find_drafter, members_of
 from selfspec.cli.config import AuditRun, CalibrateRun, EvalRun, LimitsRun, Measurement, ShowRun
 from selfspec.cli.origin import check_origin, origin
+from selfspec.cli.run_folders import as_plain, check_same, run_folder, typed
 from selfspec.cli.show import show
-from selfspec.cli.training_runs import as_plain, build_data, check_same, run_folder, tokenizer_of, typed
+from selfspec.cli.training_runs import build_data, tokenizer_of
 from selfspec.core.target import Target, chosen
 from selfspec.data.questions import Asking, Question, read_questions
 from selfspec.drafters.base import Drafter, Trained

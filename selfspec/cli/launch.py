@@ -25,6 +25,7 @@ from selfspec.cli.arguments import constant
 from selfspec.cli.config import register, with_classes
 from selfspec.cli.errors import BAD_INPUT, clear_errors, one_line_error
 from selfspec.cli.help import config_folder
+from selfspec.cli.run_folders import check_name
 from selfspec.evaluation.points import labelled, rows_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
@@ -44,7 +45,7 @@ def launch(name: str, config_name: str, trains: bool, arguments: list[str]) -> N
             arguments.append(f"hydra.job.config.override_dirname.exclude_keys=[{constant_keys}]")
         for argument in arguments:
             if argument.startswith("name="):
-                runs.check_name(argument.removeprefix("name=").strip("'\""))
+                check_name(argument.removeprefix("name=").strip("'\""))
         given = [Path(a.partition("=")[2].strip("'\"")) for a in arguments if a.startswith("hydra.run.dir=")]
         places = [place.resolve() for place in (*Path("runs").glob("**/"), *given) if place.is_dir()]
         _empty.update(place for place in places if not any(place.iterdir()))

@@ -146,7 +146,7 @@ def check_composed(command: Command, arguments: list[str]) -> None:
                 before = compose(command.config, [*search, *(line for line in point if line not in lines)])
                 _check_added(before, added, command.config)
             if "name" in config and not OmegaConf.is_missing(config, "name"):
-                names_of("selfspec.cli.training_runs")["check_name"](config.name)
+                names_of("selfspec.cli.run_folders")["check_name"](config.name)
             _check_data(config.get("data"))
             _check_names(OmegaConf.to_object(config))
 

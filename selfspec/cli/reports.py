@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
-from selfspec.cli.training_runs import finished, typed
+from selfspec.cli.run_folders import finished, typed
 from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import agreement, read_points, regimes_of, rows_of
 from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table

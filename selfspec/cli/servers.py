@@ -133,7 +133,8 @@ def _check_states(args: argparse.Namespace) -> None:
     check_target_name(args.target)
 
     from selfspec.checkpoints.target_parts import Shards, load_parts
-    from selfspec.training.states import FromFolder, plausible
+    from selfspec.training.states import plausible
+    from selfspec.training.states_folder import FromFolder
 
     target, _ = load_parts(args.target, server.dtype_of(folder), "cpu")
     known = FromFolder(target, (), folder, args.layers, 2**31)
@@ -153,7 +154,7 @@ def _write_states(args: argparse.Namespace) -> None:
     from selfspec.data.records import JsonLines
     from selfspec.data.store import tokenize
     from selfspec.integrations import serve_target as server
-    from selfspec.training.states import FromServer
+    from selfspec.training.states_server import FromServer
     from selfspec.utils.openai_client import Servers
 
     target, tokenizer, drafter = server.untrained(args.target, args.drafter)
@@ -185,7 +186,7 @@ def acceptance(arguments: list[str]) -> None:
         url = server_urls("URL", args.url)[0]
         names_of("selfspec.data.questions")["file_of"](args.questions)
 
-        from selfspec.checkpoints.loading import load_tokenizer
+        from selfspec.checkpoints.load_target import load_tokenizer
         from selfspec.data.questions import Asking, read_questions
         from selfspec.integrations import serve_target as server
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import math
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -18,11 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.drafter_folder import RENAMED
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.loading import find_drafter, load_target, load_tokenizer
+from selfspec.checkpoints.load_target import load_target, load_tokenizer
+from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
+from selfspec.cli.run_folders import _FREE, as_plain, check_same, finished, run_folder, typed
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
@@ -35,119 +33,18 @@ from selfspec.training.check import check, check_training, check_unwritten
 from selfspec.training.draft_loss import needs_layers
 from selfspec.training.drafter_data import distilled, states_of, texts_folder, writer_of
 from selfspec.training.loop import checkpoint_path
-from selfspec.training.loop_config import LoopConfig
 from selfspec.training.pretrain import check_second_stage, instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
-from selfspec.training.state import saved_config, warm_start
-from selfspec.training.states import SERVER
+from selfspec.training.state import warm_start
+from selfspec.training.states_server import SERVER
 from selfspec.training.synthetic import Synthetic, synthetic
 from selfspec.training.train_drafter import DrafterRun, train_drafter
-from selfspec.utils.errors import one_line
-from selfspec.utils.files import ORIGIN, Figures, cache_folder, is_main_process, read_json, write_text
+from selfspec.utils.files import Figures, cache_folder, is_main_process, read_json
 from selfspec.utils.machine import check_device, default_device
 from selfspec.utils.openai_client import Servers, server_urls
-from selfspec.utils.tracking import RunLog, flat, whole_lines
+from selfspec.utils.tracking import RunLog, whole_lines
 
 R = TypeVar("R")
-_NAMED = 8  # keys that differ and are listed
-# Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
-_FREE = (
-    *("name", "check", "trust_code", "wandb", "logger"),  # name: of a folder that was moved
-    *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
-    "loop.checkpoint_minutes",
-    *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
-    *(
-        "train.states_url",
-        "train.states_gb",
-        "data.url",
-        "data.at_once",
-        "data.patience",
-        "data.errors",
-        "data.record_mb",
-    ),
-    "train.rounds",  # of runs that version 0.2 began
-)
-
-
-@contextmanager
-def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Iterator[Figures]:
-    """Hold the run folder while the block runs, write the composed config into it, and give it as plain data. begun: a
-    file whose presence shows that a run has started. A folder in which a failing block wrote nothing is removed.
-
-    Raises ValueError where another process holds the folder, and where it holds a run of another configuration, the
-    keys `free` aside.
-    """
-    plain, path, lock = as_plain(config), folder / "config.yaml", folder / ".lock"
-    if begun.exists():  # compared in all processes, none of which then waits for another
-        kept = saved_config(begun) if not path.exists() and begun.suffix == ".pt" else None
-        if path.exists() or kept is not None:
-            check_same(path, plain, free, kept)
-    if not is_main_process():
-        yield plain
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is writing to {folder}; wait for it, or choose another name=") from None
-        try:
-            write_text(path, OmegaConf.to_yaml(OmegaConf.create(plain)))
-            yield plain
-        except BaseException:
-            if {p.name for p in folder.iterdir()} <= {path.name, lock.name, ORIGIN}:
-                shutil.rmtree(folder)
-            raise
-
-
-def _present_name(key: str) -> str:
-    """A key of a saved config, by its name in this version."""
-    outer, _, last = key.rpartition("/")
-    return f"drafter/{RENAMED[last]}" if outer == "drafter" and last in RENAMED else key
-
-
-def check_same(path: Path, plain: Figures, free: Sequence[str] = _FREE, kept: Figures | None = None) -> None:
-    """Raises ValueError naming the keys in which the saved config, or one that was kept elsewhere, and this one
-    differ."""
-    try:
-        saved = OmegaConf.to_container(OmegaConf.load(path)) if kept is None else kept
-    except Exception as error:  # of YAML, of Unicode
-        raise ValueError(
-            f"{path} is damaged ({one_line(error)}); delete the folder, or choose another name="
-        ) from error
-    if not isinstance(saved, dict) or not saved:
-        raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
-    before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
-    before = {_present_name(key): value for key, value in before.items()}
-    changed = [
-        key
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(f"{key}/".startswith(f.replace(".", "/") + "/") for f in free)
-    ]
-    if changed:
-        differences = "; ".join(
-            f"{key.replace('/', '.')} was {before.get(key, 'not there')}, now {now.get(key, 'not there')}"
-            for key in changed[:_NAMED]
-        )
-        more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-        raise ValueError(
-            f"{path.parent} holds a run with another configuration: {differences}{more}; give what it had, or choose "
-            "another name="
-        )
-
-
-def typed(kind: type[R], config: DictConfig) -> R:
-    """A config as the dataclass it was composed from, checked."""
-    run = OmegaConf.to_object(config)
-    assert isinstance(run, kind)
-    check_name(getattr(run, "name", "run"))
-    return run
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError for the name of a run that is no folder below runs/."""
-    if name != name.strip() or not Path(name).parts or name.startswith("/") or ".." in Path(name).parts:
-        raise ValueError(f"name={name!r} must name a folder below runs/")
 
 
 def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictConfig]:
@@ -177,12 +74,6 @@ def _device(asked: str | None) -> str:
     if asked == "cuda" and torch.cuda.is_available():  # each process has its own
         asked = None
     return default_device() if asked in (None, "auto") else asked
-
-
-def as_plain(config: DictConfig) -> Figures:
-    """A config as plain data. Raises omegaconf's errors for values that are missing."""
-    plain: Figures = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    return plain
 
 
 def build_data(config: DictConfig, tokenizer: Tokenizer, target: Target) -> Any:
@@ -224,22 +115,6 @@ def _made(run: TrainRun, target: Target, tokenizer: Tokenizer) -> Drafter:
     if (name := run.train.init_from) is not None:
         warm_start(drafter, find_drafter(name, target, tokenizer, trust=run.trust_code), name)
     return drafter
-
-
-def finished(folder: Path, loop: LoopConfig | None = None) -> Figures | None:
-    """The summary of a run, where it is finished, and is as long as `loop` asks for."""
-    try:
-        records = [record for _, record in whole_lines(folder / "train.jsonl")]
-    except (OSError, ValueError):  # never begun, or damaged
-        return None
-    summary = next((record["summary"] for record in records[::-1] if "summary" in record), None)
-    if summary is None or not (folder / "drafter" / "drafter.json").is_file():
-        return None
-    ended = summary.get("minutes", math.inf)
-    short = loop is not None and (summary.get("finished", 0) < loop.steps or ended < (loop.minutes or math.inf))
-    if loop is not None and (patience := summary.get("patience")):  # by which it ended
-        short = loop.patience == 0 or loop.patience > patience
-    return None if short else summary
 
 
 def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from selfspec.api import Spec
 from selfspec.checkpoints.hub import fetch
-from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, load_target, untrained
+from selfspec.checkpoints.load_target import load_target
+from selfspec.checkpoints.loading import EXPORTED, find_drafter, joined, untrained
 from selfspec.utils.files import Figures, read_json
 
 OWN = "drafter"  # the folder's own, beside kinds that train nothing

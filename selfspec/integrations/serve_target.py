@@ -27,7 +27,8 @@ from selfspec.core.target import Target
 from selfspec.data.questions import Question
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, config_class, drafter_class
-from selfspec.training.states import ABOUT, FromServer, States, key_of, wanted_layers, write_about
+from selfspec.training.states import ABOUT, States, key_of, wanted_layers, write_about
+from selfspec.training.states_server import FromServer
 from selfspec.utils.files import Figures, atomic, disk_room, mean, read_json, shown
 from selfspec.utils.openai_client import Servers
 from selfspec.utils.progress import progress

@@ -19,7 +19,9 @@ from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.states import SERVER, FromFolder, FromServer, States
+from selfspec.training.states import States
+from selfspec.training.states_folder import FromFolder
+from selfspec.training.states_server import SERVER, FromServer
 from selfspec.utils.checks import above_zero, at_least
 from selfspec.utils.openai_client import Servers, server_urls
 

@@ -38,7 +38,8 @@ from selfspec.training.loop import average, fit
 from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.recorded import recorded_samples
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
-from selfspec.training.states import Ahead, FromServer, States, plausible
+from selfspec.training.states import States, plausible
+from selfspec.training.states_server import Ahead, FromServer
 from selfspec.training.step import autocast
 from selfspec.utils.files import NOTHING, Figures, mean
 from selfspec.utils.progress import progress

@@ -23,7 +23,7 @@ from test_vllm import configured, judge
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
-from selfspec.checkpoints.loading import load_target, load_tokenizer
+from selfspec.checkpoints.load_target import load_target, load_tokenizer
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
@@ -31,7 +31,8 @@ from selfspec.core.sampling import Sampling
 from selfspec.data.records import JsonLines
 from selfspec.data.store import tokenize
 from selfspec.drafters.registry import build, config_class, drafter_class
-from selfspec.training.states import FromServer, wanted_layers
+from selfspec.training.states import wanted_layers
+from selfspec.training.states_server import FromServer
 from selfspec.utils.files import write_text
 from selfspec.utils.openai_client import Servers
 from tests.conftest import write_lines

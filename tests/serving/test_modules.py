@@ -18,7 +18,7 @@ from test_vllm import CLOSE, VLLM, judge
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
-from selfspec.checkpoints.loading import load_target, load_tokenizer
+from selfspec.checkpoints.load_target import load_target, load_tokenizer
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling

@@ -145,7 +145,7 @@ def test_memory_stays_over_100_000_sequences(tmp_path: Path) -> None:
     from selfspec.core.target import Target
     from selfspec.data.store import joined
     from selfspec.data.windows import Packed
-    from selfspec.training.states import Ahead, FromServer
+    from selfspec.training.states_server import Ahead, FromServer
 
     target = Target(tiny_model(dtype=torch.bfloat16, num_hidden_layers=LAYERS))
     target.hidden_size = H  # of the states, which nothing else reads here

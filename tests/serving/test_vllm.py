@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import selfspec
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.formats.eagle3 import IDS
-from selfspec.checkpoints.loading import load_tokenizer
+from selfspec.checkpoints.load_target import load_tokenizer
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling

@@ -1,0 +1,153 @@
+"""Hidden states read from folders of safetensors files."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from selfspec.core.target import Target
+from selfspec.data.store import Corpus, in_a_row
+from selfspec.training.states import ABOUT, ROWS, States, documents_of, key_of
+from selfspec.utils.files import read_json
+from selfspec.utils.progress import progress
+
+_HELD_OUT = 0.05  # of the documents of a folder that has none to validate
+
+
+class FromFolder(States):
+    """States in safetensors files of `token_ids` [S] and `hidden_states` [S, layers, H], as vLLM's connector and
+    speculators write them, in a folder and those below it, or in a folder that train.cache=disk has kept. Documents
+    that rows cut are found too."""
+
+    def __init__(
+        self, target: Target, reads: Sequence[int], folder: Path, layers: Sequence[int] | None, length: int
+    ) -> None:
+        """length: tokens of a row. Raises ValueError for a folder without such files."""
+        about = folder / ABOUT
+        if layers is None and about.is_file():
+            layers = [int(layer) for layer in read_json(about).get("layers", [])]
+        super().__init__(target, reads, layers)
+        self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
+        self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
+        self._kept: list[Tensor] = []
+        if (folder / ROWS).is_file():
+            self._read_kept(str(read_json(about)["dtype"]), length)
+            return
+        paths = sorted(folder.rglob("*.safetensors"))
+        for path in progress(paths, desc=f"states in {folder}", unit=" files"):
+            ids = _ids_of(path)
+            if ids is None:
+                self.unread.append(path)
+                continue
+            self.first = ids if not len(self.first) or len(ids) < len(self.first) else self.first
+            self.tokens += len(ids)
+            for start in range(0, len(ids), length):  # the last piece of a text that was recorded cut, too
+                self.places[key_of(ids[start : start + length])] = path, start
+        if not self.places:
+            odd = f"; {len(self.unread)} files are being written, or are none of states" if self.unread else ""
+            raise ValueError(
+                f"train.states={folder}: no file here holds token_ids and hidden_states{odd}; have them written by the "
+                "server of selfspec serve-target"
+            )
+        self.of(self.first[:length])
+
+    def _read_kept(self, dtype: str, length: int) -> None:
+        """The rows that train.cache=disk has kept. Raises ValueError where none is whole."""
+        with safe_open(self.folder / ROWS, "pt") as file:
+            batch = {name: file.get_tensor(name).long() for name in ("tokens", "documents")}
+        count, size = batch["tokens"].shape
+        done = torch.ones(count, dtype=torch.bool)
+        for layer in self.layers:
+            path = self.folder / f"layer_{layer - 1}.states"
+            shape = count, size, self.target.hidden_size
+            whole = torch.from_file(str(path), size=math.prod(shape), dtype=getattr(torch, dtype))
+            self._kept.append(whole.view(shape))
+            done &= torch.from_file(str(path.with_suffix(".done")), size=count, dtype=torch.int64) != 0
+        for row, start, tokens in documents_of(batch):
+            if done[row] and len(tokens) <= length:
+                self.places[key_of(tokens)] = self.folder / str(row), start
+                self.first = tokens if not len(self.first) or len(tokens) < len(self.first) else self.first
+        if not self.places:
+            raise ValueError(f"train.states={self.folder}: no row of it is whole; let the run that keeps it go on")
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether a training has kept them (`train.cache=disk`)."""
+        return bool(self._kept)
+
+    def knows(self, tokens: Tensor) -> bool:
+        return key_of(tokens) in self.places
+
+    def of(self, tokens: Tensor) -> Tensor:
+        if (place := self.places.get(key_of(tokens))) is None:
+            raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
+        path, start = place
+        if self._kept:
+            part = [layer[int(path.name), start : start + len(tokens)] for layer in self._kept]
+            return self.check(torch.stack(part, 1), tokens, str(path))
+        try:
+            with safe_open(path, "pt") as file:
+                states = file.get_slice("hidden_states")[start : start + len(tokens)]
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} was there when training began, and is no whole file now: {error}") from error
+        return self.check(states, tokens, str(path))
+
+    def covered(self, corpus: Corpus, length: int, name: str) -> Corpus:
+        """The documents whose states are here. Raises ValueError where these are none."""
+        documents = [corpus.document(i) for i in range(len(corpus.is_chat))]
+        kept, chats, cut = list[tuple[Tensor, Tensor]](), list[int](), 0
+        for i, one in enumerate(documents):
+            known = 0
+            for piece in one.tokens.split(length):
+                if not self.knows(piece):
+                    break
+                known += len(piece)
+            if known:
+                kept.append((one.tokens[:known], one.mask[:known]))
+                chats.append(i)
+                cut += known < len(one.tokens)
+        if not kept:
+            raise ValueError(
+                f"{self.folder} holds states of none of the {len(documents)} {name} documents; they are of other "
+                f"texts, of another tokenizer, or were cut at another length than train.length={length}"
+            )
+        if len(kept) < len(documents) or cut:
+            shorter = f", {cut} of them cut where their states end" if cut else ""
+            print(
+                f"states of {len(kept)} of {len(documents)} {name} documents are there{shorter}; the rest is left out"
+            )
+        return in_a_row(kept, corpus.is_chat[chats])
+
+    def held_out(self, corpus: Corpus) -> tuple[Corpus, Corpus]:
+        """Training and validation texts out of those of a folder that `train.cache=disk` keeps, which holds the rows
+        that train alone. Raises ValueError for a single document."""
+        count = len(corpus.is_chat)
+        if count < 2:
+            raise ValueError(f"{self.folder} holds states of one document; one must train and another validate")
+        chosen = torch.zeros(count, dtype=torch.bool)
+        chosen[:: max(2, round(1 / _HELD_OUT))] = True
+        print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
+        texts = [(one.tokens, one.mask) for one in map(corpus.document, range(count))]
+        sides = [[texts[i] for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
+        return in_a_row(sides[0], corpus.is_chat[~chosen]), in_a_row(sides[1], corpus.is_chat[chosen])
+
+
+def _ids_of(path: Path) -> Tensor | None:
+    """The tokens of a file of states, int64 [S]; None for one that is being written, or is no such file."""
+    lock = path.with_name(path.name + ".lock")
+    with suppress(OSError, SafetensorError, KeyError, ValueError):
+        if lock.is_file():
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with safe_open(path, "pt") as file:
+            ids = file.get_tensor("token_ids")
+            if ids.ndim == 1 and len(ids) and file.get_slice("hidden_states").get_shape()[0] == len(ids):
+                return ids.long()
+    return None
