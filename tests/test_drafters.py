@@ -335,7 +335,7 @@ def test_a_draft_vocabulary_holds_from_when_it_is_chosen(
 ) -> None:
     """Training begins right behind the choice; decoding and later steps go by the same rows of lm_head."""
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
-        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+        monkeypatch.setattr(module, "random_rows", lambda batch, count: torch.ones(len(batch.tokens), count))
     torch.manual_seed(0)
     drafter = row.build(llama)
     assert isinstance(drafter, Reduced)
@@ -353,7 +353,7 @@ def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
     row: Row, llama: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
-        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+        monkeypatch.setattr(module, "random_rows", lambda batch, count: torch.ones(len(batch.tokens), count))
     source, begun = row.build(llama), row.build(llama)
     assert isinstance(source, Reduced)
     assert isinstance(begun, Reduced)
@@ -371,7 +371,7 @@ def test_a_warm_start_goes_by_the_draft_vocabulary_that_it_takes_over(
 def test_documents_of_a_row_do_not_see_each_other(row: Row, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of a packed row is that of its documents in rows of their own."""
     for module in (selfspec.drafters.sequential, selfspec.drafters.parts.losses):
-        monkeypatch.setattr(module, "random_rows", lambda tokens, count: torch.ones(len(tokens), count))
+        monkeypatch.setattr(module, "random_rows", lambda batch, count: torch.ones(len(batch.tokens), count))
     target = Target(tiny_model(family, dtype=torch.float64))
     drafter: Any = built(row, target)
     if isinstance(drafter, (Mask, BlockDrafter, Eagle3)):

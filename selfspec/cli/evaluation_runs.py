@@ -33,7 +33,7 @@ from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
 from selfspec.evaluation.tables import Column, audit_report, limits_tables, own_columns
-from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
+from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
@@ -187,7 +187,9 @@ def run_calibrate(config: DictConfig, folder: Path) -> Figures:
                     f"no position could be measured: the answers to {len(prompts)} questions are shorter than what is "
                     "drafted; raise calibrate.max_new_tokens, or give other questions"
                 )
-            figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.calibrate.max_new_tokens)
+            chosen = spread(len(samples))
+            again = [samples[i] for i in chosen], run.calibrate.max_new_tokens, [seeds[i] for i in chosen]
+            figures[mode]["decoded"] = decoded(target, drafter, mode, *again)
         note = f"{run.drafter}, calibrated on {len(prompts)} answers of the target at each temperature; not trained."
         save_drafter(drafter, place, target, target.name, spec.tokenizer, note)
         write_text(folder / "calibration.json", json.dumps(figures, indent=1) + "\n")

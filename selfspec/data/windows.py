@@ -84,25 +84,30 @@ class Packed:
         self._epoch = (-1, torch.empty(0))
 
     def _row(self, i: int) -> int:
-        """The row that is read as the i-th of all."""
+        """The row that is read as the i-th of all, all epochs counted."""
         epoch, at = divmod(i, self.per_epoch)
         if self._epoch[0] != epoch:
             g = torch.Generator().manual_seed(wrapped(self.seed * 1_000_003 + epoch))
             self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g))
         return int(self._epoch[1][at])
 
+    def _read(self, step: int) -> range:
+        """Which rows this process's part of a step reads, all epochs counted."""
+        first = step * self.size + self.rank * (self.size // self.world)
+        return range(first, first + self.size // self.world)
+
     def numbers(self, step: int) -> list[int]:
         """The rows of this process's part of a step."""
-        first = step * self.size + self.rank * (self.size // self.world)
-        return [self._row(i) for i in range(first, first + self.size // self.world)]
+        return [self._row(i) for i in self._read(step)]
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """tokens int64 [size/world, length], mask bool and documents int64 of the same shape: which document of its row
-        a token belongs to; rows int64 [size/world]: their numbers."""
-        return self.rows(self.numbers(step))
+        a token belongs to; rows, epochs int64 [size/world]: their numbers, and how often each was read before."""
+        epochs = torch.tensor([i // self.per_epoch for i in self._read(step)])
+        return {**self.rows(self.numbers(step)), "epochs": epochs}
 
     def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """As `batch`, of rows by their numbers in 0 .. per_epoch - 1."""
+        """As `batch`, of rows by their numbers in 0 .. per_epoch - 1, without their epochs."""
         tokens = torch.full((len(numbers), self.length), self.pad)
         mask = torch.zeros(len(numbers), self.length, dtype=torch.bool)
         documents = torch.full((len(numbers), self.length), -1)

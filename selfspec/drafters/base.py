@@ -52,7 +52,7 @@ class Batch:
     layers that the drafter reads, by index; cache: its keys and values, for passes behind the text (None where hidden
     states alone were kept); documents: int64 [B, S], which of its row's documents a token belongs to (None: each row is
     one); average: maps this batch's counts to the counts to divide by: the mean over processes, or, in a step of
-    several parts, the whole step's."""
+    several parts, the whole step's; epochs: int64 [B], how often each row was read before (None: never)."""
 
     tokens: Tensor
     mask: Tensor
@@ -62,6 +62,7 @@ class Batch:
     cache: TextCache | None
     documents: Tensor | None = None
     average: Callable[[Tensor], Tensor] = no_reduce
+    epochs: Tensor | None = None
 
     def counted(self, ahead: int) -> Tensor:
         """bool [B, S - ahead]: for every position, whether the token `ahead` places later counts and is of the same

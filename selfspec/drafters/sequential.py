@@ -224,7 +224,7 @@ class SequentialHeads(Reduced):
         n = tokens.shape[1] - 1 - self.depth  # positions from which every head has a target
         hidden = self.read(tokens, batch.hidden, batch.features, batch.documents)
         paths = self.embed(tokens[:, 1:].unfold(1, self.depth, 1)[:, :n].flatten(0, 1))
-        forget = random_rows(tokens, n).flatten() < _FORGET
+        forget = random_rows(batch, n).flatten() < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
         return heads_loss(self.config.loss, draft, batch, self.config.depth_decay, self.vocabulary)
 

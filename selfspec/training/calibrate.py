@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from selfspec.core.contract import Session
+from selfspec.core.contract import MaskSlots, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, as_seed, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
@@ -67,6 +67,8 @@ def calibrate(
         calibration, figures = measure_along(samples, drafter.depth, drafter.scores, total)
         if figures["positions"]:  # else what it was calibrated with stays
             drafter.calibration[mode] = calibration
+            if isinstance(session := drafter.session(target, 1), MaskSlots):  # nodes and mask slots share the rows
+                figures["tau"] = {str(n): 1 + session.expected_drafted(mode, n) for n in NODES}
         return figures
     return _by_decoding(target, drafter, mode, samples)
 
@@ -102,9 +104,9 @@ def measure_along(
             if sample.noise is not None:
                 values = perturbed(values, sample.noise(at + 2 + d), sample.temperature)
             true_score = values.gather(1, truth[:, None])
-            rank = (
-                (values > true_score).sum(1).masked_fill(~true_score.isfinite()[:, 0], values.shape[1]).cpu()
-            )  # inf: never drafted
+            before = torch.arange(values.shape[1], device=values.device) < truth[:, None]
+            rank = ((values > true_score) | ((values == true_score) & before)).sum(1)
+            rank = rank.masked_fill(~true_score.isfinite()[:, 0], values.shape[1]).cpu()  # inf: never drafted
             agree[d] += torch.tensor([(rank == 0).sum(), (rank < 5).sum()])
             tried[d] += alive.sum()
             right[d] += torch.bincount(rank[alive & (rank < CHOICES)], minlength=CHOICES)
@@ -136,12 +138,12 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
     """For drafters whose choices depend on more than the text: decode the samples' prompts again. `top1` is then how
     often some child of a node holds the target's token, by depth (32 nodes). A session that keeps a `tally` of its
     choices calibrates the drafter, by its counts with 32 nodes."""
-    samples = samples[:_DECODED]
+    samples = [samples[i] for i in spread(len(samples))]
     if not samples:
         raise ValueError("there is no text to calibrate a drafter on; give at least one prompt")
     prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
     longest = max(len(sample.tokens) - sample.start for sample in samples)
-    options = Options(max(1, longest), Sampling(TEMPERATURES[mode]))
+    options = Options(max(1, longest), Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
     figures: Expected = {"tau": {}}
     for nodes in NODES:
         session = drafter.eval().session(target, len(prompts))
@@ -153,20 +155,27 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
     return figures
 
 
+def spread(count: int) -> list[int]:
+    """Which of `count` samples are decoded again: few, spread evenly over them, since questions come before texts."""
+    few = min(count, _DECODED)
+    return [(2 * i + 1) * count // (2 * few) for i in range(few)]
+
+
 def decoded(
     target: Target,
     drafter: Drafter,
     mode: str,
     samples: Sequence[Sample],
     new_tokens: int,
+    seeds: Sequence[int],
     total: Callable[[Tensor], Tensor] = no_reduce,
 ) -> float:
-    """Acceptance length of decoding the samples' prompts with trees of 16 nodes, beside what `calibrate` promises for
-    them. total: see `calibrate`."""
+    """Acceptance length of decoding the samples' prompts, each with its seed, with trees of 16 nodes, beside what
+    `calibrate` promises for them. total: see `calibrate`."""
     counts = torch.zeros(2, dtype=torch.float64)
-    if samples := samples[:_DECODED]:
+    if samples:
         prompts = [sample.tokens[: sample.start].tolist() for sample in samples]
-        options = Options(new_tokens, Sampling(TEMPERATURES[mode]), eos=end_tokens(target))
+        options = Options(new_tokens, Sampling(TEMPERATURES[mode]), list(seeds), end_tokens(target))
         with progress(total=1, desc=f"decoding, {mode}", leave=False, disable=not is_main_process()):
             stats = speculative(target, prompts, options, drafter.eval(), 16).stats
         counts = torch.tensor([stats.tokens, stats.passes], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,13 @@ class DraftLoss(nn.Module):
         if cheap and isinstance(drafter, Reduced) and drafter.vocabulary is None:  # no logits are asked for
             nothing = torch.empty(0)
             seen = Batch(batch["tokens"], batch["mask"], nothing, nothing, {}, None, batch.get("documents"))
+            seen = replace(seen, epochs=batch.get("epochs"))
         else:
             seen = self._seen(batch, no_reduce)
         return drafter.counts(seen).float()
 
     def _seen(self, batch: dict[str, Tensor], average: Callable[[Tensor], Tensor]) -> Batch:
-        documents, cache = batch.get("documents"), None
+        documents, epochs, cache = batch.get("documents"), batch.get("epochs"), None
         ids = self.drafter.vocabulary if isinstance(self.drafter, Reduced) else None
         few: tuple[Tensor, Tensor] | None = None
         with torch.no_grad():
@@ -73,10 +75,10 @@ class DraftLoss(nn.Module):
                 cache = TextCache(self.target.n_layers, kept=True)
                 out = self.target.text(batch["tokens"], reads=self.drafter.reads, cache=cache, documents=documents)
         if few is not None:
-            return Batch(batch["tokens"], batch["mask"], hidden, few, features, None, documents, average)
+            return Batch(batch["tokens"], batch["mask"], hidden, few, features, None, documents, average, epochs)
         assert out.logits is not None
         seen = batch["tokens"], batch["mask"], out.hidden, out.logits, out.features, cache
-        return Batch(*seen, documents, average)
+        return Batch(*seen, documents, average, epochs)
 
 
 class _Random(States):

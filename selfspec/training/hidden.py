@@ -40,7 +40,7 @@ class _Layer:
         if not self.done[row] or self.seen[row]:
             return bool(self.done[row])
         self.seen[row] = True
-        if self.done[row] != _row_hash(self.states[row]):
+        if self.done[row] != row_hash(self.states[row]):
             print(f"hidden states of row {row} were changed on the disk; the target runs on it again", file=sys.stderr)
             self.done[row] = 0
         return bool(self.done[row])
@@ -48,10 +48,10 @@ class _Layer:
     def write(self, row: int, states: Tensor) -> None:
         self.states[row] = states
         # After the states, so that a kill in between only costs running the row again
-        self.done[row], self.seen[row] = _row_hash(self.states[row]), True
+        self.done[row], self.seen[row] = row_hash(self.states[row]), True
 
 
-def _row_hash(states: Tensor) -> int:
+def row_hash(states: Tensor) -> int:
     """Of a row's states: never 0."""
     whole = hashlib.blake2b(states.contiguous().view(torch.uint8).numpy().data, digest_size=8).digest()
     return int.from_bytes(whole, signed=True) or 1

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus, in_a_row
+from selfspec.training.hidden import row_hash
 from selfspec.training.states import ABOUT, ROWS, States, documents_of, key_of
 from selfspec.utils.files import read_json
 from selfspec.utils.progress import progress
@@ -36,7 +37,7 @@ class FromFolder(States):
         super().__init__(target, reads, layers)
         self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
         self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
-        self._kept: list[Tensor] = []
+        self._kept, self._hashes, self._checked = list[Tensor](), list[Tensor](), set[int]()  # rows of each layer
         if (folder / ROWS).is_file():
             self._read_kept(str(read_json(about)["dtype"]), length)
             return
@@ -69,13 +70,26 @@ class FromFolder(States):
             shape = count, size, self.target.hidden_size
             whole = torch.from_file(str(path), size=math.prod(shape), dtype=getattr(torch, dtype))
             self._kept.append(whole.view(shape))
-            done &= torch.from_file(str(path.with_suffix(".done")), size=count, dtype=torch.int64) != 0
+            self._hashes.append(torch.from_file(str(path.with_suffix(".done")), size=count, dtype=torch.int64))
+            done &= self._hashes[-1] != 0
         for row, start, tokens in documents_of(batch):
             if done[row] and len(tokens) <= length:
                 self.places[key_of(tokens)] = self.folder / str(row), start
                 self.first = tokens if not len(self.first) or len(tokens) < len(self.first) else self.first
         if not self.places:
             raise ValueError(f"train.states={self.folder}: no row of it is whole; let the run that keeps it go on")
+
+    def _check_row(self, row: int) -> None:
+        """Raises ValueError for a row that is not as it was kept."""
+        if row in self._checked:
+            return
+        for layer, states, hashes in zip(self.layers, self._kept, self._hashes, strict=True):
+            if row_hash(states[row]) != hashes[row]:
+                raise ValueError(
+                    f"{self.folder}/layer_{layer - 1}.states: the states of row {row} were changed since they were "
+                    "kept; delete the folder, and let the run that keeps it write it again"
+                )
+        self._checked.add(row)
 
     @property
     def of_rows(self) -> bool:
@@ -90,7 +104,9 @@ class FromFolder(States):
             raise ValueError(f"{self.folder} holds no states of a text of {len(tokens)} tokens that training reads")
         path, start = place
         if self._kept:
-            part = [layer[int(path.name), start : start + len(tokens)] for layer in self._kept]
+            row = int(path.name)
+            self._check_row(row)
+            part = [layer[row, start : start + len(tokens)] for layer in self._kept]
             return self.check(torch.stack(part, 1), tokens, str(path))
         try:
             with safe_open(path, "pt") as file:
@@ -131,12 +147,22 @@ class FromFolder(States):
         count = len(corpus.is_chat)
         if count < 2:
             raise ValueError(f"{self.folder} holds states of one document; one must train and another validate")
-        chosen = torch.zeros(count, dtype=torch.bool)
-        chosen[:: max(2, round(1 / _HELD_OUT))] = True
-        print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
         texts = [(one.tokens, one.mask) for one in map(corpus.document, range(count))]
+        shares = torch.tensor([_share(tokens, mask) for tokens, mask in texts])
+        chosen = shares <= max(_HELD_OUT, float(shares.min()))
+        if chosen.all():
+            chosen = torch.arange(count) == 0
+        print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
         sides = [[texts[i] for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
         return in_a_row(sides[0], corpus.is_chat[~chosen]), in_a_row(sides[1], corpus.is_chat[chosen])
+
+
+def _share(tokens: Tensor, mask: Tensor) -> float:
+    """A number in [0, 1) that follows from a document's opening, up to where its first answer begins: texts that stand
+    twice, and several answers to one prompt, have the same."""
+    begins = (mask[1:] & ~mask[:-1]).nonzero()[:, 0]
+    opening = tokens[: int(begins[0]) + 1] if len(begins) and begins[0] else tokens
+    return int.from_bytes(key_of(opening)[:4]) / 2**32
 
 
 def _ids_of(path: Path) -> Tensor | None:

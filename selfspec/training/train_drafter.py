@@ -22,7 +22,7 @@ from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
-from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, write_samples
+from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.training.check import config_warnings, examples
 from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.drafter_data import (
@@ -250,8 +250,11 @@ def _trained(
         piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
         most = 20.0 if run.world == 1 else math.inf  # several processes make the same number of rounds
         figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
+        own = [i for i in spread(len(run.prompts)) if i % run.parts == run.part]  # the same ones in any number of parts
+        seeds = [loop.seed + i for i in own]
         for mode, samples in run.samples.items():
-            figures[mode]["decoded"] = decoded(target, drafter, mode, samples, run.config.new_tokens, run.total)
+            again = [samples[i // run.parts] for i in own], run.config.new_tokens, seeds
+            figures[mode]["decoded"] = decoded(target, drafter, mode, *again, run.total)
     elif isinstance(run.states, FromServer) and run.config.cache == "none":
         run.say([run.states.summary])
     note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"

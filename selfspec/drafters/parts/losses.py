@@ -196,10 +196,13 @@ def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor
     return Means(sums / counts.where(counts > 0, torch.ones_like(counts)), counts)
 
 
-def random_rows(tokens: Tensor, count: int) -> Tensor:
-    """Random numbers [B, count] in [0, 1), a function of each row of tokens, int64 [B, S], alone: the same after an
-    interruption, and however a batch is divided."""
-    rows = [torch.rand(count, generator=torch.Generator().manual_seed(int(row))) for row in tokens.sum(1)]
+def random_rows(batch: Batch, count: int) -> Tensor:
+    """Random numbers [B, count] in [0, 1), a function of each row's tokens and its epoch alone: others in every epoch,
+    the same after an interruption, and however a batch is divided."""
+    tokens, seeds = batch.tokens, batch.tokens.sum(1)
+    if batch.epochs is not None:
+        seeds = seeds + (batch.epochs << 40)
+    rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds.tolist()]
     return torch.stack(rows).to(tokens.device)
 
 
@@ -238,7 +241,7 @@ def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
     """int64 [B, A]: random positions behind which `depth` tokens more than the next one stand, `count` at most,
     ascending; those first whose next token but one counts."""
     room = batch.tokens.shape[1] - 1 - depth
-    keys = random_rows(batch.tokens, room) + batch.counted(2)[:, :room]
+    keys = random_rows(batch, room) + batch.counted(2)[:, :room]
     return keys.topk(min(room, count)).indices.sort(1).values
 
 
