@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import write_lines
+from tokenizers.processors import TemplateProcessing
 
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.records import Hub, JsonLines, Parquet
-from selfspec.data.store import stored, tokenize
+from selfspec.data.store import beginning, stored, tokenize
+from selfspec.data.windows import Packed
+from selfspec.training.distill import _Source
 
 
 def test_held_out_modules_are_never_trained_on() -> None:
@@ -151,6 +155,30 @@ def test_prompts_have_their_length_and_start_a_line(tokenizer: Any) -> None:
     for prompt in prompts:
         text = tokenizer.decode(prompt[:-2])
         assert any(d.text.startswith(text) or "\n" + text in d.text for d in documents)
+
+
+def test_texts_that_are_cut_begin_as_whole_ones_do(tokenizer: Any) -> None:
+    """Where a tokenizer puts a BOS token before every text, parts of long documents, prompts and stretches have it."""
+    own = copy.deepcopy(tokenizer)
+    bos, again = own.bos_token, own.bos_token_id
+    own.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, again)])
+    assert (beginning(tokenizer), beginning(own)) == ((), (again,))
+    documents = PythonSource().evaluation()[:2]
+    corpus, plain = tokenize(documents, own), tokenize(documents, tokenizer)
+    assert torch.equal(corpus.tokens, plain.tokens)
+    packed, before = Packed(corpus, 32, 1, 0), Packed(plain, 32, 1, 0)
+    rows = packed.rows(range(packed.per_epoch))
+    documents_of = rows["documents"]
+    first = (documents_of.diff(dim=1, prepend=torch.full((len(documents_of), 1), -2)) != 0) & (documents_of >= 0)
+    assert set(rows["tokens"][first].tolist()) == {again}
+    assert not rows["mask"][first].any()
+    assert rows["mask"].sum() == corpus.mask.sum() == before.rows(range(before.per_epoch))["mask"].sum()
+    parts = sorted(zip(packed.starts.tolist(), packed.lengths.tolist(), packed.more.tolist(), strict=True))
+    assert torch.equal(torch.cat([corpus.tokens[a : a + n - more] for a, n, more in parts]), corpus.tokens)
+    prompts = cut_prompts(documents, own, 4, 24)
+    assert {(len(prompt), prompt[0]) for prompt in prompts} == {(24, again)}
+    streams, _ = _Source.of(corpus, 64).prompts(20, 8, 64, torch.Generator().manual_seed(0))
+    assert {(len(one.tokens), int(one.tokens[0]), bool(one.mask[0])) for one in streams} == {(20, again, False)}
 
 
 # -- records and their tokens

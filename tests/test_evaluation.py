@@ -14,10 +14,15 @@ from conftest import compose_config, made, tiny_model
 import selfspec
 from selfspec.api import Spec
 from selfspec.cli.reports import run_report
+from selfspec.core.generate import speculative
+from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.parts.mask_layout import layout
+from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation import measure
 from selfspec.evaluation.arms import Prompt
@@ -28,7 +33,8 @@ from selfspec.evaluation.plots import plot_points
 from selfspec.evaluation.points import labelled, read_points, rows_of, write_point
 from selfspec.evaluation.records import Beside, Record, Regime
 from selfspec.evaluation.tables import groups_table, markdown, table
-from selfspec.training.calibrate import calibrate, write_samples
+from selfspec.training import calibrate as calibrate_file
+from selfspec.training.calibrate import calibrate, spread, write_samples
 from selfspec.utils.files import null_for_nan, shown
 
 
@@ -283,3 +289,30 @@ def test_a_drafter_keeps_its_calibration_where_nothing_is_measured(llama: Target
     assert figures["positions"] == 0
     assert all(math.isnan(value) for value in (*figures["tau"].values(), *figures["top1"]))
     assert drafter.calibration == before
+
+
+@pytest.mark.parametrize("kind", ["mask", "prompt_lookup"])
+def test_what_calibration_promises_is_what_decoding_does(
+    kind: str, llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mask slots take rows that nodes do not have, and text ends at EOS."""
+    asked = list[frozenset[int]]()
+
+    def decode(target: Target, prompts: Any, options: Options, *more: Any) -> Any:
+        asked.append(options.eos)
+        return speculative(target, prompts, options, *more)
+
+    monkeypatch.setattr(calibrate_file, "speculative", decode)
+    samples = write_samples(llama, [[5, 9, 2], [7, 7, 1]], 24, 0.0, [0, 1], quiet=True)
+    drafter: Any = made(Mask, llama, masks=3, rank=2) if kind == "mask" else made(PromptLookup, llama)
+    tau = calibrate(llama, drafter.eval(), "greedy", samples)["tau"]
+    if kind == "mask":
+        acceptance = tuple(map(tuple, drafter.calibration["greedy"].acceptance))
+        assert tau == {str(n): 1 + layout(acceptance, n).drafted for n in (8, 16, 32)}
+    else:
+        assert asked == [end_tokens(llama)] * 3
+
+
+def test_samples_that_are_decoded_again_are_spread_over_all() -> None:
+    assert spread(3) == [0, 1, 2]
+    assert spread(64) == list(range(2, 64, 4))

@@ -140,6 +140,14 @@ def test_the_inverse_temperature_is_found_again(factor: float) -> None:
     assert sum(found.acceptance[0]) == pytest.approx(1)
 
 
+def test_scores_that_are_all_alike_are_right_for_one_token_alone() -> None:
+    tokens = torch.arange(30) % 10
+    sample = Sample(tokens, 2, torch.zeros(30, 1), {}, 0.0, None)
+    _, figures = measure_along([sample], 1, lambda _, at: torch.zeros(1, len(at), 10))
+    assert figures["top1"][0] == pytest.approx(0.1, abs=0.05)
+    assert figures["tau"]["8"] < 2
+
+
 # -- what is drafted in decoding is what was trained
 
 

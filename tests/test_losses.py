@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from selfspec.drafters.parts.losses import RULES, check_loss, distance, drafted_logits, losses, shared
+from selfspec.drafters.base import Batch
+from selfspec.drafters.parts.losses import (
+    RULES,
+    check_loss,
+    distance,
+    drafted_logits,
+    losses,
+    random_hosts,
+    random_rows,
+    shared,
+)
 
 
 def logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -77,3 +89,14 @@ def test_of_a_draft_vocabulary_count_positions_whose_likeliest_token_is_in_it() 
     whole, everywhere = drafted_logits(logits, None)
     assert whole is logits
     assert everywhere.all()
+
+
+def test_every_epoch_draws_other_positions_and_a_resumed_one_the_same() -> None:
+    tokens, nothing = torch.arange(40).view(2, 20), torch.empty(0)
+    first = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), nothing, nothing, {}, None)
+    drawn = [random_rows(replace(first, epochs=torch.tensor(epochs)), 12) for epochs in ([0, 0], [0, 1], [1, 1])]
+    assert torch.equal(drawn[0], random_rows(first, 12))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[1][1], drawn[2][1])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+    assert not torch.equal(random_hosts(first, 3, 4), random_hosts(replace(first, epochs=torch.tensor([1, 1])), 3, 4))

@@ -24,7 +24,7 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
-from selfspec.data.store import joined
+from selfspec.data.store import in_a_row, joined
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
@@ -33,7 +33,7 @@ from selfspec.integrations.export import export
 from selfspec.integrations.serve_target import ServerPlan, acceptance, described, probe, record, serves, untrained
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.recorded import posterior_noise, recorded_samples
-from selfspec.training.states import behind_layers, wanted_layers, write_about
+from selfspec.training.states import behind_layers, key_of, wanted_layers, write_about
 from selfspec.training.states_folder import FromFolder
 from selfspec.training.states_server import Ahead, FromServer
 from selfspec.utils import openai_client as client
@@ -444,6 +444,25 @@ def test_states_that_a_run_has_kept(folder: str, whole: tuple[Target, Any], part
     ]
     run_training(training(tmp_path, folder, str(place), "eagle3"), tmp_path / "third")
     assert len(losses(tmp_path / "third")) == 20
+    text = states.folder / f"layer_{states.layers[0] - 1}.states"
+    with text.open("r+b") as file:
+        file.seek(text.stat().st_size // len(states._hashes[0]) * int(states.places[key_of(states.first)][0].name))
+        file.write(b"\x7f\x01\x02\x03")
+    with pytest.raises(ValueError, match="were changed since they were kept; delete the folder"):
+        FromFolder(parts, reads, place, None, 48).of(states.first)
+
+
+def test_texts_that_stand_twice_validate_or_train(whole: tuple[Target, Any], parts: Target) -> None:
+    g = torch.Generator().manual_seed(0)
+    texts = [torch.randint(100, (20,), generator=g) for _ in range(40)]
+    mask = torch.arange(20) > 5
+    corpus = in_a_row([(text, mask) for text in texts + texts], torch.zeros(80, dtype=torch.bool))
+    states = object.__new__(FromFolder)
+    states.folder = Path("kept")
+    train, validation = states.held_out(corpus)
+    sides = [{key_of(one.document(i).tokens) for i in range(len(one.is_chat))} for one in (train, validation)]
+    assert min(map(len, sides)) >= 1
+    assert not sides[0] & sides[1]
 
 
 def test_samples_of_recorded_states(recorded: Path, parts: Target) -> None:

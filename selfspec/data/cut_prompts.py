@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
-from selfspec.data.store import Corpus
+from selfspec.data.store import Corpus, beginning
 from selfspec.data.windows import openings, share_of_questions
 
 # Groups of text whose repetitiveness differs, and what their prompts are
@@ -32,14 +32,15 @@ def prompts_of_group(
     if group == "tests":
         return cut_prompts(tests, tokenizer, count, tokens)
     if group == "edits":
-        line = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-        return [p + line + p[: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
+        line, first = tokenizer("\n\n", add_special_tokens=False)["input_ids"], len(beginning(tokenizer))
+        return [p + line + p[first:][: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
+    begins = list(beginning(tokenizer))
     ends = [(d.text, m.end()) for d in modules for m in _DOCSTRING.finditer(d.text)]
     prompts = []
     for text, end in ends:
         ids = tokenizer(text[max(0, end - 16 * tokens) : end], add_special_tokens=False)["input_ids"]
         if len(ids) >= tokens:
-            prompts.append(ids[-tokens:])
+            prompts.append(begins + ids[len(begins) - tokens :])
     if len(prompts) < count:
         raise ValueError(
             f"no usable example: {len(prompts)} of {count} docstrings of held-out modules follow {tokens} tokens"
@@ -50,7 +51,7 @@ def prompts_of_group(
 def cut_prompts(
     documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int, fewer: bool = False
 ) -> list[list[int]]:
-    """`count` prompts of exactly `tokens` tokens, each starting at the start of a line.
+    """`count` prompts of exactly `tokens` tokens, each starting at the start of a line, behind what texts begin with.
 
     Raises ValueError where the documents are too short for that many; with `fewer`, gives those that fit.
     """
@@ -58,6 +59,7 @@ def cut_prompts(
         raise ValueError("no usable example: the data holds no held-out text of this group")
     texts = [d.text for d in documents]
     total = sum(map(len, texts))
+    begins = list(beginning(tokenizer))
     prompts: dict[tuple[int, int], list[int]] = {}  # by document and offset: none is taken twice
     for i in range(count):
         offset = (2 * i + 1) * total // (2 * count)
@@ -69,7 +71,8 @@ def cut_prompts(
         # Back from the end of the document, so that what is cut is whole and something is left to write.
         offset = max(0, min(offset, len(text) - 16 * tokens))
         line = text.rfind("\n", 0, offset) + 1
-        ids = tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"][:tokens]
+        ids = begins + tokenizer(text[line : line + 16 * tokens], add_special_tokens=False)["input_ids"]
+        ids = ids[:tokens]
         if len(ids) == tokens:
             prompts[document, line] = ids
     if len(prompts) < count and not fewer:

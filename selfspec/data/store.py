@@ -47,13 +47,14 @@ class Stream:
 class Corpus(Stream):
     """Documents in a row. starts: int64 [D + 1], where each begins and the last ends; is_chat: bool [D], which are
     conversations; counted: how many tokens count in the loss; key: a hash of the tokens, their mask and starts;
-    prompt_end: see `ChatTemplate.prompt_end`."""
+    prompt_end: see `ChatTemplate.prompt_end`; begins: see `beginning`."""
 
     starts: Tensor
     is_chat: Tensor
     counted: int
     key: str
     prompt_end: tuple[int, ...] = ()
+    begins: tuple[int, ...] = ()
 
     def document(self, i: int) -> Stream:
         part = slice(int(self.starts[i]), int(self.starts[i + 1]))
@@ -75,6 +76,14 @@ class _Encoded:
     mask: list[bool]
     talk: bool
     n_bytes: int
+
+
+def beginning(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a tokenizer puts before every text by itself, such as a BOS token: a text that is cut out of another begins
+    with it too, as in decoding."""
+    bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return tuple(whole[: next(starts, 0)])
 
 
 def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Encoded]:
@@ -139,7 +148,7 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Se
         torch.tensor(is_chat, dtype=torch.bool),
         n_bytes,
     )
-    return replace(corpus, prompt_end=tuple(prompt_end))
+    return replace(corpus, prompt_end=tuple(prompt_end), begins=beginning(tokenizer))
 
 
 def joined(tokens: Tensor, mask: Tensor, starts: Tensor, is_chat: Tensor, n_bytes: int = 0) -> Corpus:
@@ -227,7 +236,8 @@ def stored(source: Records, tokenizer: Tokenizer, folder: Path) -> tuple[Corpus,
     if about["left"]:
         turns = f"{about['left']} of {about['turns']} assistant turns of {source}"
         print(f"{turns} are left out, the first: {visible(about['why'])}", file=sys.stderr)
-    train, validation = (_mapped(folder, part, about, source.template.prompt_end) for part in _PARTS)
+    more = tuple(source.template.prompt_end), beginning(tokenizer)
+    train, validation = (_mapped(folder, part, about, *more) for part in _PARTS)
     return train, validation
 
 
@@ -284,7 +294,9 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _mapped(folder: Path, part: str, about: dict[str, Any], prompt_end: Sequence[int]) -> Corpus:
+def _mapped(
+    folder: Path, part: str, about: dict[str, Any], prompt_end: tuple[int, ...], begins: tuple[int, ...]
+) -> Corpus:
     counts = about[part]
 
     def read(name: str, dtype: torch.dtype, size: int) -> Tensor:
@@ -295,4 +307,4 @@ def _mapped(folder: Path, part: str, about: dict[str, Any], prompt_end: Sequence
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), read("ends", torch.int64, counts["documents"])])
     is_chat = read("talks", torch.bool, counts["documents"])
     found = counts["bytes"], starts, is_chat, counts["counted"], str(counts["key"])
-    return Corpus(tokens, mask, *found, tuple(prompt_end))
+    return Corpus(tokens, mask, *found, prompt_end, begins)

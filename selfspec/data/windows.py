@@ -57,7 +57,8 @@ class Windows:
 
 class Packed:
     """Batches of rows of `length` tokens in which whole documents lie side by side; every epoch shuffles the rows anew.
-    Only documents longer than a row are cut, into rows' lengths, each part a document of its own.
+    Only documents longer than a row are cut, into rows' lengths, each part a document of its own. It begins as texts of
+    the tokenizer do (`Corpus.begins`), outside the loss.
 
     `batch(step)` depends on the arguments alone, as that of `Windows`.
     """
@@ -72,11 +73,14 @@ class Packed:
         _divides(size, world)
         self.corpus, self.length, self.size, self.seed, self.pad = corpus, length, size, seed, pad
         self.rank, self.world = rank, world
-        documents = corpus.lengths()
-        parts = (documents + length - 1) // length
+        documents, self.begins = corpus.lengths(), torch.tensor(corpus.begins, dtype=torch.int64)
+        step = length - len(self.begins)  # of a text's further parts
+        parts = ((documents - length).clamp(min=0) + step - 1) // step + (documents > 0)
         number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
-        self.starts = corpus.starts[:-1].repeat_interleave(parts) + number * length
-        self.lengths = (documents.repeat_interleave(parts) - number * length).clamp(max=length)
+        self.more = (number > 0) * len(self.begins)  # tokens that a part begins with and the text has not there
+        before = number * step + self.more
+        self.starts = corpus.starts[:-1].repeat_interleave(parts) + before
+        self.lengths = (documents.repeat_interleave(parts) - before + self.more).clamp(max=length)
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed))
         self.members, self.ends = plan(self.lengths[order].tolist(), length)
         self.members = order[self.members]
@@ -114,11 +118,11 @@ class Packed:
         for i, row in enumerate(numbers):
             end = 0
             for n, member in enumerate(self.members[self.ends[row - 1] if row else 0 : self.ends[row]].tolist()):
-                start, count = int(self.starts[member]), int(self.lengths[member])
-                place = slice(end, end + count)
-                tokens[i, place] = self.corpus.tokens[start : start + count].long()
-                mask[i, place] = self.corpus.mask[start : start + count]
-                documents[i, place] = n
+                start, count, more = int(self.starts[member]), int(self.lengths[member]), int(self.more[member])
+                documents[i, end : end + count] = n
+                tokens[i, end : end + more] = self.begins[:more]
+                place, part = slice(end + more, end + count), slice(start, start + count - more)
+                tokens[i, place], mask[i, place] = self.corpus.tokens[part].long(), self.corpus.mask[part]
                 end += count
         return {"tokens": tokens, "mask": mask, "documents": documents, "rows": torch.tensor(numbers)}
 

@@ -98,12 +98,17 @@ class _Source:
         return Stream(tokens, torch.zeros_like(tokens, dtype=torch.bool), 0)
 
     def _stretch(self, at: Tensor) -> Stream:
-        """Tokens `at` of all texts in a row."""
+        """Tokens `at` of all texts in a row; the last give way to what a text begins with."""
         sizes = self.corpus.lengths()[self.texts]
         ends = sizes.cumsum(0)
         text = torch.searchsorted(ends, at, right=True)
         where = self.corpus.starts[self.texts[text]] + at - (ends - sizes)[text]
-        return Stream(self.corpus.tokens[where].long(), self.corpus.mask[where], 0)
+        tokens, mask = self.corpus.tokens[where].long(), self.corpus.mask[where]
+        begins = torch.tensor(self.corpus.begins, dtype=torch.int64)
+        if not torch.equal(tokens[: len(begins)], begins):
+            tokens = torch.cat([begins, tokens])[: len(at)]
+            mask = torch.cat([torch.zeros_like(begins, dtype=torch.bool), mask])[: len(at)]
+        return Stream(tokens, mask, 0)
 
 
 def _temperature(row: int, rows: int, sampled: float) -> float:
@@ -135,7 +140,7 @@ def distill(
     source = _Source.of(corpus, length)
     _refuse(target, corpus, config, source)
     identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
-    text = " ".join(map(str, (corpus.key, *corpus.prompt_end)))
+    text = " ".join(map(str, (corpus.key, *corpus.prompt_end, *corpus.begins)))
     settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
     others = folder.is_dir() and any(folder.iterdir())
     folder = folder / hashlib.sha256(settings["settings"].encode()).hexdigest()[:12]  # other settings, other texts

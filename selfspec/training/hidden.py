@@ -157,7 +157,7 @@ def with_few_logits(target: Target, vocabulary: Tensor) -> Target:
 def states_folder(target: Target, corpus: Corpus, rows: Packed, how: str) -> Path:
     """Where the hidden states of these rows lie on disk; `how` they are computed is part of its name."""
     digest = hashlib.sha256(f"{target_hash(target)} {corpus.key} {rows.length} {rows.pad} {how}".encode())
-    for part in (rows.members, rows.ends):
+    for part in (rows.members, rows.ends, rows.begins):
         digest.update(part.numpy().tobytes())
     return cache_folder() / "hidden" / digest.hexdigest()[:24]
 

@@ -201,7 +201,7 @@ def random_rows(batch: Batch, count: int) -> Tensor:
     the same after an interruption, and however a batch is divided."""
     tokens, seeds = batch.tokens, batch.tokens.sum(1)
     if batch.epochs is not None:
-        seeds = seeds + (batch.epochs << 40)
+        seeds = seeds + 1_000_003 * batch.epochs  # of a seed the generator takes 32 bits
     rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed)) for seed in seeds.tolist()]
     return torch.stack(rows).to(tokens.device)
 
