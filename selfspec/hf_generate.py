@@ -90,7 +90,8 @@ def decode(
         raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
     prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
     if stop_strings:
-        stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
+        given = outer.get("tokenizer") or tokenizer
+        stopping_criteria = [*stopping_criteria, stopping("stop_strings", given, stop_strings)]
     options = _options(config, seed, width, logits_processor, stopping_criteria, pads, relaxed)
     if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
         warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)

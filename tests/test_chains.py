@@ -17,6 +17,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
+from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.hybrid import Hybrid
@@ -123,3 +124,34 @@ def test_rows_that_end_and_many_rejected_tokens() -> None:
     randomize(heads)
     rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), heads.eval(), 8)
     assert rows.token_ids == [one.token_ids[0] for one in alone]
+
+
+def test_positions_are_those_of_stock_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    """RoBERTa counts them by what is no padding, unless they are given: tokens like the padding, and texts up to the
+    last position, are as transformers' generate has them."""
+    target = served(tiny("roberta"))
+    pad, limit = target.model.config.pad_token_id, target.max_positions
+    assert limit is not None
+    for prompt in ([5, pad, 2, pad, 7], [3 + i % 50 for i in range(limit - 4)]):
+        options = Options(24, Sampling(0.0))
+        plain = autoregressive(target, [prompt], options).token_ids
+        count = len(plain[0])
+        assert count == min(24, limit - len(prompt))
+        ids = torch.tensor([prompt])
+        settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": pad}
+        stock = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert plain[0] == stock[0, len(prompt) :].tolist()
+        trees = RandomTrees([prompt + plain[0]])
+        assert speculative(target, [prompt], options, trees, 7).token_ids == plain
+
+
+def test_what_can_not_draft_for_chains_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    block = made(BlockDrafter, target := served(tiny("bloom")), size=3, stack=1)
+    plain = autoregressive(target, PROMPTS, Options(12)).token_ids
+    assert speculative(target, PROMPTS, Options(12), block.eval(), 5).token_ids == plain
+    target = served(tiny("modernbert-decoder"))
+    with pytest.raises(ValueError, match=r"gives states of \d+ numbers, not of 32; trained drafters can not read them"):
+        speculative(target, PROMPTS, Options(4), made(Medusa, target, heads=2, rank=2).eval(), 5)
+    target = served(tiny("deepseek_v4"))
+    with pytest.raises(ValueError, match="instead of one state a token, which drafters that read layers can not take"):
+        speculative(target, PROMPTS, Options(4), made(Eagle3, target).eval(), 5)

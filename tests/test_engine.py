@@ -194,7 +194,7 @@ def test_the_walk_is_verify(temperature: float) -> None:
 
         given = WalkNoise() if temperature == 0 else WalkNoise(noise, torch.tensor(temperature, dtype=torch.float64))
         found = read_walk(walk(logits, tree.tokens, tree.parents, tree.mask, given))
-        assert found == verify(tree, logits, picker)
+        assert found == verify(tree, logits, picker)[:2]
         lengths |= set(map(len, found[0]))
     assert lengths >= {1, 2, 3}
 

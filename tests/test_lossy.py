@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import VOCAB, RandomTrees
+from transformers import MaxLengthCriteria
 
 import selfspec
 from selfspec.core.contract import Context
@@ -90,10 +92,11 @@ def test_what_is_not_emitted_is_not_altered(llama: Target) -> None:
         def propose(self, context: Context) -> DraftTree:
             return chain(torch.cat([context.roots[:, None], torch.full((1, 6), 31)], 1))
 
-    rule = Lossy("top_k:61")  # takes whatever is drafted
-    result = speculative(llama, [[5, 9, 2, 7]], Options(3, relaxed=rule), Same([]), 7)
-    assert result.token_ids == [[31] * 3]
-    assert rule.altered == 3
+    for ends in (Options(3), Options(9, stops=[MaxLengthCriteria(4 + 3)])):
+        rule = Lossy("top_k:61")  # takes whatever is drafted
+        result = speculative(llama, [[5, 9, 2, 7]], replace(ends, relaxed=rule), Same([]), 7)
+        assert result.token_ids == [[31] * 3]
+        assert rule.altered == 3
 
 
 def test_the_benchmark_names_and_measures_it(heads_folder: Path) -> None:

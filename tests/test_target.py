@@ -244,3 +244,21 @@ def test_a_model_of_known_form_is_probed_once(tmp_path: Path, monkeypatch: pytes
     for count in (6, 7):
         load_target(tmp_path / "one")
         assert len(probed) == count
+
+
+def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama: Target) -> None:
+    options, prompts = Options(12), [[5, 9, 2, 7]]
+    before = autoregressive(llama, prompts, options).token_ids
+    mlp = llama.layers[1].mlp
+    mlp.forward = lambda states: 0 * states
+    try:
+        other = autoregressive(llama, prompts, options).token_ids
+        ids = torch.tensor(prompts)
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        stock = llama.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    finally:
+        del mlp.forward
+    assert other == stock[:, 4:].tolist() != before
+    assert autoregressive(llama, prompts, options).token_ids == before
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=r"torch\.autocast is on"):
+        autoregressive(llama, prompts, options)

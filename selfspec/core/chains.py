@@ -9,6 +9,7 @@ tokens are run again at the beginning of the next pass.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class ChainCache:
 
     def __init__(self, target: ChainTarget, rows: int, capacity: int, limit: int) -> None:
         """capacity, limit: as of `KVCache`, by which drafters size caches of their own."""
-        self.target, self.lengths = target, [0] * rows
+        self.target, self.engine, self.lengths = target, target.engine, [0] * rows
         self.capacity, self.limit = capacity, limit
         self.states: list[Any] = [None] * rows
         self.waiting: list[list[int]] = [[] for _ in range(rows)]
@@ -61,7 +62,8 @@ class ChainCache:
                 continue
             waiting = self.waiting[row] + tokens[: len(path)]
             if len(waiting) > WAITING:
-                _, self.states[row] = self.target.run(waiting, self.states[row])
+                start = self.lengths[row] - len(self.waiting[row])
+                _, self.states[row] = self.target.run(waiting, start, self.states[row])
                 waiting = []
             self.waiting[row] = waiting
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
@@ -107,6 +109,8 @@ class ChainTarget(Target):
         self.why = why
         self._reading: dict[tuple[int, ...], nn.Module] = {}  # views, by the layers that their hooks read
         self._aside = threading.local()
+        self._positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.width = self.hidden_size  # of what its decoder gives, as the probe finds it
 
     def _stack(self) -> nn.ModuleList:
         with suppress(ValueError):
@@ -137,6 +141,13 @@ class ChainTarget(Target):
         """Raises ValueError for one whose trees must run as they are."""
         if not getattr(getattr(drafter, "drafter", drafter), "prunable", True):  # `Auto` holds another
             raise ValueError(f"{type(drafter).__name__} needs its whole tree to run, but {self.why}")
+        reading = [*getattr(drafter, "members", {}).values(), drafter]
+        trained = any(isinstance(one, nn.Module) and any(True for _ in one.parameters()) for one in reading)
+        if trained and self.width != self.hidden_size:
+            raise ValueError(
+                f"the decoder of {type(self.model).__name__} gives states of {self.width} numbers, not of "
+                f"{self.hidden_size}; trained drafters can not read them: take prompt_lookup"
+            )
 
     def shaped(self, tree: DraftTree) -> DraftTree:
         """The likeliest chain of each row, from the root down; spare nodes behind the shorter ones."""
@@ -165,18 +176,24 @@ class ChainTarget(Target):
         """Raises ValueError."""
         raise ValueError(f"{self.why}; it is served by chains, without drafters that run parts of the target")
 
-    def run(self, tokens: list[int], state: Any, reads: tuple[int, ...] = ()) -> tuple[dict[int, Tensor], Any]:
+    def run(
+        self, tokens: list[int], start: int, state: Any, reads: tuple[int, ...] = ()
+    ) -> tuple[dict[int, Tensor], Any]:
         """Logits (as -2), the outputs of the decoder (as -1) and of the layers read, all [n, ...], on n tokens behind a
-        cache, and the cache behind them; `state` stays."""
+        cache of `start` tokens, and the cache behind them; `state` stays."""
         name = cache_name(self.model)
         behind = {} if state is None else {name: copy.deepcopy(state)}
-        outputs, out = self._passed(reads, torch.tensor([tokens], device=self.device), use_cache=True, **behind)
+        ids = torch.tensor([tokens], device=self.device)
+        outputs, out = self._passed(reads, ids, start, use_cache=True, **behind)
         if name not in out:
             raise ValueError(f"{type(self.model).__name__} returns no {name} to go on from")
         return {i: part[0] for i, part in {**outputs, -2: out.logits}.items()}, out[name]
 
-    def _passed(self, reads: tuple[int, ...], ids: Tensor, **settings: Any) -> tuple[dict[int, Tensor], Any]:
-        """A pass through a view of the model that puts the outputs of these layers, and the decoder's, aside."""
+    def _passed(
+        self, reads: tuple[int, ...], ids: Tensor, start: int, **settings: Any
+    ) -> tuple[dict[int, Tensor], Any]:
+        """A pass through a view of the model that puts the outputs of these layers, and the decoder's, aside. Positions
+        are given as transformers' generate gives them: some models count them by what is no padding."""
         if reads not in self._reading:
             model = view(self.model)
             layers = layer_stack(model) if reads else nn.ModuleList()
@@ -185,12 +202,20 @@ class ChainTarget(Target):
             decoder_of(model).register_forward_hook(partial(self._keep, -1))
             self._reading[reads] = model
         self._aside.outputs = {}
+        if self._positions:
+            settings["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None].expand_as(ids)
         out = self._reading[reads](input_ids=ids, **settings)
         return self._aside.outputs, out
 
     def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook; several threads may run passes at once."""
-        self._aside.outputs[index] = output if isinstance(output, Tensor) else output[0]
+        states = output if isinstance(output, Tensor) else output[0]
+        if index >= 0 and states.dim() != 3:
+            raise ValueError(
+                f"layers of {type(self.model).__name__} give {list(states.shape)} instead of one state a token, which "
+                "drafters that read layers can not take: choose medusa or prompt_lookup"
+            )
+        self._aside.outputs[index] = states
 
     def forward(
         self,
@@ -217,7 +242,8 @@ class ChainTarget(Target):
         for row, size in enumerate(sizes):
             size = min(size, limit - states.lengths[row])  # what stands behind is never emitted
             chain, waiting = tokens[row, :size].tolist(), states.waiting[row]
-            outputs, state = self.run(waiting + chain, states.states[row], reads)
+            start = states.lengths[row] - len(waiting)
+            outputs, state = self.run(waiting + chain, start, states.states[row], reads)
             states.ran.append((chain, state))
             rows.append({i: part[len(waiting) :] for i, part in outputs.items()})
         width = tokens.shape[1]
@@ -246,7 +272,7 @@ class ChainTarget(Target):
         if any(value is not None for value in (layers, hidden, masks, positions)):
             self.part()
         if documents is None:
-            outputs, out = self._passed(reads, tokens, use_cache=False)
+            outputs, out = self._passed(reads, tokens, 0, use_cache=False)
             return Pass(out.logits if logits else None, outputs[-1], {i: outputs[i] for i in reads})
         rows: list[list[Pass]] = []
         for row, of in zip(tokens, documents, strict=True):  # each document alone
@@ -301,8 +327,9 @@ def _probe_chains(target: ChainTarget) -> None:
     assert whole is not None
     state, at = None, 0
     for width in (6, 4, 1, 3):
-        target.run([2] * width, state)  # gone back from
-        outputs, state = target.run(text[at : at + width], state)
+        target.run([2] * width, at, state)  # gone back from
+        outputs, state = target.run(text[at : at + width], at, state)
+        target.width = outputs[-1].shape[-1]
         parts = [deviation(a, b) for a, b in zip(outputs[-2], whole[0, at : at + width], strict=True)]
         at += width
         if not sorted(parts)[width // 2] < tolerance(target.dtype, True):

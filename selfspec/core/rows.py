@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from selfspec.core.contract import Accepted, Session
+from selfspec.core.lossy import Lossy
 from selfspec.core.options import Options, Seen
 from selfspec.core.passes import Pass
 from selfspec.core.processors import PrefixRules
@@ -57,6 +58,7 @@ class Rows:
         temperature = 1.0 if warper is None else warper.temperature
         self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)
         self.noise: Noise | None = None
+        self.altered: list[list[bool]] = []  # of the last walk: which tokens a relaxed rule put in a pick's place
         if options.sampling.temperature > 0:
             self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
 
@@ -105,7 +107,7 @@ class Rows:
         if out.walked is not None:
             return *read_walk(out.walked), Kept(out.walked)
         assert out.logits is not None
-        paths, emitted = verify(tree, out.logits, self.picker, self.options.relaxed, self._ended)
+        paths, emitted, self.altered = verify(tree, out.logits, self.picker, self.options.relaxed, self._ended)
         return paths, emitted, Kept.of(paths, emitted, self.target.device)
 
     def _ended(self, row: int, emitted: list[int]) -> bool:
@@ -139,6 +141,8 @@ class Rows:
                 lengths = range(1, len(cut) + 1)
                 if stop := next((n for n in lengths if self.rules.stop(self.alive[i], self.tokens[i] + cut[:n])), None):
                     cut, end = cut[:stop], stop
+            if isinstance(self.options.relaxed, Lossy):  # what is not emitted is not altered
+                self.options.relaxed.altered -= sum(self.altered[i][len(cut) :])
             if self.recording and len(row) > len(cut):
                 del self.records[self.alive[i]][len(cut) - len(row) :]
             self.tokens[i] += cut

@@ -125,7 +125,7 @@ class Target:
         """A snapshot of what views copy; when it changes, parts are built anew."""
         parts: list[object] = [self.model.config.get_text_config()._attn_implementation]
         for m in self.model.modules():
-            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks]
+            parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
@@ -139,6 +139,12 @@ class Target:
         if self.model.training:
             raise ValueError(
                 "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
+            )
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != self.dtype:
+            raise ValueError(
+                "torch.autocast is on, under which keys and values have another dtype than the KV cache; leave it, and "
+                "load the target in the dtype that you want"
             )
         if self.changed:
             raise ValueError(

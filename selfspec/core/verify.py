@@ -26,12 +26,12 @@ def verify(
     picker: Picker,
     relaxed: Relaxed | None = None,
     ended: Callable[[int, list[int]], bool] = lambda row, emitted: False,
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
     """Walk every row's tree from its root, all rows one level at a time; only visited nodes are picked from.
 
     logits: [B, N, V] of the target; ended: whether a row is finished with what it emitted; its walk stops there.
-    Returns per row the path (accepted nodes, root first) and the emitted tokens: those of path[1:] and then the bonus
-    token, which is missing where `ended` stopped the row at an accepted node.
+    Returns per row the path (accepted nodes, root first), the emitted tokens (those of path[1:] and then the bonus
+    token, which is missing where `ended` stopped the row at an accepted node), and which of them are no picks.
     Every emitted token is the target's own pick, whatever the tree holds (but for a `relaxed` rule, which may prefer a
     drafted token to the pick).
     """
@@ -41,24 +41,26 @@ def verify(
     rows = list(range(len(drafted)))
     paths: list[list[int]] = [[0] for _ in rows]
     emitted: list[list[int]] = [[] for _ in rows]
+    altered: list[list[bool]] = [[] for _ in rows]
     while rows:
         nodes = [paths[row][-1] for row in rows]
         level = logits[:, nodes[0]] if len(drafted) == 1 else logits[rows, nodes]
         tokens, scores = picker(level, rows, [emitted[row] for row in rows])
-        picked = tokens.tolist()
+        picked = own = tokens.tolist()
         if relaxed is not None:
             below = [[drafted[row][c] for c in children[row][node]] for row, node in zip(rows, nodes, strict=True)]
             picked = relaxed(scores, picked, below)
         walking = []
-        for row, token in zip(rows, picked, strict=True):
+        for row, token, pick in zip(rows, picked, own, strict=True):
             emitted[row].append(token)
+            altered[row].append(token != pick)
             child = next((c for c in children[row][paths[row][-1]] if drafted[row][c] == token), None)
             if child is not None:
                 paths[row].append(child)
                 if not ended(row, emitted[row]):
                     walking.append(row)
         rows = walking
-    return paths, emitted
+    return paths, emitted, altered
 
 
 class Kept:

@@ -289,8 +289,7 @@ def _calibrated(run: DrafterRun) -> Figures:
     """A drafter that trains nothing."""
     run.drafter.eval()
     print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
-    with torch.no_grad(), autocast(run.target.device, run.loop):
-        return _calibration(run)
+    return _calibration(run)
 
 
 def _validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -> dict[str, Tensor]:
