@@ -265,7 +265,7 @@ def main(config: DictConfig) -> None:
                 write_text(folder / "gpu.md", text + "\n")
                 if gpu and config.parts is None:  # some parts alone would take the place of all
                     write_section(Path(config.results), "gpu", text)
-        print(f"\n{text}\n{folder}")
+        print(f"\n{text}\n{folder}" + ("" if gpu else f"\n{title}"))
         if "(failed: " in text:
             sys.exit(1)
 

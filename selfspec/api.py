@@ -107,7 +107,8 @@ class Spec:
     def __repr__(self) -> str:
         dtype, device = self.target.dtype_name, self.target.device
         count = sum(p.numel() for p in self.drafter.trained().values()) / 1e6
-        drafter = f"{self.drafter.kind} of {count:.1f}M" if count else self.drafter.kind
+        name = "+".join(self.drafter.sources)
+        drafter = f"{name} of {count:.1f}M" if count else name
         return f"Spec(target={self.target.name!r}, drafter={drafter}, dtype={dtype}, device={device})"
 
     @taking(Request)
@@ -215,7 +216,11 @@ class Spec:
             which = self.target, rows, sampled
             if self._decoded < SECONDS and saved_costs(*which) is None:  # measuring takes longer than all calls so far
                 return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
-            self._past[sampled, rows] = pass_costs(*which), Experience()
+            costs = pass_costs(*which)
+            if saved_costs(*which) is None:  # the machine was busy: again after as many more calls
+                self._decoded = 0.0
+                return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
+            self._past[sampled, rows] = costs, Experience()
         (costs, past), forecast = self._past[sampled, rows], Forecast()
         return Auto(self.drafter, costs, past, forecast, asked.max_new_tokens), LARGEST, forecast
 

@@ -13,7 +13,7 @@ from conftest import made, randomize
 
 from selfspec.api import Spec
 from selfspec.budget import cost, policy
-from selfspec.budget.cost import LARGEST, SIZES, cost_file, pass_costs
+from selfspec.budget.cost import LARGEST, SIZES, cost_file, implausible, pass_costs, saved_costs
 from selfspec.budget.policy import _TRIAL, Auto, AutoSession, Experience, Forecast
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.generate import autoregressive, speculative
@@ -84,6 +84,28 @@ def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> 
     path.unlink()
     assert pass_costs(llama)
     assert cost_file(llama, 1) != cost_file(llama, 4)
+
+
+def test_what_was_measured_on_a_busy_machine_is_not_kept(
+    llama: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steady = [1.0, 1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.0]
+    assert not implausible(steady)
+    assert "one node seemed to take 6.0 plain steps" in implausible([1.0, 6.0, *[7.0] * 6])
+    assert "8 nodes seemed to take less than half" in implausible([1.0, 0.7, 2.9, 2.2, 1.0, 0.8, 1.0, 4.0])
+    tries = iter([[1.0, 6.0, *[7.0] * 6]] * 4 + [[1.0, 0.1, *steady[2:]], steady])
+    monkeypatch.setattr(cost, "measure_costs", lambda *_: next(tries))
+    pass_costs(llama)  # tried twice
+    assert "other programs ran beside; these costs are not kept" in capsys.readouterr().err
+    assert saved_costs(llama) is None
+    assert not cost_file(llama, 1).exists()
+    spec = Spec(llama, made(PromptLookup, llama))
+    spec._decoded = 100.0
+    assert not spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured  # small trees, and later again
+    assert spec._decoded < 100
+    spec._decoded = 100.0
+    assert spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured
+    assert pass_costs(llama)[:3] == steady[:3]
 
 
 def test_sizes_that_can_not_pay_are_not_measured(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:

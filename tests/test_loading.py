@@ -169,8 +169,8 @@ def test_a_cache_beyond_memory_is_refused_with_its_size(heads_folder: Path, monk
     ("change", "error", "message"),
     [
         ({"target": 5}, ValueError, "target is of type int"),
-        ({"target": "/nowhere"}, FileNotFoundError, "has no config.json"),
-        ({"target": Path("/nowhere")}, FileNotFoundError, "has no config.json"),
+        ({"target": "/nowhere"}, FileNotFoundError, "there is no folder /nowhere"),
+        ({"target": Path("/nowhere")}, FileNotFoundError, "there is no folder /nowhere"),
         ({"drafter": 5}, ValueError, "drafter=5"),
         ({"drafter": Path("/nowhere")}, FileNotFoundError, "no drafter at"),
         ({"dtype": torch.int16}, ValueError, "dtype='int16'"),

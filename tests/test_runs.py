@@ -387,7 +387,7 @@ def test_programs_that_share_the_processors_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2 * processors, 0.0, 0.0))
     assert resources.crowd() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * processors, 0.0, 0.0))
-    assert f"{4 * processors} threads want {processors} processors" in str(resources.crowd())
+    assert f"{4 * processors} threads compete for {processors} processors" in str(resources.crowd())
 
 
 def test_a_loss_that_does_not_fall_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import statistics
@@ -66,21 +67,41 @@ def _context(target: Target, rows: int) -> int:
     return min(max(_ALL // rows, _LEAST), _CONTEXT, (target.max_positions or 4096) // 2)
 
 
-def pass_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float]:
+def pass_costs(target: Target, rows: int = 1, sampled: bool = False, insist: bool = False) -> list[float]:
     """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
-    step. They are measured where no file holds them. Raises ValueError as `saved_costs` does."""
+    step. They are measured where no file holds them. What can not be, since other programs took the machine, is
+    measured once more and then not kept, so that it is measured again when it is asked for again (insist: in other
+    processes alone). Raises ValueError as `saved_costs` does."""
     with _measuring:
         if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs
         path = cost_file(target, rows)
         writable = _made(path.parent)
         with target.engine.at_once():
-            seconds = _measured[path, sampled] = measure_costs(target, rows, float(sampled))
-        if writable:
+            seconds = measure_costs(target, rows, float(sampled))
+            if implausible(seconds):
+                seconds = measure_costs(target, rows, float(sampled))
+        if why := implausible(seconds):
+            print(f"auto: {why}, so other programs ran beside; these costs are not kept", file=sys.stderr)
+        if insist or not why:
+            _measured[path, sampled] = seconds
+        if writable and not why:
             before = read_json(path) if path.is_file() else _identity(target, rows)
             listed = {str(n): s for n, s in zip((0, *SIZES), seconds, strict=True)}
             write_text(path, json.dumps({**before, _mode(sampled): listed}, indent=1) + "\n")
         return _by_nodes(seconds, target)
+
+
+def implausible(seconds: Sequence[float]) -> str:
+    """What of measured costs, as `measure_costs` gives them, can not be: a pass over a root alone is a plain step, and
+    more nodes do not take half the time. "" where nothing is."""
+    ratios = [cost / seconds[0] for cost in seconds[1:]]
+    if not 0.5 <= ratios[0] <= 2:
+        return f"a pass over one node seemed to take {ratios[0]:.1f} plain steps"
+    for i, largest in enumerate(itertools.accumulate(ratios, max)):
+        if ratios[i] < 0.5 * largest:
+            return f"a pass over {SIZES[i]} nodes seemed to take less than half of what a smaller one took"
+    return ""
 
 
 def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
@@ -167,7 +188,9 @@ def measure_costs(target: Target, rows: int, temperature: float) -> list[float]:
     prompts = [[rng.randrange(target.vocab_size) for _ in range(_context(target, rows))] for _ in range(rows)]
     sampling, start, compiling, reading = Sampling(temperature), time.perf_counter(), 0.0, 0.0
     mode = _mode(temperature > 0)
-    bar = progress(total=_ROUNDS, desc=f"auto: the cost of a {mode} pass, measured once, {SECONDS:.0f} s", leave=False)
+    bar = progress(
+        total=_ROUNDS, desc=f"auto: measuring a {mode} pass, {SECONDS:.0f} s where nothing else runs", leave=False
+    )
 
     def late(share: float = 1.0) -> bool:
         return time.perf_counter() - start - compiling > share * SECONDS

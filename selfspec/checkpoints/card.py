@@ -12,6 +12,8 @@ from selfspec.utils.errors import visible
 from selfspec.utils.exactness import STORY
 from selfspec.utils.files import Figures
 
+PLACE = "path/to/this/folder"  # in a card, until it is uploaded
+
 
 def in_markdown(value: Any) -> str:
     """A value as text of one line in Markdown or in a table of it: no tags, no cells of its own."""
@@ -25,7 +27,9 @@ def repository(name: str) -> str | None:
 
 def card(meta: Figures, note: str) -> str:
     """meta: of drafter.json; note: what its maker adds."""
-    config = "\n".join(f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in meta["config"].items())
+    config = "\n".join(
+        f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in meta["config"].items() if value is not None
+    )
     name, kind = str(meta["target"]["name"]), in_markdown(meta["kind"])
     base = "" if repository(name) is None else f"base_model: {name}\n"
     outside = Path(name).is_absolute() or name.startswith("../")
@@ -42,7 +46,7 @@ many passes the target takes. {STORY}
 ```python
 import selfspec
 
-spec = selfspec.load("path/to/this/folder")
+spec = selfspec.load("{PLACE}")
 ```
 
 {config}

@@ -11,7 +11,6 @@ from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
 
-_TARGET = "; give a folder, a hub id owner/name, or tiny-target"
 UNTRAINED = ("prompt_lookup", "lookahead")  # work without a checkpoint
 
 
@@ -80,8 +79,9 @@ def check_target_name(name: str, path: str | None = None) -> None:
         drafter = (place / "drafter.json").is_file() or (place / "drafter" / "drafter.json").is_file()
         holds = "; it is a file, so give its folder" if place.is_file() else ""
         holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else holds
-        what = how_to_train(name) or holds or _TARGET
-        raise FileNotFoundError(f"target {name!r}{did_you_mean(name, TARGETS)}: {place} has no config.json{what}")
+        what = how_to_train(name) or holds or f"; give a folder, a hub id owner/name, or one of {', '.join(TARGETS)}"
+        lacks = f"{place} has no config.json" if place.exists() else f"there is no folder {place}"
+        raise FileNotFoundError(f"target {name!r}{did_you_mean(name, TARGETS)}: {lacks}{what}")
 
 
 def _no_drafter(name: str) -> FileNotFoundError:

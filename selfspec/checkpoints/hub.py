@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, snapsho
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from selfspec.checkpoints.card import in_markdown, repository
+from selfspec.checkpoints.card import PLACE, in_markdown, repository
 from selfspec.checkpoints.drafter_folder import check_files, read_meta
 from selfspec.utils.files import Figures, atomic, read_json
 
@@ -76,9 +76,9 @@ def measured(results: Sequence[Path], folder: Path, located: Callable[[str], Pat
     return points
 
 
-def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
-    """Write what is to be uploaded: the drafter's own files, and its card with the table of `points`, the same figures
-    as the hub's model-index and the target's name."""
+def prepare(source: Path, folder: Path, repo: str, points: Sequence[Figures] = ()) -> None:
+    """Write what is to be uploaded to a repository: the drafter's own files, and its card with the table of `points`,
+    the same figures as the hub's model-index and the target's name."""
     meta = read_meta(source)
     check_files(source, meta)  # the hub gets nothing damaged, and nothing that only lay beside it
     for name in (*meta["files"], "drafter.json", "README.md", "training.json"):
@@ -87,7 +87,7 @@ def prepare(source: Path, folder: Path, points: Sequence[Figures] = ()) -> None:
             shutil.copyfile(source / name, folder / name)
     path = folder / "README.md"
     card = ModelCard(path.read_text() if path.is_file() else f"---\nlibrary_name: selfspec\n---\n# {meta['kind']}\n")
-    card.text = card.text.split(_MEASURED)[0].rstrip() + "\n"
+    card.text = card.text.split(_MEASURED)[0].rstrip().replace(PLACE, repo) + "\n"
     data: ModelCardData = card.data  # type: ignore[assignment]
     data.base_model = repository(str(meta["target"]["name"]))
     data.pipeline_tag = "text-generation"
@@ -166,11 +166,11 @@ def push(
         if source.resolve() in dry_run.resolve().parents:
             raise ValueError(f"dry_run={str(dry_run)!r} lies in the drafter's folder; give another place")
         with atomic(dry_run) as folder:
-            prepare(source, folder, points)
+            prepare(source, folder, repo, points)
         return str(dry_run)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "drafter"
-        prepare(source, folder, points)
+        prepare(source, folder, repo, points)
         api = HfApi(token=token)
         repository = api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:

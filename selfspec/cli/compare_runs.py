@@ -112,7 +112,7 @@ def _comparison(
     (folder / "figures.jsonl").unlink(missing_ok=True)  # written anew from all runs
     with RunLog(folder, run, plain, "figures.jsonl") as log:
         measured = run_comparison(specs, draft_model, prompts, run.compare, path)
-        costs = {t: pass_costs(target, 1, t > 0) for t in run.compare.temperatures}
+        costs = {t: pass_costs(target, 1, t > 0, insist=True) for t in run.compare.temperatures}
         rows = summarize_comparison(measured, costs)
         prices = {name: price(name, spec.drafter, target) for name, spec in specs.items()}
         if draft_model is not None and run.compare.draft_model is not None:

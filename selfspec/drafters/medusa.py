@@ -19,7 +19,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
 from selfspec.drafters.parts.losses import ahead, heads_loss
 from selfspec.drafters.parts.static_tree import StaticTreeSession
-from selfspec.drafters.parts.views import SharedHeads
+from selfspec.drafters.parts.views import SharedHeads, check_width
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero
 
@@ -71,6 +71,7 @@ class Medusa(Reduced):
         if config.projection == "lora":
             self.shared = SharedHeads(target, heads, config.rank, dtype, config.draft_vocab)
         else:
+            check_width(target)
             self.view = view(target.lm_head)  # keeps a bias, should the target have one
             self.full = nn.Parameter(self.of_rows(self.view.weight.detach()).to(dtype).repeat(heads, 1, 1))
         self.compute_dtype = target.dtype

@@ -189,7 +189,7 @@ class Engine:
         self.made.append((what, took := time.perf_counter() - start, how))
         if how == "compiled" and took > _SLOW and not self.quiet:
             count = sum(done == how for _, _, done in self.made)
-            print(f"compiled {function.__name__} in {took:.0f} s, {count} functions so far", file=sys.stderr)
+            print(f"compiled {function.__name__} in {took:.0f} s, function {count} of this run", file=sys.stderr)
         if code is not function and len({device for device in devices_of(args) if device.type == "cuda"}) == 1:
             code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
         self.compiled[wanted] = code

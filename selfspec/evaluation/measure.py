@@ -135,7 +135,7 @@ def _warm_up(spec: Spec, calls: Mapping[Arm, Call], left: Sequence[tuple[Point, 
     longest: dict[tuple[Sampling, Arm], Point] = {}
     for point, arms in left:
         if any(arm.nodes == "auto" for arm in arms):  # short calls would put it off; once for each size
-            pass_costs(spec.target, len(point.batch), point.sampling.temperature > 0)
+            pass_costs(spec.target, len(point.batch), point.sampling.temperature > 0, insist=True)
         for arm in arms:
             other = longest.setdefault((point.sampling, arm), point)
             if max(len(p.ids) for p in point.batch) > max(len(p.ids) for p in other.batch):

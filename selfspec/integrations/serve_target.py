@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import shutil
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -280,5 +281,11 @@ def acceptance_lines(figures: Figures) -> list[str]:
 
 
 def start(environment: dict[str, str], words: list[str]) -> None:
-    """This process becomes the server."""
+    """This process becomes the server. Raises ValueError where its Python has no vLLM."""
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([words[0], "-c", find], capture_output=True, check=False).returncode:
+        raise ValueError(
+            f"{words[0]} can not import vllm: name the environment that has it (export SELFSPEC_VLLM=/path/to/venv), "
+            "or make one in a clone: make .venv-vllm/.ready"
+        )
     os.execvpe(words[0], words, {**os.environ, **environment})

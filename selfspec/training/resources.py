@@ -177,5 +177,6 @@ def crowd() -> str | None:
     if load < 1.5 * processors:
         return None
     threads = torch.get_num_threads()
-    many = f", {threads} of them of this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
-    return f"{load:.0f} threads want {processors} processors" + (many if threads > 1 else "; other programs run here")
+    many = f", {threads} of them for this run; where several programs run at once, start each with OMP_NUM_THREADS=1"
+    busy = f"{load:.0f} threads compete for {processors} processors"
+    return busy + (many if threads > 1 else "; other programs run here")

@@ -54,6 +54,7 @@ class SharedHeads(Adapted):
 
     def __init__(self, target: Target, heads: int, rank: int, dtype: torch.dtype, count: int | None = None) -> None:
         super().__init__()
+        check_width(target)
         path = next(n for n, m in target.model.named_modules() if m is target.lm_head)
         self.name = path.rsplit(".", 1)[-1]
         whole = view(target.lm_head)
@@ -104,6 +105,15 @@ def _rows(head: nn.Linear, count: int) -> nn.Linear:
     for name, parameter in list(part.named_parameters()):
         setattr(part, name, nn.Parameter(parameter.detach()[:count].clone(), requires_grad=False))
     return part
+
+
+def check_width(target: Target) -> None:
+    """Raises ValueError for a target whose lm_head reads other states than its decoder gives."""
+    if (width := next(target.lm_head.parameters()).shape[-1]) != target.hidden_size:
+        raise ValueError(
+            f"the lm_head of {type(target.model).__name__} reads {width} numbers, its hidden states have "
+            f"{target.hidden_size}: drafters that share it can not be built; take prompt_lookup"
+        )
 
 
 def norm_name(decoder: nn.Module) -> str:
