@@ -81,24 +81,46 @@ def decode(
     `seed`, or else from torch's global generator; every row, so every return sequence, has its own.
 
     Raises ValueError for modes, arguments and processors that can not be served, naming them.
-    """ outer = _arguments_of_generate(model) streamer = streamer or outer.get("streamer") _refuse(target, model,
-    config, logits_processor, outer, model_kwargs) rows, width = input_ids.shape if streamer is not None and rows > 1:
-    raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
-    prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask")) if stop_strings: if tokenizer is None: raise
-    ValueError( f"stop_strings={stop_strings!r} needs spec.tokenizer, which is None; set it: transformers does not hand
-    " "over the tokenizer that generate was given" ) stopping_criteria = [*stopping_criteria, stopping("stop_strings",
-    tokenizer, stop_strings)] options = _options(config, seed, width, logits_processor, stopping_criteria, pads,
-    relaxed) if (warning := limited(target, prompts, options.max_new_tokens)) is not None: warnings.warn(f"{warning};
-    transformers' own decoding may go on", stacklevel=4) stats = Stats() records: list[list[tuple[Tensor, Tensor]]] =
-    [[] for _ in prompts] new: list[list[int]] = [[] for _ in prompts] drafted: list[list[bool]] = [[] for _ in prompts]
-    check(target, prompts, options) for added in speculative_steps(target, prompts, options, *budget(), stats, records):
-    for row, tokens, from_tree in added: new[row] += tokens drafted[row] += from_tree if streamer is not None:
-    streamer.put(torch.tensor(tokens)) if streamer is not None: streamer.end() sequences = _joined(input_ids, new,
-    config) if not config.return_dict_in_generate: return sequences longest = sequences.shape[1] - width return
-    SpeculativeOutput( sequences=sequences,  # type: ignore[arg-type] logits=_per_step(records, 0, longest) if
-    config.output_logits else None,  # type: ignore[arg-type] scores=_per_step(records, 1, longest) if
-    config.output_scores else None,  # type: ignore[arg-type] stats=stats, from_draft=torch.tensor([row + [False] *
-    (longest - len(row)) for row in drafted], device=input_ids.device), )
+    """
+    outer = _arguments_of_generate(model)
+    streamer = streamer or outer.get("streamer")
+    _refuse(target, model, config, logits_processor, outer, model_kwargs)
+    rows, width = input_ids.shape
+    if streamer is not None and rows > 1:
+        raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
+    prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
+    if stop_strings:
+        if tokenizer is None:
+            why = "set it: transformers does not hand over the tokenizer that generate was given"
+            raise ValueError(f"stop_strings={stop_strings!r} needs spec.tokenizer, which is None; {why}")
+        stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
+    options = _options(config, seed, width, logits_processor, stopping_criteria, pads, relaxed)
+    if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
+        warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)
+    stats = Stats()
+    records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
+    new: list[list[int]] = [[] for _ in prompts]
+    drafted: list[list[bool]] = [[] for _ in prompts]
+    check(target, prompts, options)
+    for added in speculative_steps(target, prompts, options, *budget(), stats, records):
+        for row, tokens, from_tree in added:
+            new[row] += tokens
+            drafted[row] += from_tree
+            if streamer is not None:
+                streamer.put(torch.tensor(tokens))
+    if streamer is not None:
+        streamer.end()
+    sequences = _joined(input_ids, new, config)
+    if not config.return_dict_in_generate:
+        return sequences
+    longest = sequences.shape[1] - width
+    return SpeculativeOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
+        scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
+        stats=stats,
+        from_draft=torch.tensor([row + [False] * (longest - len(row)) for row in drafted], device=input_ids.device),
+    )
 
 
 def _options(

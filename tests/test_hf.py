@@ -235,7 +235,7 @@ def test_stop_strings(tiny: Spec, inputs: dict[str, Tensor]) -> None:
     ours = tiny.target.model.generate(**settings, stop_strings=[stop], custom_generate=tiny)
     assert ours.tolist() == reference.tolist()
     assert ours.shape[1] < len(free)
-    with pytest.raises(ValueError, match="needs spec.tokenizer, which is None; set it"):
+    with pytest.raises(ValueError, match=r"needs spec\.tokenizer, which is None; set it"):
         tiny.target.model.generate(**settings, stop_strings=[stop], custom_generate=Spec(tiny.target, tiny.drafter))
     with pytest.raises(ValueError, match="can not produce"):
         tiny.target.model.generate(**inputs, stop_strings=["\ud800"], custom_generate=tiny)
