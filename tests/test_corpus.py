@@ -11,6 +11,7 @@ import torch
 from conftest import write_lines
 from tokenizers.processors import TemplateProcessing
 
+from selfspec.data.chat import Chat
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.records import Hub, JsonLines, Parquet
@@ -351,3 +352,15 @@ def test_conversations_as_others_write_them(record: dict[str, Any], text: str, t
     path = write_lines(tmp_path / "d.jsonl", [record, {"text": "x"}])
     (document, _), _ = JsonLines(path=path, tokenizer=tokenizer).documents()
     assert [part for part, counts in document.spans if counts] == [text]
+
+
+def test_a_records_own_system_text_and_weights_are_read(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    assert [turn["role"] for turn in Chat.of({"conversations": turns, "system": "Be brief."}, "x").messages] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bad", "weight": 0}]
+    messages += [{"role": "user", "content": "Again"}, {"role": "assistant", "content": "Good", "weight": 1}]
+    assert Chat.of({"messages": messages}, "x").answers == [3]

@@ -71,12 +71,17 @@ class Chat:
         if not isinstance(arguments := _read(record.get(_ARGUMENTS, {})), dict) or _RESERVED & arguments.keys():
             wanted = f"an object without {', '.join(sorted(_RESERVED))}"
             raise ValueError(f"{place}: {_ARGUMENTS} must be {wanted}, found {arguments!r:.80}")
-        return cls([message(turn, place) for turn in turns], {**beside, **arguments})
+        messages = [message(turn, place) for turn in turns]
+        if isinstance(system := record.get("system"), str) and system and messages and messages[0]["role"] != "system":
+            messages = [message({"role": "system", "content": system}, place), *messages]  # as ShareGPT has it
+        return cls(messages, {**beside, **arguments})
 
     @property
     def answers(self) -> list[int]:
-        """Which messages are the assistant's, those without anything left out."""
-        return [i for i, turn in enumerate(self.messages) if turn["role"] == "assistant" and _speaks(turn)]
+        """Which messages are the assistant's and count: not those without anything, nor those of OpenAI's `weight`
+        0."""
+        turns = enumerate(self.messages)
+        return [i for i, turn in turns if turn["role"] == "assistant" and _speaks(turn) and turn.get("weight") != 0]
 
     def until(self, turn: int, *more: dict[str, Any]) -> Chat:
         """The turns before one, and more behind them."""

@@ -35,6 +35,10 @@ class FromFolder(States):
         if layers is None and about.is_file():
             layers = [int(layer) for layer in read_json(about).get("layers", [])]
         super().__init__(target, reads, layers)
+        if layers is None:
+            print(
+                f"{folder} has no {ABOUT}: it is taken to hold layers {self.layers}; train.states_layers names others"
+            )
         self.places, self.unread, self.tokens = dict[bytes, tuple[Path, int]](), list[Path](), 0
         self.folder, self.first = folder, torch.zeros(0, dtype=torch.int64)
         self._kept, self._hashes, self._checked = list[Tensor](), list[Tensor](), set[int]()  # rows of each layer
