@@ -135,7 +135,7 @@ def _counting(document: Document, offsets: list[tuple[int, int]]) -> list[bool]:
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer, prompt_end: Sequence[int] = ()) -> Corpus:
     """Documents as tokens in memory; see `encoded`. prompt_end: see `ChatTemplate.prompt_end`."""
     tokens, mask, starts, is_chat, n_bytes = list[Tensor](), list[Tensor](), [0], list[bool](), 0
-    for one in encoded(documents, tokenizer):
+    for one in progress(encoded(documents, tokenizer), desc="tokenizing", unit=" documents", leave=False):
         tokens.append(torch.tensor(one.tokens, dtype=torch.int64))
         mask.append(torch.tensor(one.mask, dtype=torch.bool))
         starts.append(starts[-1] + len(one.tokens))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 
 from selfspec.data.corpus import Document
+from selfspec.utils.progress import progress
 
 SPLITS = ("train", "validation", "evaluation")
 RESERVED = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "cls", "true", "false", "none"}
@@ -79,7 +80,8 @@ def pool(documents: Sequence[Document], split: str, lines: tuple[int, int] = (2,
         files.update(set(re.findall(r"\b[a-z]{3,9}\b", document.text)))
     common = min(max(_FILES, len(documents) // 100), max(1, len(documents) // 4))
     words = [w for w, n in files.items() if n >= common and w not in RESERVED and _split_of(w) == split]
-    functions = [f for document in documents for f in _functions(document.text, lines, most)]
+    bar = progress(documents, desc=f"functions of the {split} files", unit=" files", leave=False)
+    functions = [f for document in bar for f in _functions(document.text, lines, most)]
     if len(words) < _WORDS or len(functions) < _FUNCTIONS:
         raise ValueError(
             f"no usable example: {len(words)} words and {len(functions)} short functions in the {split} files are too "
