@@ -57,6 +57,7 @@ class Spec:
         # For nodes="auto", by whether it samples and rows: costs of passes, and what earlier calls taught
         self._past: dict[tuple[bool, int], tuple[list[float], Experience]] = {}
         self._decoded = 0.0  # seconds of all calls so far that compiled nothing
+        self._due = SECONDS  # of them, before the cost of a pass is measured
 
     @taking(Request)
     def generate(self, prompts: Prompts, *args: Any, **kwargs: Any) -> Generated:
@@ -176,10 +177,18 @@ class Spec:
         config = generation_config or self.target.model.generation_config
         asked = Request(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
         rule = None if lossy is None else Lossy(lossy)
-        start = time.perf_counter()
+        start, measuring = time.perf_counter(), 0.0
+
+        def budget() -> tuple[Drafts, int]:
+            nonlocal measuring
+            began = time.perf_counter()
+            drafter, most, _ = self._budget(asked, len(input_ids))
+            measuring = time.perf_counter() - began
+            return drafter, most
+
         output = decode(
             self.target,
-            lambda: self._budget(asked, len(input_ids))[:2],
+            budget,
             self.tokenizer,
             rule,
             model,
@@ -192,7 +201,7 @@ class Spec:
             streamer,
             **model_kwargs,
         )
-        self._decoded += time.perf_counter() - start
+        self._decoded += time.perf_counter() - start - measuring
         return output
 
     def _asked(
@@ -214,11 +223,13 @@ class Spec:
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
         if (sampled, rows) not in self._past:
             which = self.target, rows, sampled
-            if self._decoded < SECONDS and saved_costs(*which) is None:  # measuring takes longer than all calls so far
+            if (
+                self._decoded < self._due and saved_costs(*which) is None
+            ):  # measuring takes longer than all calls so far
                 return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
             costs = pass_costs(*which)
-            if saved_costs(*which) is None:  # the machine was busy: again after as many more calls
-                self._decoded = 0.0
+            if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls
+                self._decoded, self._due = 0.0, 2 * self._due
                 return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
             self._past[sampled, rows] = costs, Experience()
         (costs, past), forecast = self._past[sampled, rows], Forecast()

@@ -102,7 +102,7 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(
     spec = Spec(llama, made(PromptLookup, llama))
     spec._decoded = 100.0
     assert not spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured  # small trees, and later again
-    assert spec._decoded < 100
+    assert spec._decoded < 100 < 3 * spec._due < 200
     spec._decoded = 100.0
     assert spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured
     assert pass_costs(llama)[:3] == steady[:3]

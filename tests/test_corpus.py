@@ -18,6 +18,9 @@ from selfspec.data.records import Hub, JsonLines, Parquet
 from selfspec.data.store import beginning, stored, tokenize
 from selfspec.data.windows import Packed
 from selfspec.training.distill import _Source
+from selfspec.training.states import documents_of as parts_of
+from selfspec.training.states import key_of
+from selfspec.training.states_folder import FromFolder
 
 
 def test_held_out_modules_are_never_trained_on() -> None:
@@ -176,6 +179,14 @@ def test_texts_that_are_cut_begin_as_whole_ones_do(tokenizer: Any) -> None:
     assert rows["mask"].sum() == corpus.mask.sum() == before.rows(range(before.per_epoch))["mask"].sum()
     parts = sorted(zip(packed.starts.tolist(), packed.lengths.tolist(), packed.more.tolist(), strict=True))
     assert torch.equal(torch.cat([corpus.tokens[a : a + n - more] for a, n, more in parts]), corpus.tokens)
+    states = object.__new__(FromFolder)  # rows that a training kept: whole documents are found again
+    states.folder, states._kept = Path("kept"), [torch.zeros(1)]
+    states.places = {key_of(part): (Path("0"), 0) for _, _, part in parts_of(rows)}
+    found = states.covered(corpus, 32, "training")
+    assert torch.equal(found.tokens, corpus.tokens)
+    assert torch.equal(Packed(found, 32, 1, 0).lengths, packed.lengths)
+    with pytest.raises(ValueError, match="leaves no room behind the 1 tokens that texts begin with"):
+        Packed(corpus, 1, 1, 0)
     prompts = cut_prompts(documents, own, 4, 24)
     assert {(len(prompt), prompt[0]) for prompt in prompts} == {(24, again)}
     streams, _ = _Source.of(corpus, 64).prompts(20, 8, 64, torch.Generator().manual_seed(0))

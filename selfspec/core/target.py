@@ -141,7 +141,8 @@ class Target:
                 "target.model is in training mode, in which dropout makes tokens random; call target.model.eval()"
             )
         kind = self.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != self.dtype:
+        known = torch.amp.is_autocast_available(kind)
+        if known and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != self.dtype:
             raise ValueError(
                 "torch.autocast is on, under which keys and values have another dtype than the KV cache; leave it, and "
                 "load the target in the dtype that you want"

@@ -72,7 +72,8 @@ class Chat:
             wanted = f"an object without {', '.join(sorted(_RESERVED))}"
             raise ValueError(f"{place}: {_ARGUMENTS} must be {wanted}, found {arguments!r:.80}")
         messages = [message(turn, place) for turn in turns]
-        if isinstance(system := record.get("system"), str) and system and messages and messages[0]["role"] != "system":
+        first = messages[0]["role"] if messages else "system"
+        if isinstance(system := record.get("system"), str) and system and first not in ("system", "developer"):
             messages = [message({"role": "system", "content": system}, place), *messages]  # as ShareGPT has it
         return cls(messages, {**beside, **arguments})
 

@@ -40,7 +40,7 @@ def prompts_of_group(
     for text, end in ends:
         ids = tokenizer(text[max(0, end - 16 * tokens) : end], add_special_tokens=False)["input_ids"]
         if len(ids) >= tokens:
-            prompts.append(begins + ids[len(begins) - tokens :])
+            prompts.append((begins + ids[len(ids) - max(0, tokens - len(begins)) :])[:tokens])
     if len(prompts) < count:
         raise ValueError(
             f"no usable example: {len(prompts)} of {count} docstrings of held-out modules follow {tokens} tokens"

@@ -156,11 +156,11 @@ def joined(tokens: Tensor, mask: Tensor, starts: Tensor, is_chat: Tensor, n_byte
     return Corpus(tokens, mask, n_bytes, starts, is_chat, int(mask.sum()), _hash(tokens, mask, starts))
 
 
-def in_a_row(documents: Sequence[tuple[Tensor, Tensor]], is_chat: Tensor) -> Corpus:
-    """A corpus of documents, each its tokens and their mask."""
+def in_a_row(documents: Sequence[tuple[Tensor, Tensor]], is_chat: Tensor, begins: tuple[int, ...] = ()) -> Corpus:
+    """A corpus of documents, each its tokens and their mask. begins: see `beginning`."""
     starts = torch.tensor([0, *(len(tokens) for tokens, _ in documents)]).cumsum(0)
     tokens, mask = (torch.cat(parts) for parts in zip(*documents, strict=True))
-    return joined(tokens, mask, starts, is_chat)
+    return replace(joined(tokens, mask, starts, is_chat), begins=begins)
 
 
 def stream_key(stream: Stream) -> str:

@@ -74,7 +74,10 @@ class Packed:
         self.corpus, self.length, self.size, self.seed, self.pad = corpus, length, size, seed, pad
         self.rank, self.world = rank, world
         documents, self.begins = corpus.lengths(), torch.tensor(corpus.begins, dtype=torch.int64)
-        step = length - len(self.begins)  # of a text's further parts
+        if (step := length - len(self.begins)) < 1:  # of a text's further parts
+            raise ValueError(
+                f"train.length={length} leaves no room behind the {len(self.begins)} tokens that texts begin with"
+            )
         parts = ((documents - length).clamp(min=0) + step - 1) // step + (documents > 0)
         number = torch.arange(int(parts.sum())) - (parts.cumsum(0) - parts).repeat_interleave(parts)
         self.more = (number > 0) * len(self.begins)  # tokens that a part begins with and the text has not there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,14 +121,15 @@ class FromFolder(States):
 
     def covered(self, corpus: Corpus, length: int, name: str) -> Corpus:
         """The documents whose states are here. Raises ValueError where these are none."""
+        begins = corpus.begins if self._kept else ()  # rows of a training; servers record whole texts
         documents = [corpus.document(i) for i in range(len(corpus.is_chat))]
         kept, chats, cut = list[tuple[Tensor, Tensor]](), list[int](), 0
         for i, one in enumerate(documents):
             known = 0
-            for piece in one.tokens.split(length):
+            for piece, count in _pieces(one.tokens, length, begins):
                 if not self.knows(piece):
                     break
-                known += len(piece)
+                known += count
             if known:
                 kept.append((one.tokens[:known], one.mask[:known]))
                 chats.append(i)
@@ -143,7 +144,7 @@ class FromFolder(States):
             print(
                 f"states of {len(kept)} of {len(documents)} {name} documents are there{shorter}; the rest is left out"
             )
-        return in_a_row(kept, corpus.is_chat[chats])
+        return in_a_row(kept, corpus.is_chat[chats], begins)
 
     def held_out(self, corpus: Corpus) -> tuple[Corpus, Corpus]:
         """Training and validation texts out of those of a folder that `train.cache=disk` keeps, which holds the rows
@@ -158,7 +159,16 @@ class FromFolder(States):
             chosen = torch.arange(count) == 0
         print(f"states of validation texts are not kept there: {int(chosen.sum())} of {count} documents validate")
         sides = [[texts[i] for i in at.nonzero()[:, 0].tolist()] for at in (~chosen, chosen)]
-        return in_a_row(sides[0], corpus.is_chat[~chosen]), in_a_row(sides[1], corpus.is_chat[chosen])
+        parts = zip(sides, (~chosen, chosen), strict=True)
+        train, validation = (in_a_row(side, corpus.is_chat[at], corpus.begins) for side, at in parts)
+        return train, validation
+
+
+def _pieces(tokens: Tensor, length: int, begins: tuple[int, ...]) -> Iterator[tuple[Tensor, int]]:
+    """A document's parts as rows of a training hold them (see `Packed`), and how many of its tokens each has."""
+    yield tokens[:length], len(tokens[:length])
+    for part in tokens[length:].split(length - len(begins)) if len(tokens) > length else ():
+        yield torch.cat([torch.tensor(begins, dtype=tokens.dtype), part]), len(part)
 
 
 def _share(tokens: Tensor, mask: Tensor) -> float:
