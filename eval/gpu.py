@@ -155,11 +155,7 @@ def whole_sums() -> Iterator[None]:
 
 def exactness(sizes: Sizes) -> Iterator[Row]:
     """Texts of trees of 16 nodes that are those of plain decoding."""
-    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
-        "float32": nullcontext,
-        "bfloat16": nullcontext,
-        "bfloat16, whole sums": whole_sums,
-    }
+    ways: dict[str, Products] = {"float32": nullcontext, "bfloat16": nullcontext, "bfloat16, whole sums": whole_sums}
     for (way, products), temperature in itertools.product(ways.items(), (0.0, 1.0)):
         with products():
             spec = loaded(sizes.drafters[0], sizes, way.partition(",")[0])

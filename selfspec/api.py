@@ -177,13 +177,12 @@ class Spec:
         config = generation_config or self.target.model.generation_config
         asked = Request(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
         rule = None if lossy is None else Lossy(lossy)
-        start, measuring = time.perf_counter(), 0.0
+        start = 0.0
 
         def budget() -> tuple[Drafts, int]:
-            nonlocal measuring
-            began = time.perf_counter()
+            nonlocal start
             drafter, most, _ = self._budget(asked, len(input_ids))
-            measuring = time.perf_counter() - began
+            start = time.perf_counter()  # what it may have measured is no decoding
             return drafter, most
 
         output = decode(
@@ -201,7 +200,7 @@ class Spec:
             streamer,
             **model_kwargs,
         )
-        self._decoded += time.perf_counter() - start - measuring
+        self._decoded += time.perf_counter() - start
         return output
 
     def _asked(
@@ -223,9 +222,8 @@ class Spec:
             raise ValueError(f"nodes={nodes!r} must be a number or 'auto'")
         if (sampled, rows) not in self._past:
             which = self.target, rows, sampled
-            if (
-                self._decoded < self._due and saved_costs(*which) is None
-            ):  # measuring takes longer than all calls so far
+            early = self._decoded < self._due  # measuring takes longer than all calls so far
+            if early and saved_costs(*which) is None:
                 return self.drafter, unmeasured(self.target.device), Forecast(measured=False)
             costs = pass_costs(*which)
             if saved_costs(*which) is None:  # the machine was busy: again after twice as many calls

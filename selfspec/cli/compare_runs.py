@@ -77,7 +77,7 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     changing = ("drafters", "nodes", "temperatures", "groups", "methods", "results", "summary")
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
-    free = ("wandb", "logger", "data.record_mb", *(f"compare.{key}" for key in changing))
+    free = tuple(f"compare.{key}" for key in changing)
     with run_folder(config, folder, begun, free) as plain:
         if begun == earlier:
             earlier.rename(path)

@@ -40,7 +40,7 @@ from selfspec.utils.tracking import RunLog
 
 # Keys that may change when a benchmark that was killed goes on
 _BESIDE = (
-    *("name", "trust_code", "wandb", "logger", "data.record_mb"),
+    *("name", "trust_code"),
     *(f"decode.{key}" for key in ("columns", "metrics", "traces", "answers", "until_width")),
 )
 

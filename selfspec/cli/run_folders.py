@@ -22,28 +22,20 @@ from selfspec.utils.tracking import flat, whole_lines
 R = TypeVar("R")
 _NAMED = 8  # keys that differ and are listed
 
-
-# Keys that may change when a run is resumed: they alter how long it runs or what it reports, not what it is.
-_FREE = (
-    *("name", "check", "trust_code", "wandb", "logger"),  # name: of a folder that was moved
+_ALWAYS = ("wandb", "logger", "data.record_mb")  # keys that may change in every run
+# Those that may when a training is resumed: they alter how long it runs or what it reports, not what it is.
+FREE = (
+    *("name", "check", "trust_code"),  # name: of a folder that was moved
     *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
     "loop.checkpoint_minutes",
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
-    *(
-        "train.states_url",
-        "train.states_gb",
-        "data.url",
-        "data.at_once",
-        "data.patience",
-        "data.errors",
-        "data.record_mb",
-    ),
+    *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
     "train.rounds",  # of runs that version 0.2 began
 )
 
 
 @contextmanager
-def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = _FREE) -> Iterator[Figures]:
+def run_folder(config: DictConfig, folder: Path, begun: Path, free: Sequence[str] = FREE) -> Iterator[Figures]:
     """Hold the run folder while the block runs, write the composed config into it, and give it as plain data. begun: a
     file whose presence shows that a run has started. A folder in which a failing block wrote nothing is removed.
 
@@ -79,7 +71,7 @@ def _present_name(key: str) -> str:
     return f"drafter/{RENAMED[last]}" if outer == "drafter" and last in RENAMED else key
 
 
-def check_same(path: Path, plain: Figures, free: Sequence[str] = _FREE, kept: Figures | None = None) -> None:
+def check_same(path: Path, plain: Figures, free: Sequence[str] = FREE, kept: Figures | None = None) -> None:
     """Raises ValueError naming the keys in which the saved config, or one that was kept elsewhere, and this one
     differ."""
     try:
@@ -90,6 +82,7 @@ def check_same(path: Path, plain: Figures, free: Sequence[str] = _FREE, kept: Fi
         ) from error
     if not isinstance(saved, dict) or not saved:
         raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
+    free = *free, *_ALWAYS
     before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
     before = {_present_name(key): value for key, value in before.items()}
     changed = [

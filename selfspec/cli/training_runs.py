@@ -20,7 +20,7 @@ from selfspec.checkpoints.load_target import load_target, load_tokenizer
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.target_parts import load_parts
 from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
-from selfspec.cli.run_folders import _FREE, as_plain, check_same, finished, run_folder, typed
+from selfspec.cli.run_folders import FREE, as_plain, check_same, finished, run_folder, typed
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.records import Records, files_of
@@ -228,7 +228,7 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
     # A first stage of other length would not be what a finished second one began from.
     last = "pretrain.instruct.steps" if run.pretrain.instruct.steps else "loop.steps"
-    free = [*(key for key in _FREE if key not in ("loop.steps", "loop.minutes")), last]
+    free = [*(key for key in FREE if key not in ("loop.steps", "loop.minutes")), last]
     with run_folder(config, folder, begun, free) as plain:
         data = instantiate(config.data)
         tokenizer = None if run.pretrain.tokenizer is None else load_tokenizer(run.pretrain.tokenizer)

@@ -139,7 +139,8 @@ class ChainTarget(Target):
 
     def check_drafter(self, drafter: object) -> None:
         """Raises ValueError for one whose trees must run as they are."""
-        if not getattr(getattr(drafter, "drafter", drafter), "prunable", True):  # `Auto` holds another
+        drafter = getattr(drafter, "drafter", drafter)  # `Auto` holds another
+        if not getattr(drafter, "prunable", True):
             raise ValueError(f"{type(drafter).__name__} needs its whole tree to run, but {self.why}")
         reading = [*getattr(drafter, "members", {}).values(), drafter]
         trained = any(isinstance(one, nn.Module) and any(True for _ in one.parameters()) for one in reading)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -133,6 +133,13 @@ class Packed:
     def filled(self) -> float:
         """Share of the rows' tokens that are text."""
         return float(self.lengths.sum()) / (self.per_epoch * self.length)
+
+
+def parts_of(tokens: Tensor, length: int, begins: tuple[int, ...]) -> Iterator[tuple[Tensor, int]]:
+    """A document's parts as `Packed` cuts it, int64 [n], and how many of its tokens each has."""
+    yield tokens[:length], len(tokens[:length])
+    for part in tokens[length:].split(length - len(begins)) if len(tokens) > length else ():
+        yield torch.cat([torch.tensor(begins, dtype=tokens.dtype), part]), len(part)
 
 
 def plan(lengths: Iterable[int], length: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,8 @@ class DraftLoss(nn.Module):
         drafter, cheap = self.drafter, type(self.drafter).counts is not Trained.counts
         if cheap and isinstance(drafter, Reduced) and drafter.vocabulary is None:  # no logits are asked for
             nothing = torch.empty(0)
-            seen = Batch(batch["tokens"], batch["mask"], nothing, nothing, {}, None, batch.get("documents"))
-            seen = replace(seen, epochs=batch.get("epochs"))
+            documents, epochs = batch.get("documents"), batch.get("epochs")
+            seen = Batch(batch["tokens"], batch["mask"], nothing, nothing, {}, None, documents, epochs=epochs)
         else:
             seen = self._seen(batch, no_reduce)
         return drafter.counts(seen).float()

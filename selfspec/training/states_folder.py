@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus, in_a_row
+from selfspec.data.windows import parts_of
 from selfspec.training.hidden import row_hash
 from selfspec.training.states import ABOUT, ROWS, States, documents_of, key_of
 from selfspec.utils.files import read_json
@@ -126,7 +127,7 @@ class FromFolder(States):
         kept, chats, cut = list[tuple[Tensor, Tensor]](), list[int](), 0
         for i, one in enumerate(documents):
             known = 0
-            for piece, count in _pieces(one.tokens, length, begins):
+            for piece, count in parts_of(one.tokens, length, begins):
                 if not self.knows(piece):
                     break
                 known += count
@@ -162,13 +163,6 @@ class FromFolder(States):
         parts = zip(sides, (~chosen, chosen), strict=True)
         train, validation = (in_a_row(side, corpus.is_chat[at], corpus.begins) for side, at in parts)
         return train, validation
-
-
-def _pieces(tokens: Tensor, length: int, begins: tuple[int, ...]) -> Iterator[tuple[Tensor, int]]:
-    """A document's parts as rows of a training hold them (see `Packed`), and how many of its tokens each has."""
-    yield tokens[:length], len(tokens[:length])
-    for part in tokens[length:].split(length - len(begins)) if len(tokens) > length else ():
-        yield torch.cat([torch.tensor(begins, dtype=tokens.dtype), part]), len(part)
 
 
 def _share(tokens: Tensor, mask: Tensor) -> float:
