@@ -34,12 +34,11 @@ from selfspec.training import state as state_module
 from selfspec.training import train_drafter as drafter_module
 from selfspec.training.distill import DistillConfig, distill
 from selfspec.training.draft_loss import DraftLoss
-from selfspec.training.drafter_data import DrafterTraining
+from selfspec.training.drafter_data import DrafterTraining, validation_rows
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line
 from selfspec.training.state import Checkpoint
-from selfspec.training.train_drafter import _validation_rows
 from selfspec.utils.files import atomic
 
 SMALL = (
@@ -482,11 +481,11 @@ def test_validation_rows_in_which_nothing_counts_are_not_drawn(
     silent = [Document("s", (("word " * 60, False), ("", True))) for _ in range(30)]
     config, loop = DrafterTraining(length=48, validation_rows=8), LoopConfig()
     for packed in (True, False):
-        rows = _validation_rows(tokenize([*silent, answer, *silent], tokenizer), replace(config, packed=packed), loop)
+        rows = validation_rows(tokenize([*silent, answer, *silent], tokenizer), replace(config, packed=packed), loop)
         assert 1 <= len(rows["tokens"]) <= 2
         assert bool(rows["mask"][:, 1:].any(1).all())
         with pytest.raises(ValueError, match="none of the validation tokens counts in the loss"):
-            _validation_rows(tokenize(silent, tokenizer), replace(config, packed=packed), loop)
+            validation_rows(tokenize(silent, tokenizer), replace(config, packed=packed), loop)
     module = DraftLoss(Medusa(target, MedusaConfig(heads=2, rank=4)), target).eval()
     rows = [{name: values[i : i + 1] for name, values in batch_of_unequal_rows(target).items()} for i in range(3)]
     counts = sum(module.counts(row) for row in rows)

@@ -135,11 +135,8 @@ def run_training(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_training(target, drafter, run.train, run.loop)  # before texts are made, which may take long
         texts = _tokenized(data, target, tokenizer)
         with RunLog(folder, run, plain, "train.jsonl", title) as log:
-            writer = writer_of(run.train, target, tokenizer)
             made = (target, run.target.name, tokenizer, drafter, *states_of(run.train, target, drafter.reads, *texts))
-            training = DrafterRun(*made, writer, run.train, run.loop, folder, log)
-            del writer  # the run frees it
-            figures = train_drafter(training)
+            figures = train_drafter(DrafterRun(*made, run.train, run.loop, folder, log))
             if is_main_process():
                 from selfspec.evaluation.plots import plot_training  # slow to import
 

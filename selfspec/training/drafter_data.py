@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed, Windows
+from selfspec.data.windows import Packed, Windows, consecutive
 from selfspec.drafters.base import Drafter
+from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
 from selfspec.training.distill import DistillConfig, distill, written
 from selfspec.training.hidden import PLACES
@@ -160,3 +165,39 @@ def distilled(
     share = (0, 1) if shard.wanted() else (rank, world)  # a divided target runs in all processes at once
     texts, stats = distill(target, train, config, seed, folder, rank > 0, share, writer, state.wait_for_everyone)
     return texts, written(shard.gathered(stats), world)
+
+
+def validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -> dict[str, Tensor]:
+    """Rows for the loss, spread over the corpus. Raises ValueError where it is too short for one."""
+    if not config.packed:
+        cut = {"tokens": corpus.tokens, "mask": corpus.mask}
+        windows = {name: consecutive(values, config.length) for name, values in cut.items()}
+        at = _counting(windows["mask"].__getitem__, len(windows["mask"]), config.validation_rows)
+        return {"tokens": windows["tokens"][at].long(), "mask": windows["mask"][at]}
+    packed = Packed(corpus, config.length, 1, loop.seed)
+    at = _counting(lambda row: packed.rows([row])["mask"][0], packed.per_epoch, config.validation_rows)
+    found = packed.rows(at)
+    del found["rows"]  # their numbers are not those of training rows
+    return found
+
+
+def _counting(mask: Callable[[int], Tensor], rows: int, most: int) -> list[int]:
+    """At most so many of the rows, spread over them, in each of which something counts in the loss. mask: of a row.
+    Raises ValueError where there is none."""
+    starts = torch.linspace(0, rows - 1, min(most, rows)).long().tolist()
+    chosen = [
+        next((row for row in range(first, after) if mask(row)[1:].any()), None)
+        for first, after in pairwise([*starts, rows])
+    ]
+    if not (at := [row for row in chosen if row is not None]):
+        raise ValueError("no usable example: none of the validation tokens counts in the loss; give other texts")
+    return at
+
+
+def fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:
+    """A reduced draft vocabulary becomes the text's most frequent tokens."""
+    if isinstance(drafter, Reduced) and (ids := drafter.vocabulary) is not None:
+        counts = torch.zeros(vocab, dtype=torch.int64)
+        for tokens, mask in zip(corpus.tokens.split(1 << 24), corpus.mask.split(1 << 24), strict=True):
+            counts += tokens[mask].bincount(minlength=vocab)
+        drafter.drafts_only(counts.argsort(descending=True, stable=True)[: len(ids)])

@@ -1,0 +1,41 @@
+"""The processes of a drafter's training, and how they divide what is not a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from selfspec.training import shard
+
+
+class Processes:
+    """accelerator: of all processes; rank, world: this one's number, and how many there are; part, parts: the same
+    among those that divide validation rows and prompts between them. Processes among which a target is FSDP-sharded
+    have to run the same passes, so each does all of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")  # loop.precision says it
+        self.rank: int = self.accelerator.process_index
+        self.world: int = self.accelerator.num_processes
+        self.part, self.parts = self.rank, self.world
+        if shard.wanted():
+            self.part, self.parts = 0, 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return bool(self.accelerator.is_main_process)
+
+    def total(self, counts: Tensor) -> Tensor:
+        """The sum of a tensor over the processes that divide the work."""
+        if self.parts == 1:
+            return counts
+        summed: Tensor = self.accelerator.reduce(counts.to(self.accelerator.device), "sum")
+        return summed.cpu()
+
+    def say(self, lines: Iterable[str]) -> None:
+        for line in lines if self.first else ():
+            print(line)
