@@ -76,7 +76,7 @@ peers: $(VENV)/.ready $(PEERS)/.ready
 
 # Four ratios of speed in two minutes, beside those recorded on this kind of processor; RECORD=1 records them.
 bench: $(VENV)/.ready
-	$(BIN)/python notebooks/experiments/bench.py $(if $(RECORD),--record)
+	$(BIN)/python tests/test_speed.py $(if $(RECORD),--record)
 
 # What needs a GPU, in five minutes, with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
