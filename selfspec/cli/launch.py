@@ -31,7 +31,7 @@ from selfspec.evaluation.tables import table
 from selfspec.utils.files import Figures, is_main_process, shown, write_text
 
 _empty: set[Path] = set()  # folders that were there before, which are not ours to remove
-Task = Callable[[DictConfig, Path], None]
+Task = Callable[[DictConfig, Path], object]
 
 
 def launch(name: str, config_name: str, trains: bool, arguments: list[str]) -> None:
@@ -95,7 +95,6 @@ def _title(config: DictConfig) -> str:
     return f"{config.name} {override}".strip()
 
 
-@_task
 def train(config: DictConfig, folder: Path) -> None:
     if config.check:
         for line in runs.run_check(config, folder):
@@ -137,7 +136,6 @@ def _report(figures: Figures, folder: Path) -> None:
     print(f"saved to {folder / 'drafter'}; try it: selfspec complete {prompt} --drafter {at} --color{trust}")
 
 
-@_task
 def distill(config: DictConfig, folder: Path) -> None:
     figures = runs.run_distill(config, folder)
     settings = config.train.distill
@@ -155,12 +153,10 @@ def distill(config: DictConfig, folder: Path) -> None:
         )
 
 
-@_task
 def target(config: DictConfig, folder: Path) -> None:
     print(json.dumps(runs.run_pretrain(config, folder)), f"\n{folder / 'target'}")
 
 
-@_task
 def decode(config: DictConfig, folder: Path) -> None:
     point = measures.run_decode(config, folder, _title(config))
     labelled([point])
@@ -169,43 +165,19 @@ def decode(config: DictConfig, folder: Path) -> None:
     print(f"{table(rows, brief='all' not in config.decode.columns)}\nall columns: {folder / 'table.md'}")
 
 
-@_task
-def compare(config: DictConfig, folder: Path) -> None:
-    compare_runs.run_compare(config, folder)
-
-
-@_task
-def show(config: DictConfig, folder: Path) -> None:
-    measures.run_show(config)
-
-
-@_task
 def audit(config: DictConfig, folder: Path) -> None:
     figures = measures.run_audit(config, folder)
     if figures["verdict"] == "BUG" or (figures["distribution_verdict"] or "").startswith("BUG"):
         sys.exit(1)
 
 
-@_task
 def calibrate(config: DictConfig, folder: Path) -> None:
     _acceptance(measures.run_calibrate(config, folder))
     print(f"saved to {folder / 'drafter'}; it loads by the name {shlex.quote(str(folder))}")
 
 
-@_task
-def limits(config: DictConfig, folder: Path) -> None:
-    measures.run_limits(config, folder)
-
-
-@_task
-def page(config: DictConfig, folder: Path) -> None:
-    reports.run_page(config)
-
-
-@_task
-def report(config: DictConfig, folder: Path) -> None:
-    reports.run_report(config)
-
-
-_RUN = (train, distill, target, decode, compare, show, audit, calibrate, limits, page, report)
-TASKS = {f.__name__: f for f in _RUN}
+TASKS = {run.__name__: _task(run) for run in (train, distill, target, decode, audit, calibrate)}
+TASKS |= {"compare": _task(compare_runs.run_compare), "limits": _task(measures.run_limits)}
+TASKS |= {"show": _task(lambda config, _: measures.run_show(config))}
+TASKS |= {"page": _task(lambda config, _: reports.run_page(config))}
+TASKS |= {"report": _task(lambda config, _: reports.run_report(config))}

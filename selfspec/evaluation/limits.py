@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
-from selfspec.core.contract import Accepted, Context, MaskSlots, Session
-from selfspec.core.generate import speculative, with_room  # type: ignore[attr-defined]  # the engine's own
+from selfspec.core.contract import MaskSlots
+from selfspec.core.generate import speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.rows import MAX_NODES, clock
 from selfspec.core.sampling import Sampling
+from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.static_tree import static_tree
+from selfspec.engine.engine import with_room
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, cache_folder
@@ -183,61 +185,28 @@ def pass_seconds(
 def step_seconds(
     target: Target, drafter: Drafter, temperature: float, nodes: int, rounds: int
 ) -> tuple[float, float, float, float]:
-    """Median seconds of a draft, of a pass until what it kept is known, of a whole step, and of the host overhead
-    in it (outside the engine's functions), over short calls. The first draft of a call reads the prompt and does not
-    count."""
+    """Median seconds of a draft, of what is behind it in a step (pass, walk, commit, and what the drafter observes), of
+    a whole step, and of the host overhead in it (outside the engine's functions), over short calls. The first step of a
+    call does not count: its draft reads the prompt."""
     rng = random.Random(1)
     prompt = [rng.randrange(target.vocab_size) for _ in range(_context(target, _STEPS + nodes))]
-    drafts: list[float] = []
-    passes: list[float] = []
-    steps: list[float] = []
-    others: list[float] = []
-    seed = 0
-    while len(others) < rounds:
-        timed = _Timed(drafter, target)
-        stats = speculative(target, [prompt], Options(_STEPS, Sampling(temperature), seed), timed, nodes).stats
+    steps, counted, seed = list[tuple[float, float, float, float]](), 0, 0
+    while counted < rounds or not steps:
+        stats, options = Stats(), Options(_STEPS, Sampling(temperature), seed)
+
+        def marks(stats: Stats = stats, options: Options = options) -> list[tuple[float, float, float]]:
+            made, busy = speculative_steps(target, [prompt], options, drafter, nodes, stats), target.engine.busy
+            return [(stats.seconds_draft, stats.seconds_target + stats.seconds_other, sum(busy.values())) for _ in made]
+
+        after = with_room(marks)
         if seed and not stats.compiled:  # the first call warms up
-            drafts += timed.seconds[1:]
-            passes += timed.passes[1:]
-            seconds = stats.seconds - stats.seconds_prefill
-            other = seconds - (timed.busy() - timed.before)
-            steps.append(seconds / stats.calls)
-            others.append(other / stats.calls)
+            counted += 1
+            for one, two in pairwise(after):
+                draft, behind, busy = (later - earlier for earlier, later in zip(one, two, strict=True))
+                steps.append((draft, behind, draft + behind, draft + behind - busy))
         seed += 1
-    return statistics.median(drafts), statistics.median(passes), statistics.median(steps), statistics.median(others)
-
-
-class _Timed:
-    """Drafter and session in one object: another drafter's, with the seconds that each of its drafts takes, and the
-    passes behind them. before: seconds in compiled functions until the first draft."""
-
-    def __init__(self, drafter: Drafter, target: Target) -> None:
-        self.drafter, self.reads, self.target = drafter, drafter.reads, target
-        self.before = 0.0
-        self.seconds: list[float] = []
-        self.passes: list[float] = []
-        self.drafted = 0.0
-
-    def busy(self) -> float:
-        """Seconds in compiled functions so far."""
-        return sum(self.target.engine.busy.values())
-
-    def session(self, target: Target, rows: int) -> Session:
-        self.inner, self.device = self.drafter.session(target, rows), target.device
-        return self
-
-    def propose(self, context: Context) -> DraftTree:
-        start = clock(context.roots.device)
-        self.before = self.before if self.seconds else self.busy()
-        tree = self.inner.propose(context)
-        self.drafted = clock(context.roots.device)
-        self.seconds.append(self.drafted - start)
-        return tree
-
-    def observe(self, accepted: Accepted) -> None:
-        if self.seconds:  # the prompt is observed too
-            self.passes.append(clock(self.device) - self.drafted)
-        self.inner.observe(accepted)
+    drafts, passes, wholes, others = (statistics.median(part) for part in zip(*steps, strict=True))
+    return drafts, passes, wholes, others
 
 
 def expected_lengths(acceptance: list[list[float]], nodes: int) -> list[float]:

@@ -144,11 +144,11 @@ def _data(run: DrafterRun, processes: Processes) -> _Data:
         warnings = config_warnings(config, loop, texts, batches.per_epoch, found)
         processes.say(f"warning: {line}" for line in warnings)
         processes.say(examples(texts, run.tokenizer, 1))
+    writer = writer_of(config, run.target, run.tokenizer)
     run.log.begin()
     if config.distill.rows and run.trained:
-        writer = writer_of(config, run.target, run.tokenizer)  # freed behind the texts: it takes memory
         texts, _ = distilled(run.target, texts, config.distill, loop.seed, texts_in, writer)
-        del writer
+        del writer  # it takes memory
         batches = distilled_rows(texts, run.target, config, loop, processes.rank, processes.world)
     if config.init_from is None:
         fill_vocabulary(run.drafter, texts, run.target.vocab_size)
