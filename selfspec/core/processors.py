@@ -11,34 +11,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteria,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor, StoppingCriteria
 
-_BLIND = (  # these never read the prefix
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+# transformers' processors that never read the prefix
+_WARPERS = ("Epsilon", "Eta", "MinP", "Temperature", "TopK", "TopP", "Typical")
+_BLIND = {f"{name}LogitsWarper" for name in _WARPERS}
+_BLIND |= {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}
+
+
+def _blind(processor: LogitsProcessor) -> bool:
+    kind = type(processor)
+    return kind.__name__ in _BLIND and kind.__module__.partition(".")[0] == "transformers"
 
 
 class PrefixRules:
@@ -51,7 +34,7 @@ class PrefixRules:
         pads: Sequence[Sequence[int]],
         device: torch.device,
     ) -> None:
-        self.processors = () if all(type(p) in _BLIND for p in processors) else tuple(processors)
+        self.processors = () if all(map(_blind, processors)) else tuple(processors)
         self.stops, self.pads, self.device = stops, [list(p) for p in pads], device
 
     def scores(self, logits: Tensor, rows: list[int], prefixes: list[list[int]]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +88,7 @@ class Target:
         self.partial = any(p.is_meta for p in self.layers.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
         self._head = self._head_now()
-        self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[nn.Module, nn.Module]] = {}
-        self._taken: WeakKeyDictionary[nn.Module, tuple[str, bool]] = WeakKeyDictionary()
+        self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, Part]] = {}
         self._built_from = self._structure()
         self.rebuilt = 0  # how often parts were built anew; other views of the model follow by it
         self._returns, self.engine = returns, engine or Engine()
@@ -161,7 +159,7 @@ class Target:
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""
-        self.engine.forget([module for pair in self._parts.values() for module in pair])
+        self.engine.forget([part.module for pair in self._parts.values() for part in pair])
 
     @property
     def returns(self) -> int:
@@ -244,16 +242,13 @@ class Target:
                 layers[i].register_forward_hook(partial(read_output, i), with_kwargs=True)
             decoder = decoder_of(model)
             decoder.register_forward_hook(partial(read_output, -1), with_kwargs=True)
-            parts[name] = model, decoder
-        module = parts[name][0 if logits else 1]
-        return Part(module, self.windows, (self.max_positions or 2**62) - 1, self.dtype, *self._arguments(module))
+            parts[name] = self._taken_as(model), self._taken_as(decoder)
+        return parts[name][0 if logits else 1]
 
-    def _arguments(self, module: nn.Module) -> tuple[str, bool]:
-        """By which name a module takes the cache, and whether it takes positions."""
-        if module not in self._taken:
-            takes = "position_ids" in inspect.signature(module.forward).parameters
-            self._taken[module] = cache_name(module), takes
-        return self._taken[module]
+    def _taken_as(self, module: nn.Module) -> Part:
+        takes = "position_ids" in inspect.signature(module.forward).parameters
+        longest = (self.max_positions or 2**62) - 1
+        return Part(module, self.windows, longest, self.dtype, cache_name(module), takes)
 
     def forward(
         self,

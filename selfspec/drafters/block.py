@@ -138,7 +138,7 @@ class BlockDrafter(Reduced):
         if config.confidence is not None:
             width = hidden + rank * (config.confidence == "parents")
             self.confidence.extend([torch.zeros(n, device=target.device, dtype=dtype) for n in ((1, width), (1,))])
-        self._pack(True)
+        self.prepare(True)
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target_head = view(target.lm_head)
 
@@ -147,16 +147,9 @@ class BlockDrafter(Reduced):
         """The target's lm_head."""
         return self.target_head
 
-    def train(self, mode: bool = True) -> BlockDrafter:
-        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
-        `check_vocabulary`."""
-        super().train(mode)
-        self.pack_head(self.head, mode)
-        self._pack(mode)
-        return self
-
-    def _pack(self, mode: bool) -> None:
+    def prepare(self, mode: bool) -> None:
         """Weights of the correction and of the confidence head for decoding, in the target's dtype."""
+        super().prepare(mode)
         parts = {f"correction_{i}": part for i, part in enumerate(self.corrections)}
         parts |= {f"confidence_{i}": part for i, part in enumerate(self.confidence)}
         pack(self, **{name: None if mode else part.detach().to(self.stack.dtype) for name, part in parts.items()})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec.core.contract import Session
@@ -104,10 +104,6 @@ class Eagle3(Unrolled):
         self.layer.start_head(torch.arange(rows, device=target.device))
         if not own:
             check_head(self.layer.block, self.head, config.draft_vocab)
-
-    @property
-    def head(self) -> nn.Linear:
-        return self.layer.head
 
     def drafts_only(self, ids: Tensor) -> None:
         super().drafts_only(ids)

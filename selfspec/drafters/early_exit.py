@@ -86,14 +86,7 @@ class EarlyExit(Reduced):
     @property
     def head(self) -> nn.Linear:
         """The target's lm_head."""
-        return self.tail.parts[1]  # type: ignore[return-value]
-
-    def train(self, mode: bool = True) -> EarlyExit:
-        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
-        `check_vocabulary`."""
-        super().train(mode)
-        self.pack_head(self.head, mode)
-        return self
+        return self.tail.head
 
     def along(self, hidden: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits [B, S, V] along whole texts, or [B, S, V'] of a draft vocabulary, from the exit's hidden states [B, S,

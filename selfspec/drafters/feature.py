@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, training_dtype, whole
 from selfspec.drafters.parts.feature_layer import LastLayer, layers_of
@@ -46,7 +44,3 @@ class Feature(Unrolled):
         full = config.train == "full"
         self.layer: LastLayer = LastLayer(target, self.reads, config.rank, full, training_dtype(target.dtype))
         check_head(self.layer.block, self.head, config.draft_vocab)
-
-    @property
-    def head(self) -> nn.Linear:
-        return self.layer.tail.parts[1]  # type: ignore[return-value]

@@ -103,12 +103,6 @@ class Mask(Reduced):
         self.embedding = nn.Parameter(target.model.get_input_embeddings().weight, requires_grad=False)
         self.target, self.vocab = target, target.vocab_size
 
-    def train(self, mode: bool = True) -> Mask:
-        """Raises ValueError as `check_vocabulary`."""
-        self.check_vocabulary()
-        super().train(mode)
-        return self
-
     def corrected(self, logits: Tensor, parents: Tensor, depth: int) -> Tensor:
         """Logits [..., V'] of a depth (from 0), of those [..., V] of all tokens, with what the parent token, int64
         [...], says."""

@@ -95,17 +95,13 @@ class Medusa(Reduced):
             return (*blocks, self.full.transpose(1, 2))
         return (*blocks, *self.shared.weights())
 
-    def train(self, mode: bool = True) -> Medusa:
-        """Leaving training mode stacks the weights of all heads once, in the target's dtype, for decoding: [out, in] in
-        memory, as the target's are."""
-        super().train(mode)
-        self.check_vocabulary()
+    def prepare(self, mode: bool) -> None:
+        """The weights of all heads are stacked once for decoding: [out, in] in memory, as the target's are."""
+        super().prepare(mode)
         if self.shared is not None and self.vocabulary is not None:
             self.shared.select(self.vocabulary)
-        with torch.no_grad():
-            weights = () if mode else [w.detach().to(self.compute_dtype) for w in self._weights()]
+        weights = () if mode else [w.detach().to(self.compute_dtype) for w in self._weights()]
         pack(self, **dict(zip_longest(("blocks", "biases", "narrow", "wide"), weights)))
-        return self
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """Logits [K, n, V] of the first `heads` heads for hidden states [n, H] (post-norm, as lm_head reads them)."""

@@ -80,10 +80,6 @@ class Mtp(Unrolled):
     def draft_layers(self) -> tuple[MtpLayer, ...]:
         return (self.layer, *self.further)
 
-    @property
-    def head(self) -> nn.Linear:
-        return self.layer.tail.parts[1]  # type: ignore[return-value]
-
     def saved_buffers(self) -> dict[str, Tensor]:
         """With those of the decoder layers, such as the bias of a router."""
         named = {f"further.{k}": layer for k, layer in enumerate(self.draft_layers[1:])} | {"layer": self.layer}
@@ -99,7 +95,7 @@ class MtpLayer(FeatureLayer):
     def __init__(self, target: Target, config: MtpConfig, dtype: torch.dtype) -> None:
         super().__init__()
         last = target.n_layers - 1
-        self.layers, self.config = (last,), config
+        self.layers, self.config, self.after_norm = (last,), config, config.recycled == "post"
         if last < 1:
             raise ValueError("mtp needs a target of at least two layers: its own layer stands in for the last")
         theirs = final_norm(target.decoder)
@@ -143,6 +139,10 @@ class MtpLayer(FeatureLayer):
     def block(self) -> Tail:
         return self.tail
 
+    @property
+    def head(self) -> nn.Linear:
+        return self.tail.head
+
     def fused(self, stacked: Tensor) -> Tensor:
         return normed(self._theirs[""], stacked) if self.config.fed == "post" else stacked
 
@@ -151,6 +151,3 @@ class MtpLayer(FeatureLayer):
         parts = [normed(self.enorm, embedded), normed(self.hnorm, states)]
         weight = self.proj.weight.to(states.dtype) if self.packed_proj is None else self.packed_proj
         return F.linear(torch.cat(parts[::-1] if self.config.hidden_first else parts, -1), weight)
-
-    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
-        return hidden if self.config.recycled == "post" else outputs

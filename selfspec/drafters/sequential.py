@@ -122,15 +122,11 @@ class SequentialHeads(Reduced):
         super().drafts_only(ids)
         self.shared.select(ids)
 
-    def train(self, mode: bool = True) -> SequentialHeads:
-        """Leaving training mode lays out the weights once for decoding, in the target's dtype."""
-        super().train(mode)
-        self.check_vocabulary()
+    def prepare(self, mode: bool) -> None:
+        super().prepare(mode)
         if self.vocabulary is not None:
             self.shared.select(self.vocabulary)
-        with torch.no_grad():
-            self._pack(None if mode else self.compute_dtype)
-        return self
+        self._pack(None if mode else self.compute_dtype)
 
     def _pack(self, dtype: torch.dtype | None) -> None:
         """Packed weights in a dtype, or none."""

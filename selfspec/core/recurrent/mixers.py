@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +54,18 @@ _STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "g
 def keeps_state(module: nn.Module) -> bool:
     """Whether a module asks its cache for a state that trees can not run over."""
     names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-    return _over_trees(_class(module)) is None and not _STATES.isdisjoint(names)
-
-
-def _class(module: nn.Module) -> Any:
-    return type(module)
+    return _over_trees(cast(Any, type(module))) is None and not _STATES.isdisjoint(names)
 
 
 def mixers(module: nn.Module) -> Iterator[nn.Module]:
     """The parts of a module that keep a state which trees can run over."""
-    return (part for part in module.modules() if _over_trees(_class(part)) is not None)
+    return (part for part in module.modules() if _over_trees(cast(Any, type(part))) is not None)
 
 
 def over_trees(module: nn.Module) -> None:
     """Rebind the forward of each mixer of a view: to ours where the call's cache asks for trees, else the stock one."""
     for part in mixers(module):
-        part.forward = MethodType(_forward(_class(part)), part)
+        part.forward = MethodType(_forward(cast(Any, type(part))), part)
 
 
 @cache

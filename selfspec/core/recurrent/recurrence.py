@@ -55,38 +55,32 @@ def read(
     [B, H, n, K]. beta: [B, H, n] for the delta rule, which writes beta (v - what the key read before); None: values
     are written as they are."""
     with torch.autocast(keys.device.type, enabled=False):  # sums of decays do not bear bfloat16
-        return _read(recurrence, queries, keys, values, decays, beta)
-
-
-def _read(
-    recurrence: Recurrence, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, beta: Tensor | None
-) -> Tensor:
-    earlier, nodes = recurrence.written, keys.shape[2]
-    below = None if recurrence.below is None else recurrence.below.to(keys.device)
-    if below is not None and decays.ndim == 4 and nodes > PIECE:  # a decay for each channel: in pieces, for memory
-        outs, kept = list[Tensor](), below.shape[2] - below.shape[1]
-        for start, part in _pieces(queries, keys, values, decays, beta):
-            seen = below[:, start : start + PIECE, : kept + start + part[1].shape[2]]
-            out, new = _piece(recurrence.state, recurrence.written, *part, seen)
-            recurrence.written = new.behind(recurrence.written)
+        earlier, nodes = recurrence.written, keys.shape[2]
+        below = None if recurrence.below is None else recurrence.below.to(keys.device)
+        if below is not None and decays.ndim == 4 and nodes > PIECE:  # a decay for each channel: in pieces, for memory
+            outs, kept = list[Tensor](), below.shape[2] - below.shape[1]
+            for start, part in _pieces(queries, keys, values, decays, beta):
+                seen = below[:, start : start + PIECE, : kept + start + part[1].shape[2]]
+                out, new = _piece(recurrence.state, recurrence.written, *part, seen)
+                recurrence.written = new.behind(recurrence.written)
+                outs.append(out)
+            return torch.cat(outs, 2)
+        if below is not None or earlier is not None or nodes <= PIECE:
+            below = chain_below(keys, earlier) if below is None else below
+            out, new = _piece(recurrence.state, earlier, queries, keys, values, decays, beta, below)
+            recurrence.written = new.behind(earlier)
+            return out
+        outs, state, base = list[Tensor](), recurrence.state, None
+        for _, part in _pieces(queries, keys, values, decays, beta):
+            out, new = _piece(state, None, *part, chain_below(part[1], None))
             outs.append(out)
+            width = new.keys.shape[2]
+            path = torch.arange(width, device=keys.device).expand(len(keys), -1)
+            state = advanced(state, new, path, path.new_full((len(keys),), width))
+            new = new._replace(sums=new.sums if base is None else new.sums + base)
+            base = new.sums[:, :, -1:]
+            recurrence.written = new.behind(recurrence.written)
         return torch.cat(outs, 2)
-    if below is not None or earlier is not None or nodes <= PIECE:
-        below = chain_below(keys, earlier) if below is None else below
-        out, new = _piece(recurrence.state, earlier, queries, keys, values, decays, beta, below)
-        recurrence.written = new.behind(earlier)
-        return out
-    outs, state, base = list[Tensor](), recurrence.state, None
-    for _, part in _pieces(queries, keys, values, decays, beta):
-        out, new = _piece(state, None, *part, chain_below(part[1], None))
-        outs.append(out)
-        width = new.keys.shape[2]
-        path = torch.arange(width, device=keys.device).expand(len(keys), -1)
-        state = advanced(state, new, path, path.new_full((len(keys),), width))
-        new = new._replace(sums=new.sums if base is None else new.sums + base)
-        base = new.sums[:, :, -1:]
-        recurrence.written = new.behind(recurrence.written)
-    return torch.cat(outs, 2)
 
 
 _Nodes = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -167,25 +161,21 @@ def advanced(state: Tensor | None, written: Written, paths: Tensor, counts: Tens
     """The state [B, H, K, V] behind the first `counts`, int64 [B], nodes of each row's path, int64 [B, D]: no weight is
     read. A row that keeps no node keeps its state."""
 
-    with torch.autocast(paths.device.type, enabled=False):
-        return _advanced(state, written, paths, counts)
-
-
-def _advanced(state: Tensor | None, written: Written, paths: Tensor, counts: Tensor) -> Tensor:
     def along(part: Tensor) -> Tensor:
         at = paths[:, None, :] if part.ndim == 3 else paths[:, None, :, None]
         return part.gather(2, at.expand(-1, part.shape[1], -1, *part.shape[3:]))
 
-    keys, values, sums = along(written.keys), along(written.values), along(written.sums)
-    if written.rates is not None:
-        sums = sums[..., None] * written.rates[:, None]
-    sums = sums if sums.ndim == 4 else sums[..., None]
-    taken = torch.arange(paths.shape[1], device=paths.device) < counts[:, None]
-    last = (counts - 1).clamp(min=0)[:, None, None, None].expand(-1, sums.shape[1], -1, sums.shape[3])
-    end = sums.gather(2, last)  # [B, H, 1, K or 1]
-    since = (end - sums).masked_fill(~taken[:, None, :, None], -torch.inf).exp()
-    new = (keys * since).mT @ values
-    if state is None:
-        return new
-    kept = torch.where(counts[:, None, None, None] > 0, end, torch.zeros_like(end)).exp()
-    return state * kept.mT + new
+    with torch.autocast(paths.device.type, enabled=False):
+        keys, values, sums = along(written.keys), along(written.values), along(written.sums)
+        if written.rates is not None:
+            sums = sums[..., None] * written.rates[:, None]
+        sums = sums if sums.ndim == 4 else sums[..., None]
+        taken = torch.arange(paths.shape[1], device=paths.device) < counts[:, None]
+        last = (counts - 1).clamp(min=0)[:, None, None, None].expand(-1, sums.shape[1], -1, sums.shape[3])
+        end = sums.gather(2, last)  # [B, H, 1, K or 1]
+        since = (end - sums).masked_fill(~taken[:, None, :, None], -torch.inf).exp()
+        new = (keys * since).mT @ values
+        if state is None:
+            return new
+        kept = torch.where(counts[:, None, None, None] > 0, end, torch.zeros_like(end)).exp()
+        return state * kept.mT + new

@@ -114,29 +114,19 @@ class _DraftBlock(Block):
         model.set_input_embeddings(_NoEmbedding(config.hidden_size, norm))
         model.set_output_embeddings(head)
         self._most = target.max_positions  # not its own, which a long text may exceed
-        self._views = {True: self._target(model, target)}  # by whether it trains; a dict: they are no submodules
+        self._views = {True: self._target(model, target)}
 
     def _target(self, model: LlamaForCausalLM, like: Target) -> Target:
         target = Target(model, frozen=False, returns=0, engine=like.engine)
         target.max_positions = self._most
         return target
 
-    @property
-    def target(self) -> Target:
-        return self._views[self.training]
-
-    def train(self, mode: bool = True) -> _DraftBlock:
-        """Leaving training mode casts what was trained to the target's dtype, for decoding."""
-        super().train(mode)
-        if not mode:  # built before it takes the place of the old, which a call may be using
-            trained, old = self._views[True], self._views.get(False)
-            model = view(trained.model)
-            for module in (*model.model.layers[1:], model.model.norm, model.lm_head):
-                cast_parameters(module, self.dtype)
-            self._views[False] = self._target(model, trained)
-            if old is not None:
-                old.forget()
-        return self
+    def _ready(self) -> Target:
+        trained = self._views[True]
+        model = view(trained.model)
+        for module in (*model.model.layers[1:], model.model.norm, model.lm_head):
+            cast_parameters(module, self.dtype)
+        return self._target(model, trained)
 
 
 class Eagle3Layer(FeatureLayer):
@@ -156,6 +146,7 @@ class Eagle3Layer(FeatureLayer):
         """config: see `parts.llama_config`; dtype: of what is trained."""
         super().__init__()
         self.layers, self.form, self.config, hidden = layers, form, config, target.hidden_size
+        self.after_norm = form.norm_output
         config.num_hidden_layers = 1 + form.stack  # the first stands for what is read
         place: dict[str, Any] = {"device": target.device, "dtype": dtype}
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
@@ -242,6 +233,3 @@ class Eagle3Layer(FeatureLayer):
 
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         return torch.cat([F.embedding(tokens.to(self.embedding.device), self.embedding).to(states), states], -1)
-
-    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
-        return hidden if self.form.norm_output else outputs

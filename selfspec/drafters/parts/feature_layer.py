@@ -63,12 +63,19 @@ class FeatureReader(nn.Module, ABC):
 
 class FeatureLayer(FeatureReader):
     """A decoder layer whose entry t reads what stands for position t and the token after it: of verified positions
-    their features, behind those the layer's own output."""
+    their features, behind those the layer's own output. after_norm: whether that is the one behind the final norm."""
+
+    after_norm: bool = False
 
     @property
     @abstractmethod
     def block(self) -> Block:
         """The decoder layer with final norm and lm_head."""
+
+    @property
+    @abstractmethod
+    def head(self) -> nn.Linear:
+        """What maps its output to logits: of all tokens, or of those it can draft."""
 
     @abstractmethod
     def fused(self, stacked: Tensor) -> Tensor:
@@ -78,10 +85,10 @@ class FeatureLayer(FeatureReader):
     def entry(self, states: Tensor, tokens: Tensor) -> Tensor:
         """What enters the decoder layer, from what stands for positions [..., H] and the tokens after them."""
 
-    @abstractmethod
     def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
         """What stands for a drafted position [..., H], from the layer's output there and the same behind the final
         norm."""
+        return hidden if self.after_norm else outputs
 
     @property
     def device(self) -> torch.device:
@@ -155,6 +162,10 @@ class LastLayer(FeatureLayer):
     def block(self) -> Tail:
         return self.tail
 
+    @property
+    def head(self) -> nn.Linear:
+        return self.tail.head
+
     def fused(self, stacked: Tensor) -> Tensor:
         return F.linear(stacked, self.fuse.t().to(stacked.dtype) if self.packed_fuse is None else self.packed_fuse)
 
@@ -163,9 +174,6 @@ class LastLayer(FeatureLayer):
         both = torch.cat([F.rms_norm(states, states.shape[-1:]), after], -1)
         weight = self.mix.t().to(states.dtype) if self.packed_mix is None else self.packed_mix
         return states + F.linear(both, weight)
-
-    def carried(self, outputs: Tensor, hidden: Tensor) -> Tensor:
-        return outputs
 
 
 class DraftView(NamedTuple):

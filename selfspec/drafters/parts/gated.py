@@ -91,11 +91,11 @@ class GatedTarget(Adapted):
         if rank:
             inject(model, rank, wanted, adapter, dtype)
         self.adapters = {adapter: model} if rank else {}
-        self.maps = nn.ModuleList([_at(model, name) for name in wanted] if rank else [])
+        self.maps = nn.ModuleList([model.get_submodule(name) for name in wanted] if rank else [])
         self.scales, self.biases = nn.ParameterList(), nn.ParameterList()
         if rank is None:
             for name in wanted:
-                shape, device = (masks, _outputs(_at(model, name))), target.device
+                shape, device = (masks, _outputs(model.get_submodule(name))), target.device
                 self.scales.append(nn.Parameter(torch.ones(shape, dtype=dtype, device=device)))
                 self.biases.append(nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         table = target.model.get_input_embeddings().weight
@@ -135,11 +135,12 @@ class GatedTarget(Adapted):
             model = view(self.target.model)
             which = torch.tensor(key[1], dtype=torch.long, device=self.target.device)
             for name, scale, bias in zip(self.paths, self.scales, self.biases, strict=False):
-                gated = _GatedVectors(_at(model, name), self._ready(scale), self._ready(bias), which, plain)
-                _put(model, name, gated)
+                gated = _GatedVectors(model.get_submodule(name), self._ready(scale), self._ready(bias), which, plain)
+                model.set_submodule(name, gated)
             for name, module in zip(self.paths, self.maps, strict=False):
                 a, b, scale = lora_of(module, self.adapter)
-                _put(model, name, _GatedLinear(_at(model, name), self._ready(a), self._ready(b), scale, plain))
+                linear = _GatedLinear(model.get_submodule(name), self._ready(a), self._ready(b), scale, plain)
+                model.set_submodule(name, linear)
             vocab = self.target.vocab_size
             model.set_input_embeddings(_WithMasks(model.get_input_embeddings(), self._ready(self.masks), vocab))
             views[key] = Target(model, frozen=False, returns=self.target.returns, engine=self.target.engine)
@@ -190,7 +191,7 @@ def _flat_rows(model: PreTrainedModel, paths: list[str]) -> set[str]:
 
     looked = view(model)
     for path in paths:
-        _at(looked, path).register_forward_pre_hook(partial(look, path))
+        looked.get_submodule(path).register_forward_pre_hook(partial(look, path))
     with torch.no_grad():
         tokens = torch.zeros(1, 2, dtype=torch.long, device=model.get_output_embeddings().weight.device)
         looked.get_decoder()(input_ids=tokens, use_cache=False)
@@ -201,12 +202,3 @@ def _outputs(module: nn.Module) -> int:
     """How many outputs a linear map has."""
     weight = cast(nn.Linear, module).weight
     return weight.shape[1] if isinstance(module, Conv1D) else weight.shape[0]
-
-
-def _at(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path)
-
-
-def _put(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)

@@ -23,45 +23,27 @@ def _parts(logits: Tensor) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, len(logits), step))
 
 
-class _KL(torch.autograd.Function):
-    """KL(softmax(target) || softmax(draft)) of logits [N, V], per position.
+class _Swept(torch.autograd.Function):
+    """A loss of logits [N, V], per position: a rule of `RULES`, or (None) KL(softmax(target) || softmax(draft)).
 
-    The gradient softmax(draft) - softmax(target) is formed in the same sweep, chunk by chunk: nothing of size N x V but
-    that gradient is ever held, which on a CPU is most of the time that autograd's own chain of operations takes.
+    The gradient, for KL softmax(draft) - softmax(target), is formed in the same sweep, chunk by chunk: nothing of size
+    N x V but that gradient is ever held, which on a CPU is most of the time that autograd's own chain takes.
     """
 
     @staticmethod
-    def forward(ctx: Any, draft: Tensor, target: Tensor) -> Tensor:
-        exact = torch.promote_types(draft.dtype, torch.float32)
-        losses = torch.empty(len(draft), dtype=exact, device=draft.device)
-        gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
-        for part in _parts(draft):
-            log_p = torch.log_softmax(target[part].to(exact), -1)
-            log_q = torch.log_softmax(draft[part].to(exact), -1)
-            p = log_p.exp()
-            losses[part] = (log_p.sub_(log_q).mul_(p)).sum(-1)
-            if gradient is not None:
-                gradient[part] = log_q.exp_().sub_(p)
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0][:, None].to(gradient.dtype), None
-
-
-class _Chunked(torch.autograd.Function):
-    """A rule of `RULES` on logits [N, V], per position; its gradient is formed in the same sweep, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, draft: Tensor, target: Tensor, rule: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, draft: Tensor, target: Tensor, rule: Rule | None) -> Tensor:
         exact = torch.promote_types(draft.dtype, torch.float32)
         losses = torch.empty(len(draft), dtype=exact, device=draft.device)
         gradient = torch.empty_like(draft) if ctx.needs_input_grad[0] else None
         for part in _parts(draft):
             log_p = torch.log_softmax(target[part].detach().to(exact), -1)
+            if rule is None:
+                log_q = torch.log_softmax(draft[part].to(exact), -1)
+                p = log_p.exp()
+                losses[part] = (log_p.sub_(log_q).mul_(p)).sum(-1)
+                if gradient is not None:
+                    gradient[part] = log_q.exp_().sub_(p)
+                continue
             with torch.enable_grad():
                 chunk = draft[part].detach().to(exact).requires_grad_(gradient is not None)
                 nats = rule(torch.log_softmax(chunk, -1), log_p)
@@ -171,12 +153,11 @@ def distance(loss: str, draft: Tensor, target: Tensor, tokens: Tensor) -> Tensor
     """
     if loss == "ce_tv":
         return 0.1 * distance("ce", draft, target, tokens) + 0.9 * distance("tv", draft, target, tokens)
-    if loss == "kl":
-        losses: Tensor = _KL.apply(draft.flatten(0, -2), target.flatten(0, -2))  # type: ignore[no-untyped-call]
-    elif loss == "ce":
+    if loss == "ce":
         losses = F.cross_entropy(draft.float().flatten(0, -2), tokens.flatten(), reduction="none")
     else:
-        losses = _Chunked.apply(draft.flatten(0, -2), target.flatten(0, -2), rule_of(loss))  # type: ignore[no-untyped-call]
+        rule = None if loss == "kl" else rule_of(loss)
+        losses = _Swept.apply(draft.flatten(0, -2), target.flatten(0, -2), rule)  # type: ignore[no-untyped-call]
     return losses.view(tokens.shape)
 
 

@@ -11,7 +11,6 @@ verified features.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -80,16 +79,8 @@ class Unrolled(Reduced):
         return (self.layer,)
 
     @property
-    @abstractmethod
     def head(self) -> nn.Linear:
-        """What maps the layer's output to logits: of all tokens, or of those it can draft."""
-
-    def train(self, mode: bool = True) -> Unrolled:
-        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
-        `check_vocabulary`."""
-        super().train(mode)
-        self.pack_head(self.head, mode)
-        return self
+        return self.layer.head
 
     def unrolled(
         self, tokens: Tensor, features: dict[int, Tensor], steps: int, documents: Tensor | None = None

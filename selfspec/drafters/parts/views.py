@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import Self, cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -133,15 +133,31 @@ class Block(Adapted, ABC):
     layer: int
     dtype: torch.dtype
     full: bool
+    _views: dict[bool, Target]  # by whether it trains; a dict, so that they are no submodules
 
     @property
     def first(self) -> int:
         return self.layer
 
     @property
-    @abstractmethod
     def target(self) -> Target:
         """The model that runs it, as it is at present: in training or laid out for decoding."""
+        return self._views[self.training]
+
+    def train(self, mode: bool = True) -> Self:
+        """Leaving training mode lays out what was trained for decoding; dropout stays off, as in the frozen target."""
+        super().train(False)
+        self.training = mode
+        if not mode:  # built before it takes the place of the old, which a call may be using
+            with torch.no_grad():
+                old, self._views[False] = self._views.get(False), self._ready()
+            if old is not None:
+                old.forget()
+        return self
+
+    @abstractmethod
+    def _ready(self) -> Target:
+        """The model laid out for decoding, in `dtype`."""
 
     def text(
         self,
@@ -218,26 +234,15 @@ class Tail(Block):
         self.adapters = {adapter: model} if rank > 0 and not full else {}
         # Only these two are submodules; the rest of the view is the target's own.
         self.parts = nn.ModuleList([block, model.get_output_embeddings()])
-        self._views: dict[bool, Target] = {True: inner}  # by whether it trains; a dict, so that they are no submodules
-
-    def train(self, mode: bool = True) -> Tail:
-        """Leaving training mode merges what was trained, for decoding; dropout stays off, as in the frozen target."""
-        super().train(False)
-        self.training = mode
-        if not mode:  # built before it takes the place of the old, which a call may be using
-            old, self._views[False] = self._views.get(False), self._merged()
-            if old is not None:
-                old.forget()
-        return self
+        self._views = {True: inner}
 
     @property
-    def target(self) -> Target:
-        """The view that runs: with PEFT's layers while training, with merged weights in decoding."""
-        return self._views[self.training]
+    def head(self) -> nn.Linear:
+        """The target's lm_head."""
+        return cast(nn.Linear, self.parts[1])
 
-    @torch.no_grad()
-    def _merged(self) -> Target:
-        trained = self._views[True]
+    def _ready(self) -> Target:
+        trained = self._views[True]  # with PEFT's layers, which are merged
         target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
         norm = [target.decoder.get_submodule(norm_name(target.decoder))] if self.replaces_norm else []

@@ -3,6 +3,8 @@ tokens of its training text alone. Whatever they leave out is emitted all the sa
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -63,16 +65,22 @@ class Reduced(Trained):
             return None
         return head.weight[self.vocabulary]
 
-    def pack_head(self, head: nn.Linear, mode: bool) -> None:
-        """When it enters training mode or leaves it: `draft_head`, in the head's dtype. Raises ValueError as
+    def train(self, mode: bool = True) -> Self:
+        """Leaving training mode makes the weights ready for decoding, in the target's dtype. Raises ValueError as
         `check_vocabulary`."""
-        pack(self, draft_head=None)
-        if not mode:
-            self.check_vocabulary()
-            rows = self.rows_of(head)
-            if rows is not None:
-                in_8_bits([rows := rows.detach()])
-            pack(self, draft_head=rows)
+        super().train(mode)
+        self.check_vocabulary()
+        with torch.no_grad():
+            self.prepare(mode)
+        return self
+
+    def prepare(self, mode: bool) -> None:
+        """Lay out weights for decoding, or drop that in training mode: `draft_head`, in the head's dtype."""
+        head: nn.Linear | None = getattr(self, "head", None)  # of drafters that read logits of lm_head
+        rows = None if mode or head is None else self.rows_of(head)
+        if rows is not None:
+            in_8_bits([rows := rows.detach()])
+        pack(self, draft_head=rows)
 
     def of_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits of the tokens it can draft, from logits of all or of these."""
