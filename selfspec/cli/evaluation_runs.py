@@ -160,7 +160,7 @@ def run_audit(config: DictConfig, folder: Path) -> Figures:
         write_text(folder / "report.md", report + "\n")
         keys = ("verdict", "rows", "tokens", "noise", "deviation", "distribution_verdict")
         log.write({key: figures[key] for key in keys})
-        margins = [(float(d.position), d.margin) for d in result.divergences]
+        margins = [(float(d.position), abs(d.margin)) for d in result.divergences]
         log.images({"margins": plot_margins(margins, result.bound, folder / "margins.png")})
     print(f"\n{report}\n{folder}")
     return figures

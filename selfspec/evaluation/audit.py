@@ -3,13 +3,17 @@
 Plain decoding passes one token at a time, verification many; the two run different kernels, whose results differ in the
 last bits. How much is measured on stock transformers alone: token by token with its own cache, against each whole text
 in one pass. The logits of both our decodings have to lie that close to each other and to the stock ones; where outputs
-part for the first time, so has the target's margin between the two tokens. Beyond that noise, a difference is a bug.
+part for the first time, so has the target's margin between the two tokens; and each token of plain decoding has to be
+the pick of the stock logits. Beyond that noise, a difference is a bug.
+
+Logits are seen where they are recorded, which takes other code than decoding otherwise does: each setting is decoded
+both ways.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -17,10 +21,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from selfspec.api import Spec
-from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.generate import Result, autoregressive, speculative
 from selfspec.core.options import Options, as_seed, check, end_tokens
 from selfspec.core.rows import MAX_NODES
-from selfspec.core.sampling import Sampling, gumbel, noise_bits, warp
+from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.support import cache_name
 from selfspec.core.verify import Relaxed
 from selfspec.data.questions import Asking
@@ -64,9 +68,10 @@ class AuditConfig(Asking):
 
 @dataclass
 class Divergence:
-    """Where a row parted from plain decoding: the index among new tokens, both tokens (-1: the text had ended), the
-    target's margin between them (in logits, its noise included; infinite where one text ended and the other did not),
-    and how far the two passes' logits lie apart there."""
+    """Where a row parted from plain decoding (of nodes 0: plain decoding from itself, when nothing is recorded): the
+    index among new tokens, both tokens (-1: the text had ended), the target's margin between them (in logits, its noise
+    included; infinite where one text ended and the other did not), and how far the two passes' logits lie apart there
+    (NaN: not seen)."""
 
     prompt: int
     temperature: float
@@ -79,12 +84,17 @@ class Divergence:
     margin: float
     deviation: float
 
+    @property
+    def where(self) -> tuple[int, float, int, int, int, int]:
+        return self.prompt, self.temperature, self.seed, self.nodes, self.batch_size, self.position
+
 
 @dataclass
 class Audit:
     """rows: texts compared; tokens: up to each one's first divergence. In logits: noise, the largest deviation of stock
     many-token passes from stock one-token passes, and its median; deviation_plain: the largest of our plain decoding
-    from the stock one-token passes; deviation: the largest between our two decodings."""
+    from the stock one-token passes; deviation: the largest between our two decodings; missed: how far a token of plain
+    decoding scores below the best by the stock logits, at most."""
 
     dtype: str
     rows: int
@@ -93,6 +103,7 @@ class Audit:
     noise_median: float
     deviation_plain: float
     deviation: float
+    missed: float
     divergences: list[Divergence]
 
     @property
@@ -101,10 +112,16 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        found = (self.deviation, self.deviation_plain, *(d.margin for d in self.divergences))
+        found = self.deviation, self.deviation_plain, self.missed
         if not all(value <= self.bound for value in found):  # NaN is no less a bug
             return VERDICTS[2]
+        if not all(map(self.explained, self.divergences)):
+            return VERDICTS[2]
         return VERDICTS[1] if self.divergences else VERDICTS[0]
+
+    def explained(self, divergence: Divergence) -> bool:
+        """Whether noise explains it: either token may have been the pick."""
+        return abs(divergence.margin) <= self.bound
 
     def as_dict(self) -> Figures:
         return {**asdict(self), "bound": self.bound, "verdict": self.verdict}
@@ -133,62 +150,111 @@ def _stock(spec: Spec, prompt: list[int], new: list[int]) -> tuple[Tensor, Tenso
     return torch.cat(steps), whole
 
 
+class _Found:
+    """What an audit has found so far. noise: of each position; the others as in `Audit`."""
+
+    def __init__(self, spec: Spec, prompts: list[list[int]], config: AuditConfig) -> None:
+        self.spec, self.prompts, self.config = spec, prompts, config
+        self.eos = end_tokens(spec.target)
+        self.trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
+        self.rows = self.tokens = 0
+        self.noise: list[Tensor] = []
+        self.deviation = self.deviation_plain = self.missed = 0.0
+        self.largest = 0.0  # logit
+        self.divergences: list[Divergence] = []
+
+    def setting(self, temperature: float, seed: int, stock: bool, told: Callable[[int], object]) -> None:
+        """Decode every prompt plainly, alone, and in every tree and batch size. stock: whether plain decoding is held
+        against transformers; told: of so many texts that were decoded."""
+        seeds = [seed + i for i in range(len(self.prompts))]
+        plain, logits, own = list[list[int]](), list[Tensor](), list[list[int]]()
+
+        def decoded(part: range, record: bool, nodes: int = 0) -> Result:
+            sampling, chosen = Sampling(temperature), [seeds[i] for i in part]
+            options = Options(self.config.max_new_tokens, sampling, chosen, self.eos, record=record)
+            given = self.spec.target, [self.prompts[i] for i in part], options
+            result = speculative(*given, self.spec.drafter, nodes) if nodes else autoregressive(*given)
+            told(len(part))
+            return result
+
+        def compare(i: int, new: list[int], nodes: int, size: int, swings: Tensor) -> int:
+            """Where a text parts from plain decoding, or ends. swings: of its logits, as far as they were seen."""
+            at = _parting(plain[i], new)
+            if at < max(len(plain[i]), len(new)):
+                both = [row[at] if at < len(row) else -1 for row in (plain[i], new)]
+                margin = _margin(logits[i][min(at, len(plain[i]) - 1)], both, temperature, seeds[i], start[i] + at)
+                apart = float(swings[at]) if at < len(swings) else math.nan
+                where = i, temperature, seed, nodes, size, at
+                if not self.divergences or self.divergences[-1].where != where:
+                    self.divergences.append(Divergence(*where, both[0], both[1], margin, apart))
+            return at
+
+        start = [len(prompt) for prompt in self.prompts]
+        for i, prompt in enumerate(self.prompts):
+            result = decoded(range(i, i + 1), True)
+            plain += result.token_ids
+            logits.append(torch.stack([raw for raw, _ in result.records[0]]))
+            if stock:
+                steps, whole = _stock(self.spec, prompt, plain[i])
+                self.noise.append(_swing(steps, whole))
+                self.largest = max(self.largest, float(logits[i].abs().max()))
+                self.deviation_plain = max(self.deviation_plain, _largest(_swing(steps, logits[i])))
+                self.missed = max(self.missed, _missed(steps, plain[i], temperature, seeds[i], start[i]))
+            own += decoded(range(i, i + 1), False).token_ids
+            compare(i, own[i], 0, 1, torch.empty(0))
+        for nodes, size in self.trees:
+            for first in range(0, len(self.prompts), size):
+                part = range(first, min(first + size, len(self.prompts)))
+                seen, unseen = decoded(part, True, nodes), decoded(part, False, nodes)
+                for i, new, records, text in zip(part, seen.token_ids, seen.records, unseen.token_ids, strict=True):
+                    same = min(_parting(plain[i], new) + 1, len(plain[i]), len(new))  # logits behind one prefix
+                    swings = _swing(logits[i][:same], torch.stack([raw for raw, _ in records[:same]]))
+                    self.deviation = max(self.deviation, _largest(swings))
+                    compare(i, new, nodes, size, swings)
+                    self.rows += 1
+                    self.tokens += len(text) if text == own[i] else compare(i, text, nodes, size, swings)
+
+
+def _parting(one: list[int], other: list[int]) -> int:
+    """Where two texts differ for the first time, or the shorter one ends."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 @torch.inference_mode()
 def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     """Decode every prompt plainly, alone, and speculatively in every setting, and compare row by row."""
-    target = spec.target
-    eos = end_tokens(target)
-    check(target, prompts, Options(config.max_new_tokens))
-    rows = tokens = 0
-    noise: list[Tensor] = []
-    deviation = deviation_plain = least = 0.0
-    divergences: list[Divergence] = []
+    check(spec.target, prompts, Options(config.max_new_tokens))
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
-    trees = [(n, b) for n in config.nodes for b in config.batch_sizes]
-    bar = progress(total=len(settings) * len(prompts) * (1 + len(trees)), desc="audit")
-    for temperature, seed in settings:
-        seeds = [seed + i for i in range(len(prompts))]
-        plain: list[list[int]] = []
-        logits: list[Tensor] = []
-        for prompt, own in zip(prompts, seeds, strict=True):
-            options = Options(config.max_new_tokens, Sampling(temperature), [own], eos, record=True)
-            result = autoregressive(target, [prompt], options)
-            plain += result.token_ids
-            logits.append(torch.stack([raw for raw, _ in result.records[0]]))
-            if (temperature, seed) in (settings[0], settings[-1]):
-                steps, whole = _stock(spec, prompt, plain[-1])
-                noise.append(_swing(steps, whole))
-                least = max(least, float(logits[-1].abs().max()))
-                deviation_plain = max(deviation_plain, _largest(_swing(steps, logits[-1])))
-            bar.update()
-        for nodes, size in trees:
-            for first in range(0, len(prompts), size):
-                part = range(first, min(first + size, len(prompts)))
-                options = Options(
-                    config.max_new_tokens, Sampling(temperature), [seeds[i] for i in part], eos, record=True
-                )
-                result = speculative(target, [prompts[i] for i in part], options, spec.drafter, nodes)
-                for i, new, records in zip(part, result.token_ids, result.records, strict=True):
-                    pairs = enumerate(zip(plain[i], new, strict=False))
-                    shorter = min(len(plain[i]), len(new))
-                    at = next((j for j, (a, b) in pairs if a != b), shorter)
-                    rows, tokens = rows + 1, tokens + at
-                    same = min(at + 1, shorter)  # the logits behind one and the same prefix
-                    swings = _swing(logits[i][:same], torch.stack([raw for raw, _ in records[:same]]))
-                    deviation = max(deviation, _largest(swings))
-                    if at < max(len(plain[i]), len(new)):
-                        both = [row[at] if at < len(row) else -1 for row in (plain[i], new)]
-                        before = logits[i][min(at, shorter - 1)]
-                        margin = _margin(before, both, temperature, seeds[i], len(prompts[i]) + at)
-                        where = (i, temperature, seed, nodes, size, at)
-                        divergences.append(Divergence(*where, both[0], both[1], margin, float(swings[-1])))
-                    bar.update()
-                    bar.set_postfix(divergences=len(divergences), tokens=tokens, refresh=False)
-    bar.close()
-    measured = torch.cat(noise)
-    least *= torch.finfo(target.dtype).eps  # of answers of one token, both sides of which are one pass over the prompt
-    figures = (max(_largest(measured), least), float(measured.median()), deviation_plain, deviation)
-    return Audit(f"torch.{target.dtype_name}", rows, tokens, *figures, divergences)
+    found = _Found(spec, prompts, config)
+    with progress(total=2 * len(settings) * len(prompts) * (1 + len(found.trees)), desc="audit") as bar:
+        for setting in settings:
+            found.setting(*setting, setting in (settings[0], settings[-1]), bar.update)
+            bar.set_postfix(divergences=len(found.divergences), tokens=found.tokens, refresh=False)
+    measured = torch.cat(found.noise)
+    # Of answers of one token, both sides of which are one pass over the prompt
+    least = found.largest * torch.finfo(spec.target.dtype).eps
+    noise = max(_largest(measured), least), float(measured.median())
+    most = found.deviation_plain, found.deviation, found.missed
+    return Audit(f"torch.{spec.target.dtype_name}", found.rows, found.tokens, *noise, *most, found.divergences)
+
+
+def _scores(logits: Tensor, ids: Tensor, temperature: float, seed: int, positions: Tensor) -> Tensor:
+    """What picks are made by, in logits: float64, of logits of these tokens, int64, at positions, int64; the three are
+    broadcast."""
+    if not temperature:
+        return logits.double()
+    zero = ids.new_tensor(0)
+    return logits.double() + temperature * gumbel(noise_bits(zero + seed, zero, positions, ids))
+
+
+def _missed(logits: Tensor, new: list[int], temperature: float, seed: int, start: int) -> float:
+    """How far below the best the tokens of a text score at most, from logits [n, V] before each; start: the first's
+    position."""
+    ids, at = (torch.arange(n, device=logits.device) for n in (logits.shape[1], len(new)))
+    scores = _scores(logits, ids, temperature, seed, (start + at)[:, None])
+    own = scores.gather(1, torch.tensor(new, device=logits.device)[:, None])
+    return _largest(scores.amax(1, keepdim=True) - own)
 
 
 def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, position: int) -> float:
@@ -196,10 +262,7 @@ def _margin(logits: Tensor, tokens: list[int], temperature: float, seed: int, po
     if -1 in tokens:
         return math.inf
     pair = torch.tensor(tokens, device=logits.device)
-    scores = logits[pair].double()
-    if temperature > 0:
-        zero = pair.new_tensor(0)
-        scores = scores + temperature * gumbel(noise_bits(zero + seed, zero, zero + position, pair))
+    scores = _scores(logits[pair], pair, temperature, seed, pair.new_tensor(position))
     return float(scores[0] - scores[1])
 
 
@@ -219,18 +282,20 @@ class DistributionTest:
 
 @torch.inference_mode()
 def exact_distribution(spec: Spec, prompt: list[int], top_k: int, length: int = 3) -> dict[tuple[int, ...], float]:
-    """Probabilities of all texts of `length` tokens under the model's own top-k distribution at temperature 1 (with
-    transformers' warper, which keeps ties), from plain passes over every prefix."""
-    warpers = Sampling(1.0, top_k=top_k).warpers()
+    """Probabilities of all texts of `length` tokens at temperature 1, from plain passes over every prefix. Behind each
+    prefix the `top_k` likeliest tokens are told apart; -1 stands for any other, and ends what is told of a text."""
     exact: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for prefix, prob in exact.items():
+            if prefix[-1:] == (-1,):
+                longer[prefix] = prob
+                continue
             ids = torch.tensor([prompt + list(prefix)], device=spec.target.device)
-            scores = warp(spec.target.model(input_ids=ids, use_cache=False).logits[:, -1], warpers)
-            p = scores[0].double().softmax(-1)
-            for token in p.nonzero().flatten().tolist():
-                longer[(*prefix, token)] = prob * float(p[token])
+            likely = spec.target.model(input_ids=ids, use_cache=False).logits[0, -1].double().softmax(-1).topk(top_k)
+            told = dict(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
+            rest = max(0.0, 1.0 - sum(told.values()))
+            longer |= {(*prefix, token): prob * p for token, p in (told | {-1: rest}).items()}
         exact = longer
     return exact
 
@@ -276,23 +341,21 @@ def distribution_tests(
     entropies = [-sum(p * math.log(p) for p in exact.values() if p > 0) for exact in distributions]
     best = entropies.index(max(entropies))
     exact, prompt = distributions[best], prompts[best]
-    index = {text: i for i, text in enumerate(exact)}
-    expected = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
+    wanted = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
 
     def drafted(relaxed: Relaxed | None) -> Tensor:
         texts = []
         for first in range(0, samples, 100):
             seeds = [seed + first + i for i in range(min(100, samples - first))]
-            options = Options(3, Sampling(1.0, top_k=top_k), seeds, relaxed=relaxed)
+            options = Options(3, Sampling(1.0), seeds, relaxed=relaxed)
             texts += speculative(spec.target, [prompt] * len(seeds), options, spec.drafter, nodes).token_ids
-        return _counted(texts, index)
+        return _counted(texts, exact)
 
     def unseen(logits: Tensor, picks: list[int], below: list[list[int]]) -> list[int]:
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
     ours, biased = drafted(None), drafted(unseen)
-    theirs = _counted(_of_transformers(spec, prompt, samples, top_k, seed), index)
-    wanted = torch.cat([expected, torch.zeros(1)])  # 0 of texts outside, which rounding alone can produce
+    theirs = _counted(_of_transformers(spec, prompt, samples, seed), exact)
     tests = []
     for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
         statistic, p, bins = chi_square(observed, wanted)
@@ -302,15 +365,16 @@ def distribution_tests(
     return tests
 
 
-def _counted(texts: Sequence[Sequence[int]], index: dict[tuple[int, ...], int]) -> Tensor:
-    """How often each text came, by its place in `index`; behind them, how many came that are not in it."""
-    other = [tuple(text) for text in texts if tuple(text) not in index]
-    at = torch.tensor([index[tuple(text)] for text in texts if tuple(text) in index], dtype=torch.long)
-    counts = torch.bincount(at, minlength=len(index)).double()
-    return torch.cat([counts, torch.tensor([float(len(other))])])
+def _counted(texts: Sequence[Sequence[int]], exact: dict[tuple[int, ...], float]) -> Tensor:
+    """How often each of the texts that are told apart came."""
+    counts, known = dict.fromkeys(exact, 0.0), {text[:n] for text in exact for n in range(len(text) + 1)}
+    for text in map(tuple, texts):
+        other = next((n for n in range(len(text)) if text[: n + 1] not in known), None)
+        counts[text if other is None else (*text[:other], -1)] += 1
+    return torch.tensor(list(counts.values()), dtype=torch.float64)
 
 
-def _of_transformers(spec: Spec, prompt: list[int], samples: int, top_k: int, seed: int) -> list[list[int]]:
+def _of_transformers(spec: Spec, prompt: list[int], samples: int, seed: int) -> list[list[int]]:
     """`samples` continuations of three tokens, sampled by transformers."""
     torch.manual_seed(seed)
     texts = list[list[int]]()
@@ -322,7 +386,7 @@ def _of_transformers(spec: Spec, prompt: list[int], samples: int, top_k: int, se
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=3,
                 do_sample=True,
-                top_k=top_k,
+                top_k=0,
                 temperature=1.0,
                 eos_token_id=None,
                 pad_token_id=0,
