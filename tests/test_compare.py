@@ -268,10 +268,10 @@ def test_a_summary_has_a_column_for_each_set_and_temperature(tmp_path: Path) -> 
         "identical texts",
     ]
     assert lines[2] == [
-        *("x", "**2.00x** [2.00, 2.00], τ 2.00", "**4.00x** [4.00, 4.00], τ 2.00"),
+        *("x", "2.00x, τ 2.00", "**4.00x** [4.00, 4.00], τ 2.00"),
         *("4.0x / 8.0x", "1 / 1 of 1, 2 / 2 of 2", "3 of 3"),
     ]
-    assert lines[3][1:3] == ["0.50x [0.50, 0.50], τ 1.00"] * 2
+    assert lines[3][1:3] == ["0.50x, τ 1.00", "0.50x [0.50, 0.50], τ 1.00"]
     write_summary([r for r in runs if r.group != "HumanEval"], "t", "machine", readme)
     assert "| T=0 " in readme.read_text()
 

@@ -23,7 +23,8 @@ from selfspec.evaluation.arms import Prompt
 PROMPT = 'import math\n\n\ndef area(r: float) -> float:\n    """Of a circle."""\n'
 TEST = "def check(candidate):\n    assert abs(candidate(2.0) - 12.566) < 0.01\n    assert candidate(0) == 0\n"
 PROBLEM = {"task_id": "T/0", "prompt": PROMPT, "entry_point": "area", "test": TEST, "canonical_solution": ""}
-RIGHT = "def area(r):\n    return math.pi * r * r"
+BODY = "    return math.pi * r * r"
+RIGHT, SQUARES = f"def area(r):\n{BODY}", "def area(r):\n    return math.pi * square(r)"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,10 @@ RIGHT = "def area(r):\n    return math.pi * r * r"
         ("I can not do that.", False),
         (f"```python\n{RIGHT}\nimport sys\nsys.exit(0)\n```", False),
         (f"```python\n{RIGHT}\nimport os\nos._exit(0)\n```", False),
+        (f"```python\ndef square(r):\n    return r * r\n```\nand\n```python\n{SQUARES}\n```", True),
+        (f"Here it is:\n\n{RIGHT}", True),
+        (f"~~~python\n{RIGHT}\n~~~", True),
+        (f'```python\ndef area(r):\n    """As in\n    ```\n    area(2)\n    ```\n    """\n{BODY}\n```\nDone.', True),
     ],
 )
 def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> None:

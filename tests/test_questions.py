@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from selfspec.data.chat import Chat, ChatTemplate
 from selfspec.data.corpus import Document, PythonSource
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.instructions import Instructions, conversations, edits, instructions
-from selfspec.data.questions import Asking, Question, _read, read_questions
+from selfspec.data.questions import Answering, Asking, Question, _read, read_questions
 from selfspec.data.store import Corpus, joined, tokenize
 from selfspec.data.tasks import EDITS, TASKS, Pool, pool
 from selfspec.data.tasks.base import SPLITS, code_of
@@ -517,8 +518,23 @@ def test_answers_are_compared_with_a_reference_number(tmp_path: Path, keys: tupl
     assert not check("1200, of which 600")
     assert not check("far")
     assert check("From 10 to 600-1200")  # no minus
+    assert check("1.2e3")
+    assert not check("Of 1,200 these: 12,00")
     assert (why.checks, when.checks, much.checks) == ((), (), ())
     assert part.checks[0]("It is .5")
     lines = [json.dumps({"turns": ["a", "b"], "reference": ["#### noon", "#### 5"]})]
     (tmp_path / "set.jsonl").write_text("\n".join(lines))
     assert _read(tmp_path / "set.jsonl")[0].checks == ()
+
+
+def test_a_group_has_no_more_than_was_asked_of_each(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"question_id": f"{group}{i}", "category": group, "turns": ["x"]} for group in "AB" for i in range(20)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, [*rows[:3], *rows[20:]])))
+    chosen = read_questions(Answering(str(tmp_path / "set.jsonl"), prompts=10, chat=False), tokenizer, list, each=True)
+    assert Counter(question.group for question in chosen) == {"A": 3, "B": 10}
+
+
+def test_an_echo_is_no_answer(held_out: Pool) -> None:
+    for instruction in instructions(held_out, ["convert", "reason"], 60, 3):
+        for turn in instruction.turns:
+            assert not turn.check(turn.question)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,12 +29,14 @@ from selfspec.drafters.base import Drafter, Trained
 from selfspec.evaluation.arms import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, summarize, write_traces
+from selfspec.evaluation.figures import total
 from selfspec.evaluation.limits import measure_limits, random_model, start_costs
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
 from selfspec.evaluation.tables import Column, audit_report, limits_tables, own_columns
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
+from selfspec.utils.exactness import ROUNDED
 from selfspec.utils.files import Figures, mean, read_json, section, shown, write_section, write_text
 from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
@@ -57,6 +60,9 @@ def asked(
     template = {**getattr(source, "chat_template_kwargs", {}), **asking.chat_template_kwargs}
     asking = replace(asking, chat_template_kwargs=template)
     questions = read_questions(asking, tokenizer, source.evaluation, each)
+    counts = Counter(question.group for question in questions)
+    if each and (few := [f"{name} {n}" for name, n in counts.items() if n < asking.prompts]):
+        print(f"warning: prompts={asking.prompts} of each group, but there are {', '.join(few)}, which are used")
     if len(questions) < asking.prompts and not each:
         print(f"warning: prompts={asking.prompts}, but there are {len(questions)}, which are used")
     arguments = {"max_new_tokens": asking.max_new_tokens, **sampling}
@@ -82,7 +88,8 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
     begun = folder / "summary.json"
-    if begun.is_file() and (summary := read_json(begun)).get("columns", {}).keys() == columns.keys():
+    summary = read_json(begun) if begun.is_file() else None
+    if summary is not None and _told(summary["config"]) == _told(as_plain(config)):  # else from its records
         check_same(folder / "config.yaml", as_plain(config), _BESIDE)
         check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
         print(f"{folder} is finished; delete it to measure it again")
@@ -97,6 +104,13 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         records = run_benchmark(spec, prompts, run.decode, run.tree.nodes, path)
         point = {"config": plain, "dtype": f"torch.{spec.target.dtype_name}", **summarize(records)}
         speculative = [record for record in records if record.arm == "speculative"]
+        same = point["identical"].get("autoregressive")
+        promised = run.decode.lossy is None and total([r.stats for r in speculative]).exact != ROUNDED
+        if same is not None and promised and same["rows"] < same["of"]:
+            print(
+                f"warning: {same['of'] - same['rows']} of {same['of']} texts are not those of plain decoding; selfspec "
+                "audit tells whether rounding explains it"
+            )
         if "forecast" in point.get("speculative", {}):
             forecast = point["speculative"]["forecast"]
             nodes = shown(mean(forecast["nodes"], forecast["passes"]), 1)
@@ -121,6 +135,13 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         labelled([point])
         log.images(plot_points(rows_of([point]), folder))
     return point
+
+
+def _told(config: Figures) -> Figures:
+    """What a finished point is asked to tell, beyond what was measured."""
+    decode = config["decode"]
+    columns = [name for name in decode.get("columns", ()) if name != "all"]  # which is of the terminal
+    return {"columns": columns} | {key: decode.get(key) for key in ("metrics", "traces", "answers", "until_width")}
 
 
 def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> str:

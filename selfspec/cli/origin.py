@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from selfspec.checkpoints.weights_hash import drafter_hash, target_hash
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter
 from selfspec.utils.errors import command_line
-from selfspec.utils.files import ORIGIN, Figures, read_json, write_text
+from selfspec.utils.files import ORIGIN, Figures, code_hash, read_json, write_text
 from selfspec.utils.machine import device_name
+
+_MEASURED = ("core", "engine", "drafters", "budget")  # folders of code that decodes
+_BELOW = ("torch", "transformers")
 
 
 def origin(device: torch.device) -> Figures:
@@ -33,8 +37,9 @@ def check_origin(
     """Write what a measurement is made with beside it. kept: the arms that `begun` has results of (None: all drafters);
     others: what further arms are made with, by their names. Raises ValueError where `begun` is there and was measured
     with another device or target, or with another drafter or engine under the name of a measured arm; in a finished
-    one, which is only shown, another device is named."""
+    one, which is only shown, another device is named, and other code of selfspec in any."""
     now = {"device": device_name(target.device), "target": f"{target.name} {target_hash(target)[:16]}"}
+    now |= {"code": f"selfspec {code_hash(*_MEASURED)[:12]}, " + ", ".join(f"{n} {version(n)}" for n in _BELOW)}
     now |= others or {}
     for name, drafter in drafters.items():
         now[f"drafter {name}"] = "+".join(drafter_hash(member)[:16] for member in members_of(name, drafter).values())
@@ -45,7 +50,9 @@ def check_origin(
     before.pop("engines", None)  # of an older version, all in one
     for key in (key for key in now if before.get(key, now[key]) != now[key]):
         said = f"{begun} was measured with another {key} ({before[key]}, now {now[key]})"
-        if key == "device" and begun.name == "summary.json":
+        if key == "code":  # a change may be of what is not measured
+            print(f"warning: {said}; figures of before and now may not be alike")
+        elif key == "device" and begun.name == "summary.json":
             print(said)
         elif key in ("device", "target") or _arm(key) in measured:
             raise ValueError(f"{said}; delete the folder, or choose another name=")

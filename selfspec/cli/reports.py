@@ -13,7 +13,7 @@ from selfspec.cli.config import PageRun, ReportRun
 from selfspec.cli.errors import clear_errors
 from selfspec.cli.run_folders import finished, typed
 from selfspec.evaluation.plots import plot_points
-from selfspec.evaluation.points import agreement, read_points, regimes_of, rows_of
+from selfspec.evaluation.points import agreement, differences, read_points, regimes_of, rows_of
 from selfspec.evaluation.tables import agreement_table, groups_table, regime_table, table, training_table
 from selfspec.page.build import page_data, write_page
 from selfspec.utils.files import null_for_nan, write_text
@@ -38,6 +38,8 @@ def run_report(config: DictConfig) -> None:
     folder = Path(config.sweep)
     if config.against is not None:
         print(agreement_table(agreement(folder, Path(config.against))))
+        if apart := differences(folder, Path(config.against)):
+            print(f"\nthe runs differ in {'; '.join(apart)}")
         return
     points, broken = read_points(folder)
     for path, why in broken:

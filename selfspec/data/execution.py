@@ -7,6 +7,7 @@ hostile one: whoever runs code of a model they do not trust uses a container.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import secrets
@@ -25,9 +26,10 @@ SECONDS = 10.0  # that a program may take
 MEMORY = 4 << 30  # bytes of its address space
 _FILE = 1 << 20  # bytes of a file that it writes
 _FIELDS = ("task_id", "prompt", "entry_point", "test")
-_FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_BEGINS = re.compile(r"^(?:import|from|def|async def|class|@)\b", re.MULTILINE)  # the first line of a program
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
+_HELPERS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What begins processes, ends those of others, or takes files away
 _TAKEN = {
     "os": (
@@ -78,15 +80,48 @@ class Solves:
         return "".join(_FUTURE.findall(whole)) + _FUTURE.sub("", whole)  # these stand first
 
     def _function(self, answer: str) -> str:
-        """The first fenced block that defines the function, or the answer if it does; else the first block, or the
-        answer, continues the prompt, up to where the function's body ends."""
+        """The first fenced block that defines the function, behind imports and helpers of blocks before it; or the
+        answer, from where code begins, if it defines it; else the first block, or the answer, continues the prompt,
+        up to where the function's body ends."""
         defines = re.compile(rf"^\s*(async\s+)?def\s+{re.escape(self.entry_point)}\b", re.MULTILINE)
-        blocks = [textwrap.dedent(code) if defines.search(code) else code for code in _FENCED.findall(answer)]
-        continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
-        for code in (*blocks, *([] if continues else [answer])):
+        blocks = fenced_blocks(answer)
+        before = list[str]()
+        for block in blocks:
+            code = textwrap.dedent(block)
             if defines.search(code):
-                return str(code)
+                return "\n".join([*before, code])
+            before += [code] if _is_program(code, *_HELPERS) else []
+        continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
+        if not continues and defines.search(answer):
+            begins = _BEGINS.search(answer)
+            behind = answer if begins is None or _is_program(answer) else answer[begins.start() :]
+            return behind if _is_program(behind) else answer
         return self.prompt + "\n" + _ENDS.split(blocks[0] if blocks else answer, maxsplit=1)[0]
+
+
+def fenced_blocks(answer: str) -> list[str]:
+    """What stands between fences of three backticks or tildes. A fence inside a program, as in a docstring, ends no
+    block; one that nothing ends reaches to the end."""
+    lines, blocks, at = answer.splitlines(keepends=True), list[str](), 0
+    while at < len(lines):
+        mark = lines[at].strip()[:3]
+        at += 1
+        if mark not in ("```", "~~~"):
+            continue
+        ends = [i for i in range(at, len(lines)) if lines[i].strip().startswith(mark)] or [len(lines)]
+        end = next((i for i in ends if _is_program("".join(lines[at:i]))), ends[0])
+        blocks.append("".join(lines[at:end]))
+        at = end + 1
+    return blocks
+
+
+def _is_program(code: str, *kinds: type[ast.stmt]) -> bool:
+    """Whether it is a Python program, of these kinds of statements alone where they are given."""
+    try:
+        whole = ast.parse(textwrap.dedent(code))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return not kinds or all(isinstance(statement, kinds) for statement in whole.body)
 
 
 def runs_through(program: str) -> bool:

@@ -30,7 +30,7 @@ HUMAN_EVAL, _PLACE = "human_eval", "SELFSPEC_HUMAN_EVAL"  # a set that lies else
 _COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 _SEED = 1  # the held-out instructions are drawn with
 _REFERENCE = re.compile(r"####\s*(\S+)\s*$")
-_NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+\b)?")
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
 
 
@@ -115,13 +115,14 @@ def read_questions(
         raise ValueError(f"questions={name}: no group {sorted(unknown)}; it has {', '.join(known)}")
     groups = asking.groups or ([] if name == "source" else list(known))
     count = asking.prompts * (max(1, len(groups)) if each else 1)
+    most = asking.prompts if each else count  # of a group
     if name == "source":
         return _source(groups, count, tokenizer, documents(), asking)
     if name == "instructions":
         questions = _instructions(instructions(pool(documents(), "evaluation"), groups, count, _SEED), groups)
     if name == "edits":
         questions = _instructions(edits(documents(), "evaluation", groups, count, _SEED), groups)
-    chosen = _even({group: [q for q in questions if q.group == group] for group in groups}, count)
+    chosen = _even({group: [q for q in questions if q.group == group] for group in groups}, count, most)
     if not asking.chat:
         return [_plain(question, tokenizer) for question in chosen]
     if not tokenizer.chat_template:
@@ -138,12 +139,13 @@ def _plain(question: Question, tokenizer: Tokenizer) -> Question:
     return Question(question.id, question.group, checks=question.checks[:1], ids=ids, record=question.record)
 
 
-def _even(groups: dict[str, list[Question]], count: int) -> list[Question]:
-    """One question of each group in turn, as long as it has any, of a group spread over what it holds."""
-    shares = dict.fromkeys(groups, 0)
-    while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
-        for group, group_questions in groups.items():
-            if shares[group] < len(group_questions) and sum(shares.values()) < count:
+def _even(groups: dict[str, list[Question]], count: int, most: int) -> list[Question]:
+    """One question of each group in turn, as long as it has any, of a group spread over what it holds and `most` of
+    them."""
+    shares, room = dict.fromkeys(groups, 0), {group: min(most, len(each)) for group, each in groups.items()}
+    while sum(shares.values()) < min(count, sum(room.values())):
+        for group in groups:
+            if shares[group] < room[group] and sum(shares.values()) < count:
                 shares[group] += 1
     picked = {
         group: [
@@ -184,7 +186,7 @@ def _source(
         share = count // len(groups) + (i < count % len(groups))
         rows = prompts_of_group(group, documents, tokenizer, share, tokens) if share else []
         questions[group] = _texts(group, rows)
-    return _even(questions, count)
+    return _even(questions, count, count)
 
 
 def _texts(group: str, rows: list[list[int]]) -> list[Question]:

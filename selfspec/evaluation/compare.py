@@ -25,7 +25,7 @@ from selfspec.evaluation.arms import Arm, Call, Prompt, drafted, of_transformers
 from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, over_plain, right, tau, texts, total
 from selfspec.evaluation.measure import BETWEEN, measure, points_of
 from selfspec.evaluation.peers import answering, started
-from selfspec.evaluation.records import METHODS, PEERS, Record, ours
+from selfspec.evaluation.records import METHODS, PEERS, Record, ours, read_records
 from selfspec.evaluation.tables import groups_table, price_table, regime_table, summary_table, table, verdict
 from selfspec.utils.checks import all_known, at_least, not_empty
 from selfspec.utils.files import Figures, write_section
@@ -110,7 +110,9 @@ class CompareConfig:
 def run_comparison(
     specs: dict[str, Spec], draft_model: nn.Module | None, prompts: Sequence[Prompt], config: CompareConfig, path: Path
 ) -> list[Record]:
-    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`."""
+    """All arms on all prompts at all temperatures; see `selfspec.evaluation.measure`. `path` may hold other arms, or
+    some on other prompts: what is returned is of the prompts that all arms of a temperature have in common. Raises
+    ValueError where these are none."""
     spec, most = next(iter(specs.values())), config.max_new_tokens
     check(spec.target, [prompt.ids for prompt in prompts], Options(most))
     calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
@@ -118,10 +120,35 @@ def run_comparison(
     theirs = of_transformers(spec, most, draft_model, config.exit_layer, config.lookup_tokens)
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
+    for temperature in config.temperatures:
+        asked = {point.key for point in points if point.sampling.temperature == temperature}
+        kept = {record.point for record in read_records(path) if record.temperature == temperature}
+        if kept and kept.isdisjoint(asked):
+            raise ValueError(
+                f"{path} holds arms on other questions at T={temperature:g}, beside which new ones can not stand; "
+                "choose another name=, or the compare.questions, compare.groups and compare.prompts of before"
+            )
     context = max(len(prompt.ids) for prompt in prompts) + most
     with started(config.peers, spec.target, context) as peers:
         calls |= {Arm(name): answering(peer, name, spec, most) for name, peer in peers.items()}
-        return measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between)
+        return common(measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between))
+
+
+def common(records: list[Record]) -> list[Record]:
+    """Those of the prompts that all arms of a temperature have answered; the others are told of and left out."""
+    answered: dict[float, dict[tuple[str, str], set[Any]]] = {}
+    for record in records:
+        answered.setdefault(record.temperature, {}).setdefault((record.arm, record.nodes), set()).add(record.point)
+    shared = {temperature: set.intersection(*arms.values()) for temperature, arms in answered.items()}
+    for temperature, arms in answered.items():
+        every = set.union(*arms.values())
+        if left := len(every - shared[temperature]):
+            few = [" ".join(arm).removesuffix(" -") for arm, points in arms.items() if points != every]
+            print(
+                f"T={temperature:g}: {left} of {len(every)} prompts are left out, which are not answered by "
+                + ", ".join(few)
+            )
+    return [record for record in records if record.point in shared[record.temperature]]
 
 
 # -- rows

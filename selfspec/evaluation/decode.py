@@ -98,9 +98,15 @@ class DecodeConfig(Answering):
 def run_benchmark(
     spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, nodes: int | str, path: Path | None = None
 ) -> list[Record]:
-    """All arms on all prompts, batches within a group; see `selfspec.evaluation.measure`."""
+    """All arms on all prompts; see `selfspec.evaluation.measure`."""
     check(spec.target, [prompt.ids for prompt in prompts], Options(config.max_new_tokens))  # before the first is timed
-    most = config.max_new_tokens
+    most, points = config.max_new_tokens, points_of(prompts, [config.sampling()], config.batch_size)
+    if len(points[0].batch) < config.batch_size:
+        print(
+            f"warning: decode.batch_size={config.batch_size}, but there are {len(prompts)} prompts: one batch of them"
+        )
+    elif left := len(prompts) - len(points) * config.batch_size:
+        print(f"{left} of {len(prompts)} prompts are left out, which fill no batch of {config.batch_size}")
     calls = {
         Arm("autoregressive"): plain(spec, most),
         Arm("hf_generate"): of_transformers(spec, most)["hf_generate"],
@@ -110,7 +116,7 @@ def run_benchmark(
         spec,
         {arm: call for arm, call in calls.items() if arm.name in config.arms},
         Arm("autoregressive") if "autoregressive" in config.arms else None,
-        points_of(prompts, [config.sampling()], config.batch_size),
+        points,
         path,
         seed=config.seed,
         repeats=config.repeats,
@@ -183,11 +189,12 @@ def summarize(records: list[Record]) -> Figures:
     if fast := arms.get("speculative"):
         summary["speculative"] = _speculative(fast)
         if fast[0].plain is not None:
-            # plain steps that one pass, its draft included, takes: speedup is tau over this
-            steps = sum(r.stats.calls for r in arms["autoregressive"])
-            step = mean(1000 * sum(r.plain.decode for r in fast if r.plain), steps)
-            cost = summary["speculative"]["milliseconds_per_pass"] / step
-            summary["speculative"] |= {"cost": cost, "decode": decode_speedup(fast)}
+            summary["speculative"]["decode"] = decode_speedup(fast)
+            if all(len(r.token_ids) == 1 for r in fast):  # a batch takes as many passes as its slowest row
+                # plain steps that one pass, its draft included, takes: speedup is tau over this
+                steps = sum(r.stats.calls for r in arms["autoregressive"])
+                step = mean(1000 * sum(r.plain.decode for r in fast if r.plain), steps)
+                summary["speculative"]["cost"] = summary["speculative"]["milliseconds_per_pass"] / step
             summary["speedup"]["autoregressive"] = over_plain(fast)
         if fast[0].altered is not None:
             summary["lossy"] = _lossy(arms)

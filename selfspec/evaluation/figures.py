@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
@@ -12,7 +13,7 @@ from torch import Tensor
 from selfspec.core.stats import Stats
 from selfspec.evaluation.records import Record, Regime
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED
-from selfspec.utils.files import Figures, mean
+from selfspec.utils.files import NOTHING, Figures, mean
 
 PARTS = ("draft", "target", "other")  # of a pass
 
@@ -21,11 +22,20 @@ PARTS = ("draft", "target", "other")  # of a pass
 
 
 def bootstrap(figures: Tensor, ratio: Callable[[Tensor], Tensor], resamples: int = 2000) -> tuple[float, float, float]:
-    """A ratio of column sums and its 95% interval over questions; figures float64 [questions, columns]."""
+    """A ratio of column sums and its 95% interval over questions, which is NaN of a single one; figures float64
+    [questions, columns]."""
+    if len(figures) == 1:
+        return float(ratio(figures)), NOTHING, NOTHING
     at = torch.randint(len(figures), (resamples, len(figures)), generator=torch.Generator().manual_seed(0))
     ratios = ratio(torch.cat([figures.sum(0, keepdim=True), figures[at].sum(1)]))
     low, high = ratios[1:].quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return float(ratios[0]), low, high
+
+
+def interval(ratio: dict[str, float]) -> str:
+    """A ratio for readers, with its interval where there is one."""
+    behind = "" if math.isnan(ratio["low"]) else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['ratio']:.2f}x{behind}"
 
 
 def clustered(rows: Iterable[tuple[str, Sequence[float]]]) -> Tensor:

@@ -65,6 +65,7 @@ class LimitsConfig:
             raise ValueError(
                 f"limits.sizes={self.sizes} must hold 1, to which costs are related, from 1 to at most {MAX_NODES}"
             )
+        self.sizes = sorted(self.sizes)
         at_least(self, "limits", 3, "rounds")
         not_empty(self, "limits", "temperatures", give="give at least one, such as [0]")
         for temperature in self.temperatures:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,7 +22,7 @@ from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.core.sampling import Sampling, warp
 from selfspec.evaluation.arms import Arm, Call, Prompt
-from selfspec.evaluation.figures import over_plain
+from selfspec.evaluation.figures import interval, over_plain
 from selfspec.evaluation.records import Beside, Record, Regime, lines_of, ours, point_of, read_records
 from selfspec.output import Generated
 from selfspec.utils.files import append_text, write_text
@@ -34,7 +35,7 @@ Run = tuple[Generated, float]  # a call of an arm, and its seconds
 
 @dataclass(frozen=True)
 class Point:
-    """What all arms are run on: prompts of one group, `number` that of the first, and how they are answered."""
+    """What all arms are run on: prompts, `number` that of the first, and how they are answered."""
 
     number: int
     batch: list[Prompt]
@@ -43,7 +44,12 @@ class Point:
     @property
     def key(self) -> tuple[Any, ...]:
         questions = [(prompt.question, prompt.turn) for prompt in self.batch]
-        return point_of(self.sampling.temperature, self.batch[0].group, self.number, questions)
+        return point_of(self.sampling.temperature, self.group, self.number, questions)
+
+    @property
+    def group(self) -> str:
+        """Of its prompts; "all" where they are of several."""
+        return self.batch[0].group if len({prompt.group for prompt in self.batch}) == 1 else "all"
 
     @property
     def texts(self) -> list[int]:
@@ -51,14 +57,14 @@ class Point:
 
 
 def points_of(prompts: Sequence[Prompt], samplings: Sequence[Sampling], size: int = 1) -> list[Point]:
-    """Batches of so many prompts of one group, one of each group in turn, each at every sampling."""
+    """Batches of so many prompts, one of each group in turn, each at every sampling; what fills no batch is left out
+    where there is a whole one."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.group, []).append(prompt)
-    cut = [[group[i : i + size] for i in range(0, len(group), size)] for group in groups.values()]
-    turns = [batches[i] for i in range(max(map(len, cut))) for batches in cut if i < len(batches)]
-    firsts = [sum(map(len, turns[:i])) for i in range(len(turns))]
-    return [Point(n, batch, s) for n, batch in zip(firsts, turns, strict=True) for s in samplings]
+    turns = [prompt for each in zip_longest(*groups.values()) for prompt in each if prompt is not None]
+    firsts = range(0, max(1, len(turns) - size + 1), size)
+    return [Point(first, turns[first : first + size], s) for first in firsts for s in samplings]
 
 
 def measure(
@@ -111,8 +117,7 @@ def _shown(records: list[Record]) -> dict[str, str]:
     shown = {"T": f"{last.temperature:g}", "arm": f"{last.arm} {last.nodes}".removesuffix(" -")}
     if last.plain is None:
         return shown
-    ratio = over_plain(alike)
-    return shown | {"speedup": f"{ratio['ratio']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"}
+    return shown | {"speedup": interval(over_plain(alike))}
 
 
 def _kept(path: Path, points: Sequence[Point]) -> list[Record]:
@@ -192,8 +197,8 @@ def _beside(runs: Sequence[Run]) -> Beside | None:
 def _record(
     spec: Spec, point: Point, arm: Arm, runs: list[tuple[Run, Beside | None]], plain_ids: list[list[int]] | None
 ) -> Record:
-    """Of an arm's runs, each with what is beside it."""
-    result, batch = runs[-1][0][0], point.batch
+    """Of an arm's runs, each with what is beside it. Counts and times of parts are those of the run of median time."""
+    result, batch = sorted((run for run, _ in runs), key=lambda run: run[1])[(len(runs) - 1) // 2][0], point.batch
     ids, besides = result.token_ids, [beside for _, beside in runs if beside is not None]
     plain = None
     if besides:
@@ -211,7 +216,7 @@ def _record(
         tokens=sum(map(len, ids)),
         token_ids=ids,
         stats=result.stats,
-        group=batch[0].group,
+        group=point.group,
         questions=[(prompt.question, prompt.turn) for prompt in batch],
         plain=plain,
         right=[prompt.right(spec.tokenizer, row) for prompt, row in zip(batch, ids, strict=True)],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -222,10 +223,28 @@ def agreement(one: Path, other: Path) -> list[Figures]:
     pairs = []
     for name in (name for name in first if name in second):
         a, b = first[name], second[name]
-        pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
+        if not math.isnan(a["low"] + b["low"]):  # of a single question there is no interval
+            pairs.append({"name": name, "one": a, "other": b, "same": a["low"] <= b["high"] and b["low"] <= a["high"]})
     if not pairs:
         raise ValueError(f"{one} and {other} have no measurement in common")
     return pairs
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Settings that two runs do not share, though neither varies them: `key: value / value`."""
+    configs = []
+    for folder in (one, other):
+        whole = folder / "compare.json"
+        points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
+        fixed = set.intersection(*({(k, str(v)) for k, v in _leaves(point).items()} for point in points))
+        configs.append(dict(fixed))
+    first, second = configs
+    keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
+    return [f"{key.replace('/', '.')}: {first[key]} / {second[key]}" for key in keys]
+
+
+# Keys of what is reported and extended, not of what is measured
+_REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
 
 
 def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:

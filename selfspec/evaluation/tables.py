@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
-from selfspec.evaluation.figures import PARTS, against
+from selfspec.evaluation.figures import PARTS, against, interval
 from selfspec.evaluation.records import Record, ours
 from selfspec.utils.files import Figures, mean, shown
 
@@ -20,10 +20,6 @@ def markdown(columns: Sequence[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
     head = "| " + " | ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)) + " |"
     return "\n".join([head, "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines])
-
-
-def interval(ratio: dict[str, float]) -> str:
-    return f"{ratio['ratio']:.2f}x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 # -- rows of figures: of benchmark points (`selfspec.evaluation.points.rows_of`), and of the arms of a comparison
@@ -189,20 +185,21 @@ def summary_table(columns: dict[str, dict[str, Figures]]) -> str:
     decoding among them, by what is asked and the temperature."""
     first = next(iter(columns.values()))
     arms = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
-    checked = [at for at in columns.values() if at["plain"]["of"]] if "plain" in first else []
+    checked = "plain" in first and any(at["plain"]["of"] for at in columns.values())
     lines = []
     for arm in arms:
         rows = [at[arm] for at in columns.values()]
         cells = [arm]
         for row in rows:
-            ratio = f"{row['speedup']['ratio']:.2f}x"
+            ratio, *behind = interval(row["speedup"]).split(" ", 1)
             ratio = f"**{ratio}**" if row["speedup"]["low"] > 1 else ratio
-            cells.append(f"{ratio} [{row['speedup']['low']:.2f}, {row['speedup']['high']:.2f}], τ {row['tau']:.2f}")
+            cells.append(f"{' '.join([ratio, *behind])}, τ {row['tau']:.2f}")
         if "hf_generate" in first:
             over = [against(at[arm]["records"], at["hf_generate"]["records"]) for at in columns.values()]
             cells.append(" / ".join("" if ratio is None else f"{ratio['ratio']:.1f}x" for ratio in over))
         if checked:
-            cells.append(", ".join(f"{at['plain']['right']} / {at[arm]['right']} of {at[arm]['of']}" for at in checked))
+            parts = [f"{at['plain']['right']} / {at[arm]['right']} of {at[arm]['of']}" for at in columns.values()]
+            cells.append(", ".join("-" if part.endswith(" 0") else part for part in parts))
         counts = [(row["same"], row["prompts"]) for row in rows if "same" in row]
         cells.append(f"{sum(c[0] for c in counts)} of {sum(c[1] for c in counts)}" if counts else "not compared")
         lines.append(cells)

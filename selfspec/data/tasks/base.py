@@ -182,12 +182,17 @@ def program(text: str) -> ast.Module:
         raise ValueError(str(error)) from error
 
 
-def concludes(*values: object) -> Callable[[str], bool]:
+def concludes(*values: object, asked: str = "") -> Callable[[str], bool]:
     """Right where the last line of the answer holds these words and numbers, the last one as its last or last but one
-    word."""
+    word, and is none of the lines that were asked about."""
 
     def check(answer: str) -> bool:
-        last = re.findall(r"\w+", (answer.strip().splitlines() or [""])[-1])
-        return {str(value) for value in values} <= set(last) and str(values[-1]) in last[-2:]
+        line = (answer.strip().splitlines() or [""])[-1]
+        last = re.findall(r"\w+", line)
+        return (
+            line.strip() not in asked.splitlines()
+            and {str(value) for value in values} <= set(last)
+            and str(values[-1]) in last[-2:]
+        )
 
     return check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -47,6 +48,11 @@ def json_to_yaml(pool: Pool, rng: Random) -> list[Turn]:
 
 
 def _load_yaml(text: str) -> Any:
+    value = None
+    with suppress(ValueError):
+        value = json.loads(text)
+    if value is not None:  # JSON is YAML too
+        raise ValueError("it is JSON as it was")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -33,4 +33,6 @@ def largest(pool: Pool, rng: Random) -> list[Turn]:
         steps.append(f"{name}: {number}, largest so far {names[best]} with {numbers[best]}")
     last = f"The largest is {names[best]} with {numbers[best]}."
     ask = rng.choice(["Which of these is the largest? Go through them one by one.", "Find the largest, step by step:"])
-    return [Turn(f"{ask}\n{_listed(names, numbers)}", "\n".join([*steps, last]), concludes(names[best], numbers[best]))]
+    listed = _listed(names, numbers)
+    check = concludes(names[best], numbers[best], asked=listed)
+    return [Turn(f"{ask}\n{listed}", "\n".join([*steps, last]), check)]
