@@ -16,7 +16,16 @@ from selfspec.engine.kernels import int8
 from selfspec.engine.kernels import weights as module
 from selfspec.engine.kernels.native import binding, has_tiles, served
 from selfspec.engine.kernels.skinny_gemm import few_rows
-from selfspec.engine.kernels.weights import KERNELS, Kernel, choose, freeze, laid_out, measure, row_invariant
+from selfspec.engine.kernels.weights import (
+    KERNELS,
+    Kernel,
+    choose,
+    forget_changed,
+    freeze,
+    laid_out,
+    measure,
+    row_invariant,
+)
 
 SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
 
@@ -171,3 +180,24 @@ def test_tiles_and_products_agree() -> None:
         outs.append(torch.empty(2, 69, 147, dtype=torch.bfloat16))
         binding(name)(left, *weights, left, outs[-1], 2, 69, 96, 16, 83, 48, False)
     torch.testing.assert_close(*outs, rtol=2**-7, atol=2**-5)
+
+
+@in_panels
+def test_weights_that_change_past_their_version_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: PANELS)
+    one, x = linear(96, 64), torch.randn(3, 64).bfloat16()
+    freeze(one, least=0)
+    before = laid_out([one.weight])
+    assert before is not None
+    one.weight.data.mul_(-1)
+    forget_changed()
+    now = laid_out([one.weight])
+    assert now is not None
+    found = torch.empty(3, 96, dtype=torch.bfloat16)
+    now.kernel.multiply(x, now.weights, None, found)
+    torch.testing.assert_close(found, one(x), rtol=2**-6, atol=2**-6)
+    address = one.weight.data_ptr()
+    one.weight.data = one.weight.data.clone()  # another weight may lie there from now on
+    forget_changed()
+    assert address not in module._frozen
+    assert address not in module._laid_out

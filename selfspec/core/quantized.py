@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from selfspec.engine.kernels.int8 import fits, has_kernel, in_8_bits, int8_rows, to_int8
+from selfspec.engine.kernels.weights import sampled
 
 __all__ = ["Int8Linear", "has_kernel", "in_8_bits", "quantize", "unquantized"]
 
@@ -28,6 +29,15 @@ class Int8Linear(nn.Linear):
         panels, scales = to_int8(linear.weight.detach())
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
+        self.sample = sampled(self.weight).clone()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Quantize a weight anew that was changed since, as PEFT's merging does."""
+        if not torch.equal(sampled(self.weight), self.sample):
+            for part, now in zip((self.panels, self.scales), to_int8(self.weight.detach()), strict=True):
+                part.copy_(now)  # views share it
+            self.sample = sampled(self.weight).clone()
 
     def forward(self, input: Tensor) -> Tensor:  # [..., K] -> [..., N]
         if torch.is_autocast_enabled(input.device.type):  # as of any linear map

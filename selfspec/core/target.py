@@ -29,6 +29,7 @@ from selfspec.core.support import (
 from selfspec.core.tree import DraftTree
 from selfspec.core.verify import WalkNoise
 from selfspec.engine.engine import Engine, check_engine, chosen, engine_for
+from selfspec.engine.kernels.weights import forget_changed
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED, exactness
 
 __all__ = ["Part", "Pass", "Target", "check_engine", "chosen", "tree_pass"]
@@ -37,6 +38,11 @@ LONG = 32  # longer chains get a triangular mask without products
 
 
 _ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of PEFT's layers
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a plain tensor lies: `.data` can be given another place."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
 class Target:
@@ -125,7 +131,7 @@ class Target:
         for m in self.model.modules():
             parts += [id(m), *m._forward_hooks, *m._forward_pre_hooks, vars(m).get("forward")]
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-            parts += [(id(t), t.dtype, t.device, t.shape) for t in tensors]
+            parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
         return parts
 
@@ -156,6 +162,10 @@ class Target:
             self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
             self.rebuilt += 1
+        forget_changed()
+        for part in self.model.modules() if self.int8 else ():
+            if isinstance(part, Int8Linear):
+                part.follow()
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""

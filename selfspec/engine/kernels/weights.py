@@ -61,12 +61,14 @@ class Kernel(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """Weights side by side, as their kernel reads them. addresses, versions: of the weights when they were laid out."""
+    """Weights side by side, as their kernel reads them. addresses, versions, samples: of the weights when they were
+    laid out."""
 
     kernel: Kernel
     weights: Any
     addresses: tuple[int, ...]
     versions: tuple[int, ...]
+    samples: tuple[Tensor, ...]
 
 
 def freeze(module: nn.Module, least: int = LEAST) -> None:
@@ -97,6 +99,26 @@ def _freeze(weight: Tensor) -> None:
     address = weight.data_ptr()
     if address not in _frozen or _frozen[address]() is None:
         _frozen[address] = weakref.ref(weight, lambda _, address=address: _forget(address))  # type: ignore[misc]
+
+
+def sampled(weight: Tensor) -> Tensor:
+    """A few of a weight's numbers [N, K], spread over it: a view."""
+    rows, columns = weight.shape
+    return weight.detach()[:: max(1, rows // 8), :: max(1, columns // 8)]
+
+
+def forget_changed() -> None:
+    """Drop what was laid out of weights that have moved, or were written to past their version counter, as `.data`
+    is: at the start of a call."""
+    for known in list(_laid_out.values()):
+        for address, sample in zip(known.addresses, known.samples, strict=True):
+            known_here = _frozen.get(address)
+            weight = None if known_here is None else known_here()
+            if weight is None or weight.data_ptr() != address:
+                _forget(address)
+            elif not torch.equal(sampled(weight), sample):
+                with _lock:
+                    _laid_out.pop(known.addresses[0], None)
 
 
 def _forget(address: int) -> None:
@@ -140,7 +162,8 @@ def _lay_out(weights: Sequence[Tensor]) -> LaidOut | None:
             return None
         versions = tuple(weight._version for weight in weights)
         together = torch.cat([*weights]) if len(weights) > 1 else weights[0].detach()
-        known = _laid_out[addresses[0]] = LaidOut(kernel, kernel.lay_out(together), addresses, versions)
+        samples = tuple(sampled(weight).clone() for weight in weights)
+        known = _laid_out[addresses[0]] = LaidOut(kernel, kernel.lay_out(together), addresses, versions, samples)
     return known
 
 
