@@ -283,7 +283,7 @@ def load(
     device: of a target that is loaded here (None, auto: CUDA where it works, else the CPU);
     engine: eager, or compiled, which compiles every shape of a pass on first use and keeps the code for later processes
     (auto: compiled where a compiler is found; on CPUs passes first run eagerly, and a thread compiles once they have
-    taken 20 s); revision: of a drafter on the hub; trust_code: whether a checkpoint may
+    taken 20 s); revision: of a drafter on the hub, else of the target there; trust_code: whether a checkpoint may
     name a drafter class of another package, which is then imported; `loading` goes to transformers' from_pretrained
     (device_map, attn_implementation, ...).
 

@@ -324,5 +324,7 @@ def from_config(config: GenerationConfig, own: GenerationConfig | None) -> tuple
             whose = "" if key in given else " of the model's own"
             more = "spec.target.model.generate(..., custom_generate=spec) serves more of transformers' settings"
             what = f"{key}={value!r}{whose}, which generate does not take"
+            if whose and key in (*_ONE, *_ZERO):
+                more = f"give {key}={int(key in _ONE)} in yours to leave it out, or {more}"
             raise ValueError(f"generation_config has {what}; {_UNSERVED.get(key, more)}")
     return found, None if eos is None else frozenset(eos)

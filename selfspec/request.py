@@ -26,6 +26,7 @@ _PROCESSED = "give it to transformers: spec.target.model.generate(input_ids, cus
 _OTHER_WAYS = {
     "max_length": "give max_new_tokens, which does not count the prompt",
     **dict.fromkeys(("repetition_penalty", "logits_processor", "stopping_criteria"), _PROCESSED),
+    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size", "bad_words_ids"), _PROCESSED),
     "num_beams": "beam search is not served; leave it out",
     **dict.fromkeys(("num_return_sequences", "n"), "give the prompt several times, with a seed for each"),
     **dict.fromkeys(("eos_token_id", "pad_token_id"), "give generation_config=GenerationConfig({}=...)"),
@@ -42,7 +43,8 @@ class Request:
     it); the same seed is the same text. nodes: of the draft tree at most, root included (None: 16), or "auto" (see
     `selfspec.budget.policy`). lossy: a rule that does change the output, by name (see `selfspec.core.lossy.Lossy`).
     stop: a text or several that end a row once it holds one of them, which stays in it. trace: keep what every pass did
-    (`Generated.trace`, see `selfspec.trace`). generation_config: of transformers; what is given beside it wins.
+    (`Generated.trace`, see `selfspec.trace`). generation_config: of transformers; what is given beside it wins. Without
+    one, of the model's own the end tokens alone are read.
     """
 
     max_new_tokens: int = 128

@@ -167,6 +167,21 @@ def test_medusa_heads_that_the_config_does_not_count(folder: Path, capsys: Any) 
     assert "medusa_num_heads is 2, the file holds 4 heads, which are read" in capsys.readouterr().err
 
 
+def test_medusa_heads_that_share_one_lm_head(folder: Path) -> None:
+    out, target, _ = written(MedusaConfig(heads=2, projection="full"), folder)
+    path = next(out.glob("*.safetensors"))
+    tensors = load_file(path)
+    heads = {name for name in tensors if name.startswith("lm_heads.")}
+    shared = tensors["lm_heads.0.weight"]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in heads}
+    altered(out, original_lm_head=True)
+    save_file({**rest, "lm_head.weight": shared}, path)
+    found = find_drafter(str(out), target)
+    assert isinstance(found, Medusa)
+    assert torch.equal(found.full[0], found.full[1])
+    assert torch.equal(found.full[0], shared.to(found.full))
+
+
 def test_a_folder_of_another_architecture_names_few_tensors(folder: Path) -> None:
     out, target, _ = written(Eagle3Config(layers=[0, 1]), folder)
     save_file({f"model.layers.0.experts.{i}.weight": torch.zeros(2) for i in range(200)}, out / "model.safetensors")

@@ -282,3 +282,19 @@ def test_a_target_goes_where_it_is_fast(tiny_folder: str, monkeypatch: pytest.Mo
     assert device_type(None) == device_type("auto") == "cpu"
     with pytest.raises(ValueError, match=r"device='cuda:1' can not be used here: torch .* finds none of this name"):
         device_type("cuda:1")
+
+
+def test_revisions_are_of_what_lies_on_the_hub(tmp_path: Path, heads_folder: Path, tiny_folder: str) -> None:
+    """A drafter's record of its target's revision asks nothing of a folder; the caller's goes to the target where no
+    drafter is on the hub."""
+    place = tmp_path / "drafter"
+    shutil.copytree(heads_folder, place)
+    path = next(place.rglob("drafter.json"))
+    meta = json.loads(path.read_text())
+    meta["target"] |= {"name": tiny_folder, "revision": "a" * 40}
+    path.write_text(json.dumps(meta))
+    assert selfspec.load(str(place)).target.name == tiny_folder
+    with pytest.raises(FileNotFoundError, match=r"'nobody/none' at revision 'abc'"):
+        selfspec.load("prompt_lookup", target="nobody/none", revision="abc")
+    with pytest.raises(ValueError, match="is not on the hub; leave revision out"):
+        selfspec.load("prompt_lookup", target=tiny_folder, revision="abc")

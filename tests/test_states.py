@@ -277,6 +277,25 @@ def test_another_checkpoint_of_the_same_shape(
             load_drafter(tmp_path / "drafter", load(str(place))[0], tokenizer)
 
 
+def test_parts_beside_other_modules_of_the_same_names(
+    whole: tuple[Target, Any], tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """As checkpoints of several models have them: nested, with a module of another norm beside; its head differs,
+    though the config ties it."""
+    place = Path(save_tiny(tmp_path / "nested", tokenizer, num_hidden_layers=LAYERS, tie_word_embeddings=False))
+    weights = load_file(place / "model.safetensors")
+    nested = {k.replace("model.", "model.language_model.", 1): t for k, t in weights.items()}
+    nested |= {k.replace("model.", "mtp."): t + 1 for k, t in weights.items() if "layers.0." in k or ".norm." in k}
+    nested |= {"model.language_model.layers.0.attn.norm.weight": torch.ones(3)}
+    save_file(nested, place / "model.safetensors", {"format": "pt"})
+    config = json.loads((place / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (place / "config.json").write_text(json.dumps(config))
+    target = load_parts(str(place), device="cpu")[0]
+    assert torch.equal(target.decoder.norm.weight, weights["model.norm.weight"])  # type: ignore[union-attr, arg-type]
+    assert torch.equal(target.lm_head.weight, weights["lm_head.weight"])
+    assert not torch.equal(target.lm_head.weight, weights["model.embed_tokens.weight"])
+
+
 # -- states
 
 

@@ -24,7 +24,7 @@ from selfspec.checkpoints.named import elsewhere
 from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.chains import served
-from selfspec.core.quantized import has_kernel, quantize
+from selfspec.core.quantized import Int8Linear, has_kernel, quantize
 from selfspec.core.support import refuse_any
 from selfspec.core.target import Target
 from selfspec.engine.engine import check_engine
@@ -91,6 +91,8 @@ def load_target(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("target has weights on disk or on the meta device; trees need all of them in memory")
     refuse_any(model)
+    if wanted not in (None, torch.bfloat16) and any(isinstance(part, Int8Linear) for part in model.modules()):
+        raise ValueError(f"dtype={dtype}: the model multiplies in 8 bits, which takes bfloat16; leave dtype out")
     casts = wanted is not None and wanted != model.get_output_embeddings().weight.dtype
     parts = parts_of(model) if casts or int8 or divide is not None else None  # of the weights as saved
     saved = _placed(model, wanted, device, divide)

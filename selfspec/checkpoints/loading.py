@@ -103,13 +103,17 @@ def load_pair(
     **loading: Any,
 ) -> tuple[Target, Drafter, Tokenizer | None, Path | None]:
     """A target, a drafter for it, the tokenizer (None where there is none), and the folder of a single checkpoint. The
-    target is the one given or the one that the first trained drafter names. revision: of a drafter on the hub.
+    target is the one given or the one that the first trained drafter names. revision: of a drafter on the hub, or,
+    where none is, of the target.
 
     Raises ValueError and FileNotFoundError as `load_target` and `find_drafter` do.
     """
     names = [name for name in member_names(drafter) if name and untrained(name, trust) is None]
+    theirs = None  # the target's
     if revision is not None and not any(on_hub(name) for name in names):
-        raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
+        if not isinstance(target, str) or not on_hub(target):
+            raise ValueError(f"revision={revision!r}: drafter={drafter!r} is not on the hub; leave revision out")
+        theirs, revision = revision, None
     places = {name: drafter_folder(name, revision) for name in names}
     folders = list(places.values())
     ours = [folder for folder in folders if (folder / "drafter.json").is_file()]
@@ -129,8 +133,9 @@ def load_pair(
         meta = {"name": named_target(folders[0])}
     if target is None and not meta.get("name"):
         raise ValueError(f"drafter={drafter!r} names no target; give one, such as target=tiny-target")
-    theirs = meta.get("revision") if target is None else None
     source = meta["name"] if target is None else target
+    if target is None and on_hub(str(source)):  # what lies here is held against the weights' hash
+        theirs = meta.get("revision")
     frozen, tokenizer = load_target(source, dtype, device, theirs, engine, **loading)
     for folder in ours:
         check_tokenizer(folder, read_meta(folder), tokenizer)

@@ -63,15 +63,15 @@ class Shards:
         return self.folder / file
 
     def find(self, parameter: str) -> str | None:
-        """A parameter's name in the files, which may have another prefix there."""
+        """A parameter's name in the files, which may have another prefix there: of several the one that most names
+        have, since others are of modules beside the layers, such as mtp."""
         if parameter in self.files:
             return parameter
-        ends = [parameter.removeprefix("model."), ".".join(parameter.split(".")[-2:])]
-        for end in ends:
-            found = [name for name in self.files if f".{name}".endswith(f".{end}")]
-            if len(found) == 1:
-                return found[0]
-        return None
+        end, short = parameter.removeprefix("model."), ".".join(parameter.split(".")[-2:])
+        found, shortly = ([name for name in self.files if f".{name}".endswith(f".{tail}")] for tail in (end, short))
+        if len(found) > 1:
+            found.sort(key=lambda name: sum(other.startswith(name.removesuffix(end)) for other in self.files))
+        return found[-1] if found else shortly[0] if len(shortly) == 1 else None
 
     def read(self, name: str) -> Tensor:
         """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
@@ -111,9 +111,11 @@ def load_parts(
     missing = []
     for parameter, empty in outside.items():
         found = shards.find(parameter)
-        if config.tie_word_embeddings and parameter == f"{head}.weight":
-            continue  # the embeddings serve
         tensor = None if found is None else shards.read(found)
+        if config.tie_word_embeddings and parameter == f"{head}.weight":
+            embeddings = model.get_input_embeddings().weight
+            if tensor is None or torch.equal(tensor, embeddings):
+                continue  # the embeddings serve; a head that differs stays one, as transformers leaves it
         if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
             missing.append(parameter)
             continue

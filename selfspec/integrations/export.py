@@ -52,8 +52,8 @@ _GENERATE = '''"""Speculative decoding by selfspec with the drafter in this fold
 from selfspec.integrations.hf_serve import generate as _generate
 
 
-def generate(inputs=None, *, model, **arguments):
-    return _generate(model, inputs, **arguments)
+def generate(inputs=None, generation_config=None, *, model, **arguments):
+    return _generate(model, inputs, generation_config=generation_config, **arguments)
 '''
 
 
@@ -297,7 +297,8 @@ def commands(drafter: Drafter, to: str, folder: Path, target: str) -> list[str]:
     assert isinstance(drafter, (BlockDrafter, Eagle3, Medusa, Mtp))
     at, name = folder.absolute(), shlex.quote(target)
     if isinstance(drafter, Mtp):
-        whole = {"method": "mtp", "num_speculative_tokens": drafter.depth}
+        modules = len(drafter.draft_layers)  # of which vLLM takes a multiple
+        whole = {"method": "mtp", "num_speculative_tokens": max(1, drafter.depth // modules) * modules}
         return [f"vllm serve {shlex.quote(str(at))} --speculative-config {shlex.quote(json.dumps(whole))}"]
     method = spoken(drafter, at / "vllm" if to == "medusa" else at)
     vllm = f"vllm serve {name} --speculative-config {shlex.quote(json.dumps(method))}"

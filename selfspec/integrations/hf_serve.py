@@ -40,15 +40,16 @@ def generate(model: PreTrainedModel, inputs: Tensor | None = None, **arguments: 
 
     Raises ValueError for a model from elsewhere, and for what speculative decoding can not serve.
     """
-    if arguments.get("token_healing") or getattr(arguments.get("generation_config"), "token_healing", False):
-        raise ValueError(
-            "token_healing can not be served: transformers heals before it hands a prompt over, and keeps its tokenizer"
-        )
     training = [module for module in model.modules() if module.training]
     config: GenerationConfig = model.generation_config
     strings, config.stop_strings = config.stop_strings, None  # see below
     model.eval()
     try:
+        if arguments.get("token_healing") or getattr(arguments.get("generation_config"), "token_healing", False):
+            raise ValueError(
+                "token_healing can not be served: transformers heals before it hands a prompt over, and keeps its "
+                "tokenizer"
+            )
         return _generated(model, inputs, {"stop_strings": strings, **arguments})
     except ValueError as error:
         raise _refusal(error) from error

@@ -71,6 +71,8 @@ def attention(config: Figures, where: str) -> Figures:
     known = {"full_attention", "sliding_attention"}
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= known):
         raise ValueError(f"{where}: layer_types={kinds!r} must list full_attention or sliding_attention {count} times")
+    if kinds is None and config.get("use_sliding_window") and not swa:
+        raise ValueError(f"{where}: use_sliding_window=true without layer_types; say which of the layers slide")
     sliding = [i for i, kind in enumerate(kinds or []) if kind == "sliding_attention"]
     if swa and not sliding:
         sliding = list(range(count))

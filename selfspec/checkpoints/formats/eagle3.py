@@ -259,7 +259,10 @@ def _check_values(config: Figures, folder: Path) -> None:
     if depth is not None and (type(depth) is not int or not 1 <= depth <= _MOST):
         raise ValueError(f"{folder}/config.json: {DEPTH}={depth!r} must be a whole number from 1 to {_MOST}")
     kinds = config.get("layer_types")
-    if kinds not in (None, ["full_attention"] * stack) or (kinds is None and config.get("use_sliding_window")):
+    slides = config.get("use_sliding_window") or (
+        config.get("model_type") == "mistral" and config.get("sliding_window")
+    )
+    if kinds not in (None, ["full_attention"] * stack) or (kinds is None and slides):
         raise ValueError(
             f"{folder}/config.json: layer_types={kinds!r} can not be read; full_attention can, without a window"
         )

@@ -108,6 +108,9 @@ def read(folder: Path, target: Target) -> Medusa:
     biased = any(name.endswith(".bias") for name in tensors)
     if config.get("truncated_vocab_size") not in (None, V):
         raise ValueError(f"{folder}: truncated_vocab_size={config['truncated_vocab_size']}: heads need all {V} tokens")
+    whole = tensors.pop("lm_head.weight", None) if config.get("original_lm_head") else None  # one for all heads
+    if whole is not None and not torch.equal(whole.to(target.lm_head.weight), target.lm_head.weight):
+        tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}
     has_heads = any(name.startswith("lm_heads.") for name in tensors)
     as_vllm = {
         "hidden_size": H,

@@ -264,5 +264,7 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     size = sum(path.stat().st_size for path in folder.iterdir())
     (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
     config = read_json(source / "config.json")
-    config[family.count] = len(prefixes)
+    for part in (config, config.get("text_config")):  # readers differ in which of them they read
+        if isinstance(part, dict):
+            part[family.count] = len(prefixes)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -27,6 +27,10 @@ _ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models
 
 def own_settings(config: dict[str, Any]) -> dict[str, Any]:
     """What a draft model's config says of its layers, by the names of `drafter.llama`."""
+    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(
+            f"partial_rotary_factor={config['partial_rotary_factor']} can not be read: all of a head turns"
+        )
     settings = {name: config[name] for name in OWN if config.get(name) is not None}
     rope = config.get("rope_parameters")
     if rope is None:
@@ -34,7 +38,7 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
         if "type" in rope:  # its older name
             rope = {"rope_type": rope["type"], **{key: value for key, value in rope.items() if key != "type"}}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**settings, "rope_parameters": {**rope, "rope_theta": theta}}
+    return {**settings, "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta}}
 
 
 def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfig:
