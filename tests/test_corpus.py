@@ -11,10 +11,11 @@ import torch
 from conftest import write_lines
 from tokenizers.processors import TemplateProcessing
 
+from selfspec.data import records as records_file
 from selfspec.data.chat import Chat
 from selfspec.data.corpus import EVALUATION, VALIDATION, Document, PythonSource, TextFolder
 from selfspec.data.cut_prompts import cut_prompts
-from selfspec.data.records import Hub, JsonLines, Parquet
+from selfspec.data.records import Hub, JsonLines, Parquet, files_of
 from selfspec.data.store import beginning, stored, tokenize
 from selfspec.data.windows import Packed
 from selfspec.training.distill import _Source
@@ -102,6 +103,32 @@ def test_jsonl_splits_without_overlap(tokenizer: Any, tmp_path: Path) -> None:
     assert len(train) == 16
     assert len(held) == 4
     assert not train & held
+
+
+def test_answers_to_one_question_fall_on_one_side(tokenizer: Any, tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {role: name, "content": f"a{j}"}]}
+        for i in range(12)
+        for j, (role, name) in enumerate((("role", "assistant"), ("from", "gpt"), ("role", "assistant")))
+    ]
+    ids = [{"input_ids": [*range(i, i + 9), j], "loss_mask": [0] * 9 + [1]} for i in range(12) for j in range(3)]
+    for lines in (chats, ids):
+        one, other = (set[str](), set[str]())
+        for line in lines:
+            asked = json.dumps(line["messages"][0] if "messages" in line else line["input_ids"][:9])  # type: ignore[index]
+            (one if records_file._digest(line) < 0.5 else other).add(asked)
+        assert one
+        assert other
+        assert not one & other
+    plain = [{"input_ids": [0, i, i], "loss_mask": [0, 1, 1]} for i in range(12)]  # of texts, behind a BOS
+    assert len({records_file._digest(line) for line in plain}) == 12
+
+
+def test_a_file_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_lines(tmp_path / "small.jsonl", [{"text": "a"}])
+    (found,) = files_of(["small.jsonl", "sm*.jsonl", path, "./small.jsonl"])
+    assert found.resolve() == Path(path).resolve()
 
 
 @pytest.mark.parametrize(

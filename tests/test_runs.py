@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import WandBTracker
 from conftest import compose_config, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -194,15 +195,20 @@ def test_a_run_begins_in_its_logger_with_its_first_record(tmp_path: Path, monkey
         raise ValueError("refused")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "wandb_id").write_bytes(b"a/b \xff")  # damaged: a new one is made
-    ids = set()
-    for _ in range(2):  # a run, and the same one resumed
+    ids, sent = set(), list[Any]()
+    real = WandBTracker.log
+    monkeypatch.setattr(WandBTracker, "log", lambda *a, step, **k: (sent.append(step), real(*a, step=step, **k)))
+    for i in range(2):  # a run, and the same one resumed
         run = logged(tmp_path, tags=["chat"], notes="first try")
         with RunLog(tmp_path, run, {"loop": {"steps": 1}}, "a.jsonl") as log:
-            log.write({"train": {"loss": 1.0, "kl": [0.5, 0.25]}}, 1)
+            log.rewind(1)
+            log.write({"train": {"loss": 1.0, "kl": [0.5, 0.25]}}, 1 + i)
+            log.write({"train": {"loss": 1.0, "kl": [0.5, 0.25]}}, 2 + i)
             assert log.tracker.run.tags == ("chat",)
             assert log.tracker.run.notes == "first try"
             ids.add(log.tracker.run.id)
     assert ids == {(tmp_path / "wandb_id").read_text()}
+    assert sent == [1, 2, 1, 2, 3]  # an offline run begins a file of its own: the last one is whole
     assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids.pop()}"))
 
 

@@ -111,6 +111,19 @@ def test_without_token_ids_the_text_is_tokenized(pair: Pair, fake: FakeServer, t
     assert train.counted > 0
 
 
+def test_what_closes_a_cut_answer_does_not_count(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
+    fake.ids, fake.said, counted = False, {"content": "four words of answer"}, {}
+    for fake.finish in ("stop", "length"):
+        (tmp_path / fake.finish).mkdir()
+        data = asking(pair, fake, tmp_path / fake.finish)
+        data.write()
+        train, _ = stored(data, pair[1], tmp_path / "texts")
+        counted[fake.finish] = pair[1].decode(train.document(0).tokens[train.document(0).mask])
+    assert counted["length"] == "four words of answer"
+    assert counted["stop"].startswith(counted["length"])
+    assert counted["stop"] != counted["length"]
+
+
 def test_a_killed_run_goes_on_without_asking_twice(pair: Pair, fake: FakeServer, tmp_path: Path) -> None:
     fake.dies_after, fake.finish = 7, "stop"
     data = asking(pair, fake, tmp_path, at_once=1)

@@ -486,6 +486,9 @@ def test_validation_rows_in_which_nothing_counts_are_not_drawn(
         assert bool(rows["mask"][:, 1:].any(1).all())
         with pytest.raises(ValueError, match="none of the validation tokens counts in the loss"):
             validation_rows(tokenize(silent, tokenizer), replace(config, packed=packed), loop)
+    texts = tokenize([Document(str(i), ((f"{i} and " * 40, True),)) for i in range(20)], tokenizer)
+    drawn = [validation_rows(texts, config, LoopConfig(seed=seed))["tokens"] for seed in (0, 1)]
+    assert torch.equal(*drawn)  # runs of other seeds are compared on the same rows
     module = DraftLoss(Medusa(target, MedusaConfig(heads=2, rank=4)), target).eval()
     rows = [{name: values[i : i + 1] for name, values in batch_of_unequal_rows(target).items()} for i in range(3)]
     counts = sum(module.counts(row) for row in rows)
@@ -640,3 +643,24 @@ def test_a_check_of_synthetic_data_writes_nothing(
     assert "3 conversations of at most 16 tokens are written first" in said
     assert re.search(r"a step of \d+ x \d+ tokens takes about [\d.]+ s here, one row timed", said)
     assert not (tmp_path / "d").exists()
+
+
+def test_weight_decay_is_of_matrices(tmp_path: Path, tiny_folder: str, source_root: Path) -> None:
+    def trained(decay: int) -> dict[str, torch.Tensor]:
+        settings = "drafter=eagle3", "loop.steps=3", "train.lr=1e-2", f"train.weight_decay={decay}", "loop.precision=no"
+        settings = *(one for one in SMALL if not one.startswith("drafter")), *settings, "target.dtype=float32"
+        places = "name=x", f"target.name={tiny_folder}", f"data.root={source_root}"
+        run_training(compose_config("train", *places, *settings), tmp_path / str(decay))
+        state = torch.load(tmp_path / str(decay) / "state.pt", weights_only=True)
+        return {name.removeprefix("drafter."): p for name, p in state["parameters"].items()}
+
+    none, much = trained(0), trained(30)
+    assert float(much["layer.norm.weight"].mean()) > 0.9
+    assert much["layer.fc.weight"].norm() < 0.8 * none["layer.fc.weight"].norm()
+
+
+def test_float16_is_refused_where_gradients_would_vanish(tmp_path: Path, tiny_folder: str, source_root: Path) -> None:
+    with pytest.raises(ValueError, match=r"target\.dtype=float16: gradients .*target\.dtype=float32"):
+        run_training(
+            small("half", tiny_folder, source_root, "target.dtype=float16", "loop.precision=no"), tmp_path / "half"
+        )

@@ -236,6 +236,9 @@ def run_pretrain(config: DictConfig, folder: Path) -> Figures:
         if run.pretrain.init is None:
             with RunLog(first, run, plain, "train.jsonl") as log:
                 figures = pretrain(*texts, run.pretrain, tokenizer, run.loop, first, log)
+        elif is_main_process():
+            unread = "pretrain.model, tokenizer, length, muon_lr and adam_lr, loop.steps and batch_size are not read"
+            print(f"pretrain.init={run.pretrain.init}: the first stage is skipped; {unread}")
         if run.pretrain.instruct.steps:
             start = resolve(run.pretrain.init or str(first / "target"))
             model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")

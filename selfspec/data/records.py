@@ -24,6 +24,8 @@ from selfspec.data.corpus import Document
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
 _IDS, _MASK = "input_ids", "loss_mask"  # of records whose tokens an engine has written
+_ANSWERING = ("assistant", "gpt", "model", "chatgpt", "bing", "bard")  # roles, by any name, of who answers
+_ASKED = 8  # tokens before an answer that can be a question; fewer begin any text
 _NAMED = 10  # broken records whose reasons are listed
 
 
@@ -198,13 +200,21 @@ class Records(ABC):
 
 
 def _digest(record: object) -> float:
-    """A number in [0, 1) that follows from what a record says, however a chat template renders it."""
+    """A number in [0, 1) that follows from what a record says, however a chat template renders it: of a conversation
+    from what is said before its first answer, so that other answers to the same fall on its side."""
     assert isinstance(record, dict)
     text, turns = record.get("text"), record.get("messages") or record.get("conversations")
     if turns:
-        said = json.dumps([[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns])
+        said_by = [[t.get("role") or t.get("from"), t.get("content") or t.get("value")] for t in turns]
+        answers = (i for i, (role, _) in enumerate(said_by) if i and role in _ANSWERING)
+        said = json.dumps(said_by[: next(answers, len(said_by))])
+    elif isinstance(text, str) and text:
+        said = text
     else:
-        said = text if isinstance(text, str) and text else json.dumps([record.get(_IDS), record.get("tokens")])
+        first = next(iter(record.get("tokens") or [record]))
+        ids, mask = first.get(_IDS) or [], first.get(_MASK) or []
+        asked = mask.index(1) if 1 in mask else 0
+        said = json.dumps(ids[:asked] if asked >= _ASKED else ids)
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest()) / 2**64
 
 
@@ -227,7 +237,7 @@ def files_of(path: object) -> list[Path]:
         files_found += files
     if not files_found:
         raise ValueError("data.path=[] names no file")
-    return files_found
+    return list({file.resolve(): file for file in files_found}.values())  # each once, however it is named
 
 
 def _hashed(files: Sequence[Path]) -> str:
@@ -340,6 +350,8 @@ class Hub(Records):
     def _loaded(self) -> Any:
         datasets = _datasets("hub")
         try:
+            if (Path(self.name) / "state.json").is_file():  # as `Dataset.save_to_disk` writes them
+                return datasets.load_from_disk(self.name)
             return datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
         except Exception as error:  # whatever a builder raises
             raise ValueError(

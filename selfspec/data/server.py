@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from selfspec.data.chat import Chat, ChatTemplate
+from selfspec.data.corpus import Document
 from selfspec.data.own_questions import Template, answer_temperature, usable
-from selfspec.data.records import Records
+from selfspec.data.records import Broken, Records
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import Figures, cache_folder, disk_room, write_text
 from selfspec.utils.openai_client import Refused, Servers, first_choice, server_urls
@@ -77,6 +78,18 @@ class Server(Records):
 
     def __str__(self) -> str:
         return f"data.url={self.url!r}"
+
+    def _documents(self, line: object, place: str, broken: Broken) -> list[Document]:
+        """Of an answer that was cut off, what the chat template writes behind it does not count."""
+        documents = super()._documents(line, place, broken)
+        record: Figures = line if isinstance(line, dict) else {}
+        if (record.get("finish") or ["stop"])[-1] == "stop" or not documents or documents[-1].tokens:
+            return documents
+        spans, said = documents[-1].spans, str(record["messages"][-1].get("content") or "").strip()
+        at = max((i for i, (_, counts) in enumerate(spans) if counts), default=-1)
+        if at >= 0 and said and (begin := spans[at][0].rfind(said)) >= 0:
+            documents[-1] = Document(place, (*spans[:at], (spans[at][0][: begin + len(said)], True)))
+        return documents
 
     def evaluation(self) -> NoReturn:
         """Raises ValueError: what is written here is for training."""

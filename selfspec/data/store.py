@@ -30,7 +30,7 @@ from selfspec.utils.progress import progress
 _BATCH = 512  # documents that go through the tokenizer at once
 _PARTS = ("train", "validation")
 _SIZES = {"tokens": ("tokens", 4), "mask": ("tokens", 1), "ends": ("documents", 8), "talks": ("documents", 1)}
-_VERSION = 5  # of the files and of what stands in them
+_VERSION = 6  # of the files and of what stands in them
 
 
 @dataclass(frozen=True)

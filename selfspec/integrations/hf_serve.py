@@ -86,6 +86,10 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
     if arguments.get("nodes") is None:
         arguments["nodes"] = cached.nodes
     config = arguments.get("generation_config")
+    ids, most = arguments.get("input_ids", inputs), cached.spec.target.max_positions
+    if "starlette" in sys.modules and config is not None and most is not None and ids is not None and len(ids) == 1:
+        # A server compares the answer with its own object, and would take what the last position cut for finished
+        config.max_new_tokens = min(config.max_new_tokens or most, most - ids.shape[-1])
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
         arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())

@@ -69,8 +69,10 @@ class DrafterTraining:
         above_zero(self, "train", "lr")
         if self.cache not in PLACES:
             raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
-        if self.cache != "none" and not self.packed and not self.distill.rows:
+        if self.cache != "none" and not self.packed:
             raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
+        if not self.packed and self.distill.rows:
+            raise ValueError("train.packed=false is not read with train.distill.rows: texts of the target stay whole")
         above_zero(self, "train", "states_gb")
         if self.states is None:
             if self.states_url is not None or self.states_layers is not None:
@@ -174,7 +176,7 @@ def validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -
         windows = {name: consecutive(values, config.length) for name, values in cut.items()}
         at = _counting(windows["mask"].__getitem__, len(windows["mask"]), config.validation_rows)
         return {"tokens": windows["tokens"][at].long(), "mask": windows["mask"][at]}
-    packed = Packed(corpus, config.length, 1, loop.seed)
+    packed = Packed(corpus, config.length, 1, seed=0)  # the same rows for all seeds of training
     at = _counting(lambda row: packed.rows([row])["mask"][0], packed.per_epoch, config.validation_rows)
     found = packed.rows(at)
     del found["rows"]  # their numbers are not those of training rows

@@ -180,17 +180,18 @@ class _Loop:
 
     def prepared(self) -> None:
         """Have what a step reads from elsewhere, before processes wait for each other. Raises ConnectionError, in all
-        of them, where one gets none; what was trained is saved."""
-        prepare, problem = getattr(self.batches, "prepare", None), ""
+        of them, where one gets none, or ValueError where that can not be read; what was trained is saved."""
+        prepare, problem = getattr(self.batches, "prepare", None), None
         if prepare is None:
             return
         try:
             prepare(self.state.step)
-        except ConnectionError as error:
-            problem = str(error)
-        if self.any(bool(problem)):
+        except (ConnectionError, ValueError) as error:
+            problem = error
+        if self.any(problem is not None):
             self.saved()
-            raise ConnectionError(self._again(problem or "another process gets no hidden states"))
+            kind = ValueError if isinstance(problem, ValueError) else ConnectionError
+            raise kind(self._again(str(problem or "another process gets no hidden states"))) from problem
 
     def _again(self, problem: str) -> str:
         again = command_line(self.accelerator.num_processes)
@@ -216,10 +217,11 @@ class _Loop:
             self.figures, self.state.pending = self.checked(), False
         except Interrupted:
             return True
-        except ConnectionError as error:  # of a server that hands out hidden states; the others wait no longer
+        except (ConnectionError, ValueError) as error:  # of a server of hidden states; the others wait no longer
             if self.accelerator.is_main_process:
                 self.checkpoint.write(self.state)
-            raise ConnectionError(self._again(str(error))) from error
+            kind = ValueError if isinstance(error, ValueError) else ConnectionError
+            raise kind(self._again(str(error))) from error
         if best:
             self.state.judge(_mean(self.accelerator, self.figures[self.headline]), self.checkpoint)
         if self.accelerator.is_main_process:

@@ -200,7 +200,7 @@ def pretrain(
     """The first stage: train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per
     byte on the validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
     _check(config)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
     tokenizer = given or train_tokenizer((d.text for d in train), config.model.vocab_size)
     if len(tokenizer) > config.model.vocab_size:
         raise ValueError(
@@ -248,7 +248,7 @@ def instruct(
 ) -> Figures:
     """The second stage: the first's text mixed with instructions made of it, in a chat template; only answers count in
     the loss of an instruction. Into `folder/target`. before: seconds and tokens of the first stage."""
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
     if not tokenizer.chat_template:
         tokenizer = chat_tokenizer(tokenizer)
         torch.manual_seed(loop.seed)  # of the new rows

@@ -16,7 +16,7 @@ from selfspec.core.target import Target
 from selfspec.data.windows import Packed
 from selfspec.training.states import ABOUT, States, documents_of, key_of
 from selfspec.utils.files import read_json
-from selfspec.utils.openai_client import Servers, first_choice
+from selfspec.utils.openai_client import Refused, Servers, first_choice
 
 SERVER = "server"  # the value of train.states that asks one
 
@@ -100,7 +100,10 @@ class FromServer(States):
         """The file that the server has written for a document, and its states."""
         body = {"prompt": tokens.tolist(), "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
         for attempt in range(_AGAIN):
-            answer = self.servers.post("/v1/completions", body)
+            try:
+                answer = self.servers.post("/v1/completions", body)
+            except Refused as error:
+                raise Refused(f"a text of {len(tokens)} tokens: {error}; is train.length too long for it?") from error
             transfer = answer.get("kv_transfer_params")
             if not isinstance(transfer, dict) or "hidden_states_path" not in transfer:
                 raise ValueError(

@@ -30,7 +30,7 @@ from selfspec.data.chat import ChatTemplate
 from selfspec.data.corpus import PythonSource
 from selfspec.data.instructions import edits
 from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
-from selfspec.data.store import Corpus, in_a_row
+from selfspec.data.store import Corpus, beginning, in_a_row
 from selfspec.data.tasks import EDITS, MOST
 from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.distill import read, write
@@ -143,7 +143,7 @@ def synthetic(
         chunk = known[first] or read(_file(folder, first), settings, _FIELDS)
         assert chunk is not None, "each process has written its share"
         conversations += _split(chunk, config.conversations - first)
-    train, validation = _divided(conversations, len(template.opening), config.validation_share)
+    train, validation = _divided(conversations, len(template.opening), config.validation_share, beginning(tokenizer))
     if not quiet:
         _card(folder, config, target, tokenizer, template, train, validation)
     return train, validation
@@ -258,9 +258,11 @@ def _split(chunk: dict[str, Tensor], most: int) -> list[tuple[Tensor, Tensor]]:
     return [(tokens, mask) for tokens, mask in islice(pairs, most) if len(tokens)]
 
 
-def _divided(conversations: list[tuple[Tensor, Tensor]], opening: int, share: float) -> tuple[Corpus, Corpus]:
+def _divided(
+    conversations: list[tuple[Tensor, Tensor]], opening: int, share: float, begins: tuple[int, ...] = ()
+) -> tuple[Corpus, Corpus]:
     """(training, validation), without conversations whose first question came before. opening: tokens before a first
-    question. Raises ValueError where one of the two is empty."""
+    question; begins: see `beginning`. Raises ValueError where one of the two is empty."""
     seen = set[tuple[int, ...]]()
     sides: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]] = ([], [])
     for tokens, mask in conversations:
@@ -277,7 +279,7 @@ def _divided(conversations: list[tuple[Tensor, Tensor]], opening: int, share: fl
             f"data=synthetic: of {len(seen)} usable conversations none is left to {'train' if sides[1] else 'validate'}"
             "; raise data.conversations, or take data=jsonl where the model's own questions come out empty or endless"
         )
-    train, validation = (in_a_row(side, torch.ones(len(side), dtype=torch.bool)) for side in sides)
+    train, validation = (in_a_row(side, torch.ones(len(side), dtype=torch.bool), begins) for side in sides)
     return train, validation
 
 

@@ -161,7 +161,7 @@ def _samples(run: DrafterRun, prompts: list[list[int]], processes: Processes) ->
     if run.states is not None:
         lengths = -(-config.prompts // parts), config.new_tokens, config.length
         return recorded_samples(run.target, run.validation, run.states, *lengths, part, parts)
-    seeds = range(run.loop.seed + part, run.loop.seed + len(prompts), parts)
+    seeds = range(part, len(prompts), parts)  # the same texts for all seeds of training
     openings, quiet = (prompts[part::parts], config.new_tokens), not processes.first
     return {
         mode: write_samples(run.target, *openings, temperature, seeds, run.drafter.reads, quiet)
@@ -189,7 +189,12 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
     at_once = batches.size * batches.length // processes.world // loop.accumulate
     processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
     settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(drafter.trained().values(), **settings)]
+    groups: list[Figures] = [{"params": list(drafter.trained().values())}]
+    if run.config.weight_decay:  # of matrices, not of norms and biases
+        vectors = [p for name, p in drafter.trained().items() if p.ndim < 2 or name.endswith("bias")]
+        matrices = [p for p in drafter.trained().values() if not any(p is vector for vector in vectors)]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
     keys = data.texts.key, run.validation.key
 
     def validate() -> Figures:
@@ -203,9 +208,8 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
         figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
         part, parts = processes.part, processes.parts
         own = [i for i in spread(data.prompts) if i % parts == part]  # the same ones in any number of parts
-        seeds = [loop.seed + i for i in own]
         for mode, samples in data.samples.items():
-            again = [samples[i // parts] for i in own], run.config.new_tokens, seeds
+            again = [samples[i // parts] for i in own], run.config.new_tokens, own
             figures[mode]["decoded"] = decoded(target, drafter, mode, *again, processes.total)
     elif server is not None:
         processes.say([server.summary])

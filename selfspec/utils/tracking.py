@@ -61,7 +61,8 @@ class RunLog:
     """Context manager that appends records to `<folder>/<file>` and mirrors their numbers to the run's logger.
 
     The logger starts with `begin`, or with the first record, so that a run that is refused leaves nothing there. A run
-    that is resumed goes on under its W&B id, which is kept in its folder. Several runs can follow each other in one
+    that is resumed goes on under its W&B id, which is kept in its folder. Offline W&B begins a file of its own, which
+    gets the records of before, so that the last file is the whole run. Several runs can follow each other in one
     process.
     """
 
@@ -70,6 +71,8 @@ class RunLog:
         self.path, self.folder, self.run, self.config = folder / file, folder, run, config
         self.title, self.began = title or run.name, False
         self.tracker: Any = None
+        self._replays = False  # what was recorded before, to an offline run
+        self._step: int | None = None  # the last
 
     def __enter__(self) -> RunLog:
         if self.run.logger == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
@@ -148,6 +151,7 @@ class RunLog:
             settings=library.Settings(silent=True),
         )
         tracker.start()
+        self._replays = mode != "online"
         return tracker
 
     def _send(self, send: Callable[[Any], object]) -> None:
@@ -169,7 +173,14 @@ class RunLog:
         stamped = {**({} if step is None else {"step": step}), **record, "time": round(time.time(), 3)}
         append_text(self.path, json.dumps(stamped) + "\n")
         self.begin()
-        values = {key: value for key, value in flat(record) if value is not None}
+        *before, _ = whole_lines(self.path) if self._replays else [("", record)]
+        self._replays = False
+        for _, line in before:
+            self._log({key: value for key, value in line.items() if key not in ("step", "time")}, line.get("step"))
+        self._log(record, step)
+
+    def _log(self, record: Figures, step: int | None) -> None:
+        values, self._step = {key: value for key, value in flat(record) if value is not None}, step
         self._send(lambda tracker: tracker.log(values, step=step))
 
     def rewind(self, step: int) -> int:
@@ -193,7 +204,8 @@ class RunLog:
             arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
             self._send(lambda tracker: tracker.log_images(arrays, dataformats="NHWC"))
         else:
-            self._send(lambda tracker: tracker.log_images({key: [image] for key, image in opened.items()}))
+            last = {key: [image] for key, image in opened.items()}
+            self._send(lambda tracker: tracker.log_images(last, step=self._step))
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
