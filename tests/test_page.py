@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 from conftest import compose_config
+from predicted import MOST, Curve, assumed, predict
 
-from selfspec.budget.predict import MOST, Curve, assumed, fastest, predict
+from selfspec.budget.predict import fastest
 from selfspec.cli.evaluation_runs import run_decode
 from selfspec.cli.reports import run_page
 from selfspec.evaluation.limits import expected_lengths

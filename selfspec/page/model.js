@@ -1,5 +1,5 @@
-// What speculative decoding brings. The same formulas, in the same order of operations, as selfspec/budget/predict.py
-// and static_tree in selfspec/drafters/parts/plan.py; tests/test_page.py holds them together.
+// What speculative decoding brings. The same formulas, in the same order of operations, as tests/predicted.py
+// and static_tree in selfspec/drafters/parts/static_tree.py; tests/test_page.py holds them together.
 
 const MOST = 64;
 
