@@ -125,8 +125,9 @@ class Spec:
         if asked.trace:
             raise ValueError("stream yields text alone; use generate(..., trace=True)")
         drafter, most, _ = self._budget(asked, 1)
-        stats = Stats()
-        pieces = self._text_pieces(speculative_steps(self.target, encoded, options, drafter, most, stats), stats)
+        result = Result.of(1)
+        steps = speculative_steps(self.target, encoded, options, drafter, most, result)
+        pieces = self._text_pieces(steps, result.stats)
         _streams.add(pieces)
         return pieces
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from selfspec.core.contract import Drafts
-from selfspec.core.generate import speculative_steps
+from selfspec.core.generate import Result, speculative_steps
 from selfspec.core.options import Options, as_seed, check, integer, limited
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
@@ -97,20 +97,14 @@ def decode(
     options = _options(config, seed, width, logits_processor, stopping_criteria, pads, relaxed)
     if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
         warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)
-    stats = Stats()
-    records: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
-    new: list[list[int]] = [[] for _ in prompts]
-    drafted: list[list[bool]] = [[] for _ in prompts]
     check(target, prompts, options)
-    for added in speculative_steps(target, prompts, options, *budget(), stats, records):
-        for row, tokens, from_tree in added:
-            new[row] += tokens
-            drafted[row] += from_tree
-            if streamer is not None:
-                streamer.put(torch.tensor(tokens))
+    result = Result.of(rows)
+    for added in speculative_steps(target, prompts, options, *budget(), result):
+        for _, tokens, _ in added if streamer is not None else ():
+            streamer.put(torch.tensor(tokens))
     if streamer is not None:
         streamer.end()
-    sequences = _joined(input_ids, new, config)
+    sequences, records = _joined(input_ids, result.token_ids, config), result.records
     if not config.return_dict_in_generate:
         return sequences
     longest = sequences.shape[1] - width
@@ -118,8 +112,10 @@ def decode(
         sequences=sequences,  # type: ignore[arg-type]
         logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
         scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
-        stats=stats,
-        from_draft=torch.tensor([row + [False] * (longest - len(row)) for row in drafted], device=input_ids.device),
+        stats=result.stats,
+        from_draft=torch.tensor(
+            [row + [False] * (longest - len(row)) for row in result.from_draft], device=input_ids.device
+        ),
     )
 
 

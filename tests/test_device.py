@@ -15,10 +15,9 @@ from transformers import masking_utils
 
 from selfspec.core import generate, rows
 from selfspec.core.contract import Accepted, Context
-from selfspec.core.generate import _steps, speculative, speculative_steps
+from selfspec.core.generate import Result, _steps, speculative, speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.sampling import Noise, Sampling
-from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import ancestors, chain
 from selfspec.core.verify import Kept, WalkNoise, read_walk, walk
@@ -70,9 +69,9 @@ def test_reads_and_uploads_of_a_step(static: Target, kind: str | None, temperatu
         randomize(drafter)
     given = static, PROMPTS[:batch], Options(100, Sampling(temperature), 0, frozenset())
     if kind is None:
-        steps = _steps(*given, None, 1, Stats(), None, None)
+        steps = _steps(*given, None, 1, Result.of(batch))
     else:
-        steps = speculative_steps(*given, drafter.eval(), 8, Stats())
+        steps = speculative_steps(*given, drafter.eval(), 8, Result.of(batch))
     for _ in range(4):
         next(steps)
     with Counting() as counting:

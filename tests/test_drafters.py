@@ -18,10 +18,9 @@ import selfspec.drafters.parts.losses
 import selfspec.drafters.sequential
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.weights_hash import weights_hash
-from selfspec.core.generate import autoregressive, speculative, speculative_steps
+from selfspec.core.generate import Result, autoregressive, speculative, speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
-from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.block import BlockDrafter
@@ -489,7 +488,7 @@ def test_two_streams_and_five_threads_do_not_meet(row: Row, llama: Target) -> No
     stock = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     wanted = llama.model.generate(ids, **stock)
 
-    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Stats()) for o in options[:2]]
+    streams = [speculative_steps(llama, PROMPTS[2:], o, drafter, 9, Result.of(len(PROMPTS[2:]))) for o in options[:2]]
     texts: list[list[list[int]]] = [[[], []], [[], []]]
     while streams:
         for i, stream in enumerate(streams):

@@ -56,8 +56,8 @@ def autoregressive(
     nodes are ignored; the signature is that of `speculative`."""
     check(target, prompts, options)
     result = Result.of(len(prompts))
-    steps = _steps(target, prompts, options, None, 1, result.stats, result.records, result.stopped)
-    return with_room(_collected, result, steps)
+    with_room(_to_the_end, _steps(target, prompts, options, None, 1, result))
+    return result
 
 
 @torch.inference_mode()
@@ -67,17 +67,13 @@ def speculative(
     """Draft a tree of at most `nodes` nodes, verify it in one pass, repeat: the tokens of `autoregressive` in fewer
     passes, whatever the drafter proposes."""
     result = Result.of(len(prompts))
-    steps = speculative_steps(target, prompts, options, drafter, nodes, result.stats, result.records, result.stopped)
-    return with_room(_collected, result, steps)
-
-
-def _collected(result: Result, steps: Iterator[Added]) -> Result:
-    """The result, with what all steps add to it."""
-    for added in steps:
-        for row, tokens, drafted in added:
-            result.token_ids[row] += tokens
-            result.from_draft[row] += drafted
+    with_room(_to_the_end, speculative_steps(target, prompts, options, drafter, nodes, result))
     return result
+
+
+def _to_the_end(steps: Iterator[Added]) -> None:
+    for _ in steps:
+        pass
 
 
 def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
@@ -93,22 +89,15 @@ def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
 
 
 def speculative_steps(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    options: Options,
-    drafter: Drafts,
-    nodes: int,
-    stats: Stats,
-    records: list[list[tuple[Tensor, Tensor]]] | None = None,
-    stopped: list[bool] | None = None,
+    target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts, nodes: int, result: Result
 ) -> Iterator[Added]:
-    """`speculative`, one pass at a time; `stats` and, where asked for, `records` and `stopped` are filled on the way.
-    Bad arguments are refused before the first step."""
+    """`speculative`, one pass at a time; `result`, empty, is filled on the way. Bad arguments are refused before the
+    first step."""
     check(target, prompts, options)
     target.check_drafter(drafter)
     if not 1 <= integer("nodes", nodes) <= MAX_NODES:
         raise ValueError(f"nodes={nodes} must lie between 1 (the root alone) and {MAX_NODES}")
-    return _steps(target, prompts, options, drafter, nodes, stats, records, stopped)
+    return _steps(target, prompts, options, drafter, nodes, result)
 
 
 @torch.inference_mode()
@@ -118,14 +107,13 @@ def _steps(
     options: Options,
     drafter: Drafts | None,
     nodes: int,
-    stats: Stats,
-    records: list[list[tuple[Tensor, Tensor]]] | None,
-    stopped: list[bool] | None,
+    result: Result,
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
-    device, compiled, waits = target.device, target.compiled, target.engine.waits("tree_pass_alone")
+    stats, device = result.stats, target.device
+    compiled, waits = target.compiled, target.engine.waits("tree_pass_alone")
     begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
-    rows = Rows(target, prompts, options, records, stopped)
+    rows = Rows(target, prompts, options, result.records, result.stopped)
     session = None if drafter is None else _begin(drafter, target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
@@ -148,7 +136,7 @@ def _steps(
             before = rows.alive, cache.lengths
             cache.commit(paths, kept)
             tokens, going = rows.advance(emitted)
-            added = _added(rows.alive, paths, tokens, stats)
+            added = _added(rows.alive, paths, tokens, result)
             rows.select(going)
             if going:
                 still = kept if len(going) == len(paths) else None
@@ -175,14 +163,15 @@ def _steps(
         _warn_of_none(drafter, stats)
 
 
-def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], stats: Stats) -> Added:
-    """Count a pass in `stats`, and return what it added to the rows that were alive in it. tokens: cut where rows
-    end."""
+def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], result: Result) -> Added:
+    """Take in and return what a pass added to the rows that were alive in it. tokens: cut where rows end."""
     added: Added = []
     for row, path, cut in zip(alive, paths, tokens, strict=True):
         count = min(len(path) - 1, len(cut))
-        stats.count(count, len(cut))
+        result.stats.count(count, len(cut))
         added.append((row, cut, [True] * count + [False] * (len(cut) - count)))
+        result.token_ids[row] += cut
+        result.from_draft[row] += added[-1][2]
     return added
 
 

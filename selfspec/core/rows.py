@@ -30,8 +30,8 @@ class Rows:
         target: Target,
         prompts: Sequence[Sequence[int]],
         options: Options,
-        records: list[list[tuple[Tensor, Tensor]]] | None = None,
-        stopped: list[bool] | None = None,
+        records: list[list[tuple[Tensor, Tensor]]],
+        stopped: list[bool],
     ) -> None:
         """records, stopped: filled on the way, see `Result`."""
         if isinstance(options.seed, int):
@@ -52,8 +52,7 @@ class Rows:
         unseen = not (options.relaxed or self.recording or self.rules.processors)
         plain = not self.warpers or [type(warper) for warper in self.warpers] == [TemperatureLogitsWarper]
         self.walks = unseen and plain
-        self.records = [[] for _ in prompts] if records is None else records
-        self.stopped = [False for _ in prompts] if stopped is None else stopped
+        self.records, self.stopped = records, stopped
         warper = next((w for w in self.warpers if isinstance(w, TemperatureLogitsWarper)), None)
         temperature = 1.0 if warper is None else warper.temperature
         self.temperature = torch.tensor(temperature, dtype=torch.float64, device=target.device)

@@ -195,7 +195,7 @@ class EarlyExitSession:
             part = tail.target.part(*layers, (tail.layer,), drafter.draft_head is None)
             block = part, self.cache.view(*layers, engine.size(context.nodes) + 2)
         inputs = below, block, self.late, self.lag
-        nodes = drafted_by(exit_tree, drafter, context, inputs, config.width, config.min_prob, reserve=True)
+        nodes = drafted_by(exit_tree, drafter, context, inputs)
         tokens, parents, scores, hidden, expanded = nodes
         if self.cache is not None:
             self.cache.commit([list(range(n + 1)) for n in self.behind], lengths=self.lag + 1)

@@ -229,7 +229,7 @@ class MaskSession:
         if logits.shape[1] < width:
             logits = F.pad(logits, (0, 0, 0, width - logits.shape[1]))
         inputs = logits, rows, slots
-        return drafted_by(mask_tree, drafter, reduced, inputs, config.width, config.min_prob)
+        return drafted_by(mask_tree, drafter, reduced, inputs)
 
     def add_slots(self, tree: DraftTree, context: Context) -> DraftTree:
         if context.nodes == 1:
@@ -293,7 +293,7 @@ class TwoPassSession:
         if behind.nodes == 1:
             return chain(torch.stack([roots, first], 1))
         inputs = out.logits, torch.arange(1, config.masks + 1, device=roots.device).expand(len(roots), -1), ()
-        tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs, config.width, config.min_prob)
+        tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
         return trusted(tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1))

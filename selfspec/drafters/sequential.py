@@ -297,10 +297,10 @@ class SequentialSession:
         self.hidden: Tensor | None = None
 
     def propose(self, context: Context) -> DraftTree:
-        drafter, config = self.drafter, self.drafter.config
+        drafter = self.drafter
         if self.hidden is None or context.nodes == 1:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        nodes = drafted_by(sequential_tree, drafter, context, (self.hidden,), config.width, config.min_prob)
+        nodes = drafted_by(sequential_tree, drafter, context, (self.hidden,))
         return trusted(*nodes, deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:

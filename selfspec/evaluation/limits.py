@@ -23,12 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfspec.budget.predict import fastest, speedup
 from selfspec.core.contract import MaskSlots
-from selfspec.core.generate import speculative_steps
+from selfspec.core.generate import Result, speculative_steps
 from selfspec.core.options import Options
 from selfspec.core.quantized import Int8Linear
 from selfspec.core.rows import MAX_NODES, clock
 from selfspec.core.sampling import Sampling
-from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import WalkNoise, read_walk
@@ -193,10 +192,12 @@ def step_seconds(
     prompt = [rng.randrange(target.vocab_size) for _ in range(_context(target, _STEPS + nodes))]
     steps, counted, seed = list[tuple[float, float, float, float]](), 0, 0
     while counted < rounds or not steps:
-        stats, options = Stats(), Options(_STEPS, Sampling(temperature), seed)
+        result, options = Result.of(1), Options(_STEPS, Sampling(temperature), seed)
+        stats = result.stats
 
-        def marks(stats: Stats = stats, options: Options = options) -> list[tuple[float, float, float]]:
-            made, busy = speculative_steps(target, [prompt], options, drafter, nodes, stats), target.engine.busy
+        def marks(result: Result = result, options: Options = options) -> list[tuple[float, float, float]]:
+            stats, busy = result.stats, target.engine.busy
+            made = speculative_steps(target, [prompt], options, drafter, nodes, result)
             return [(stats.seconds_draft, stats.seconds_target + stats.seconds_other, sum(busy.values())) for _ in made]
 
         after = with_room(marks)

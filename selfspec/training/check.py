@@ -67,14 +67,14 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     for name, length in lengths.items():
         if length < least:
             raise ValueError(f"{name}={length} is too short: this {drafter.kind} drafter needs {least} tokens")
+    full = any(isinstance(module, Block) and module.full for module in drafter.modules())
+    if full and target.dtype == torch.float16:
+        raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
     if target.dtype == torch.float16 and loop.precision == "no" and drafter.trained():
         raise ValueError(
             "target.dtype=float16: gradients of a loss over many tokens are too small for it and become zero; load the "
             "target with target.dtype=float32, or take loop.precision=bf16"
         )
-    full = any(isinstance(module, Block) and module.full for module in drafter.modules())
-    if full and target.dtype == torch.float16:
-        raise ValueError("a layer can not be trained in full in float16; load the target with target.dtype=float32")
     if full and target.dtype == torch.bfloat16 and loop.precision == "no":
         raise ValueError(
             "loop.precision=no: a layer trained in full on a bfloat16 target needs loop.precision=bf16; or load the "

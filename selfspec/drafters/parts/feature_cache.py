@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -175,13 +175,6 @@ class FeatureCache(Generic[L, V], ABC):
         """Take in what a function left for the next one."""
 
 
-class _Growing(Protocol):
-    """What the config says of trees."""
-
-    width: int
-    min_prob: float
-
-
 class DraftSession:
     """The session of drafters whose layers read the target's features: in each pass one function reads what was
     accepted and grows a tree behind it."""
@@ -202,13 +195,12 @@ class DraftSession:
         self.entries, self.logits, self.depth_cost = entries, logits, depth_cost
 
     def propose(self, context: Context) -> DraftTree:
-        drafter, cache, config = self.drafter, self.cache, cast(_Growing, self.drafter.config)
+        drafter, cache = self.drafter, self.cache
         if not cache.ready or context.nodes == 1:  # behind the shortest prompts nothing was seen of a row yet
             return chain(context.roots[:, None])
         pending = cache.rows(context, self.logits, drafter.depth, self.entries)
         given = *self.inputs, *cache.carried_on, pending
-        growing = config.width, config.min_prob
-        parts = drafted_by(self.grower, drafter, context, given, *growing, depth_cost=self.depth_cost)
+        parts = drafted_by(self.grower, drafter, context, given, self.depth_cost)
         cache.carry(parts[3:])
         return trusted(*parts[:3], deepest=drafter.depth)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,25 +20,30 @@ from selfspec.drafters.parts.static_tree import Acceptance, static_tree
 Grower = Callable[..., tuple[Tensor, ...]]
 
 
+class _Growing(Protocol):
+    """What the config of a drafter that grows trees says of them."""
+
+    width: int
+    min_prob: float
+
+
 def drafted_by(
-    grower: Grower,
-    drafter: Trained,
-    context: Context,
-    given: tuple[Any, ...],
-    width: int,
-    min_prob: float,
-    reserve: bool = False,
-    depth_cost: float = 0.0,
+    grower: Grower, drafter: Trained, context: Context, given: tuple[Any, ...], depth_cost: float = 0.0
 ) -> tuple[Tensor, ...]:
     """Run `grower` and return its tensors, batch dimension first: the tree as `Growth.best` gives it, then any others.
     given: the grower's further inputs; tensors among them have the batch dimension first; depth_cost: what one more
-    depth costs, in target passes; width, min_prob, reserve: see `Growth`.
+    depth costs, in target passes.
 
     Eager passes on a CPU expand nodes as long as their probability is high enough, at most `width` at each depth.
     Compiled code can not stop early, and stopping on a GPU would wait for it. There `expanded` fixes in advance how
     many nodes each depth expands, from the drafter's calibration, and `min_prob` does not count.
     """
-    engine, calibration = context.target.engine, drafter.calibration[context.mode]
+    engine, calibration, config = (
+        context.target.engine,
+        drafter.calibration[context.mode],
+        cast(_Growing, drafter.config),
+    )
+    width, min_prob = config.width, config.min_prob
     noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
     if not engine.eager or context.roots.device.type != "cpu":
         acceptance = tuple(map(tuple, calibration.acceptance))
@@ -46,7 +51,7 @@ def drafted_by(
     factors = constant(calibration.inverse_temperature, torch.get_default_dtype(), context.roots.device)
     ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
     padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
-    shape = context.nodes, widths, min_prob, reserve
+    shape = context.nodes, widths, min_prob, not drafter.prunable
     # A captured graph would not repeat what passes leave in layers with a state.
     whole = not (context.target.recurrent and context.roots.device.type == "cuda")
     inputs = grower, drafter, engine.padded(context.roots), *shape, ranking, *padded
