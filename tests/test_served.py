@@ -288,6 +288,11 @@ def test_transformers_own_server_speculates(server: Server, folder: Path, plain:
     with server.ask(stream=True, max_tokens=120) as answer:
         answer.readline()  # and no more
     assert server.text() == wanted
+    with server.ask(max_tokens=4000) as answer:
+        whole = json.load(answer)
+    cut = whole["usage"]["total_tokens"] >= 255  # the target's positions
+    assert whole["choices"][0]["finish_reason"] == ("length" if cut else "stop")
+
     long = [{"role": "user", "content": "word " * 3000}]
     for body, reason in (
         ({"generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 4})}, "beam_search"),

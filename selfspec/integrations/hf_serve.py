@@ -89,7 +89,8 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
     ids, most = arguments.get("input_ids", inputs), cached.spec.target.max_positions
     if "starlette" in sys.modules and config is not None and most is not None and ids is not None and len(ids) == 1:
         # A server compares the answer with its own object, and would take what the last position cut for finished
-        config.max_new_tokens = min(config.max_new_tokens or most, most - ids.shape[-1])
+        room, asked = most - ids.shape[-1], config.max_new_tokens
+        config.max_new_tokens = room if room > 0 and (asked is None or asked > room) else asked
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
         arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())
