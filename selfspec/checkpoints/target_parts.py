@@ -48,14 +48,14 @@ class Shards:
         if self.hub is not None:
             place = fetch(self.hub, revision, _BESIDE)
         self.folder, index = place, place / SAFE_WEIGHTS_INDEX_NAME
-        if index.is_file():
-            self.files = weight_map(index)
-            return
         single = self._path(SAFE_WEIGHTS_NAME)
-        if not single.is_file():
+        if single.is_file():  # where there are both, transformers reads this one
+            with _opened(single) as file:
+                self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        elif index.is_file():
+            self.files = weight_map(index)
+        else:
             raise FileNotFoundError(f"target {name!r} has no safetensors files in {place}, from which parts are read")
-        with _opened(single) as file:
-            self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
 
     def _path(self, file: str) -> Path:
         if self.hub is not None:
