@@ -226,7 +226,7 @@ def _groups(axes: Axes, rows: Sequence[Figures]) -> None:
     names = [f"{row['arm']} ({row['nodes']})" for row in best]
     groups = {g: [row["groups"].get(g, {}).get("speedup", _NOTHING) for row in best] for g in rows[0]["groups"]}
     _speedups(axes, names, groups)
-    _titled(axes, rows, ", best size of each")
+    _titled(axes, rows, ", each at the size that is fastest here")
 
 
 # -- limits, audits, trainings
