@@ -294,6 +294,19 @@ def test_the_regime_is_that_of_plain_text() -> None:
 
 
 @pytest.mark.slow
+def test_arms_of_other_questions_are_refused(overrides: list[str], tmp_path: Path) -> None:
+    """Three calls in one folder, of which the last has nothing in common with the first."""
+    plain = ["compare.methods=[]", "compare.draft_model=null", "compare.temperatures=[0]", "compare.nodes=[2]"]
+    for groups, drafter, fine in (("[rename]", "prompt_lookup", True), ("[types]", "lookahead", False)):
+        more = f"compare.groups={groups}", f"compare.drafters=[{drafter}]", "compare.questions=[edits]"
+        config = compose_config("compare", *overrides, *plain, *more)
+        if fine:
+            run_compare(config, tmp_path / "run")
+            continue
+        with pytest.raises(ValueError, match="holds arms on other questions at T=0"):
+            run_compare(config, tmp_path / "run")
+
+
 def test_transformers_static_cache_is_compiled_once(overrides: list[str], tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 

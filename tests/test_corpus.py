@@ -402,3 +402,11 @@ def test_a_records_own_system_text_and_weights_are_read(tokenizer: Any, tmp_path
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Bad", "weight": 0}]
     messages += [{"role": "user", "content": "Again"}, {"role": "assistant", "content": "Good", "weight": 1}]
     assert Chat.of({"messages": messages}, "x").answers == [3]
+
+
+def test_a_data_set_that_was_saved(tokenizer: Any, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": f"text {i}"} for i in range(6)]).save_to_disk(str(tmp_path / "saved"))
+    assert len(list(Hub(name=str(tmp_path / "saved"), tokenizer=tokenizer).records())) == 6
+    with pytest.raises(ValueError, match="has no subset, split or revision"):
+        list(Hub(name=str(tmp_path / "saved"), split="train[:2]", tokenizer=tokenizer).records())

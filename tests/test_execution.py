@@ -47,6 +47,8 @@ RIGHT, SQUARES = f"def area(r):\n{BODY}", "def area(r):\n    return math.pi * sq
         (f"```python\n{RIGHT}\nimport os\nos._exit(0)\n```", False),
         (f"```python\ndef square(r):\n    return r * r\n```\nand\n```python\n{SQUARES}\n```", True),
         (f"Here it is:\n\n{RIGHT}", True),
+        (f"from the radius, so:\n\n{RIGHT}\n\nIt squares the radius.", True),
+        (f"```python\nPI = 3.14159265\n```\n```python\n{RIGHT.replace('math.pi', 'PI')}\n```", True),
         (f"~~~python\n{RIGHT}\n~~~", True),
         (f'```python\ndef area(r):\n    """As in\n    ```\n    area(2)\n    ```\n    """\n{BODY}\n```\nDone.', True),
     ],

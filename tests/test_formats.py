@@ -182,6 +182,17 @@ def test_medusa_heads_that_share_one_lm_head(folder: Path) -> None:
     assert torch.equal(found.full[0], shared.to(found.full))
 
 
+HALF: dict[str, Any] = {"partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize("config", [HALF, {"rope_parameters": {"rope_type": "default", **HALF}}])
+def test_a_head_that_turns_in_part_is_refused(config: dict[str, Any], folder: Path) -> None:
+    out, target, _ = written(Eagle3Config(), folder)
+    altered(out, **config)
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        find_drafter(str(out), target)
+
+
 def test_a_folder_of_another_architecture_names_few_tensors(folder: Path) -> None:
     out, target, _ = written(Eagle3Config(layers=[0, 1]), folder)
     save_file({f"model.layers.0.experts.{i}.weight": torch.zeros(2) for i in range(200)}, out / "model.safetensors")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import made, randomize
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
@@ -173,6 +173,18 @@ def test_a_damaged_note_is_named(text: str, folder: Path, tmp_path: Path) -> Non
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "f")
     with pytest.raises(ValueError, match=r"selfspec.json is not what was written"):
         generate(model, torch.tensor([[1, 2]]))
+
+
+def test_the_callers_config_stays_as_it_is(folder: Path) -> None:
+    """Whatever else is imported: only of a request of transformers' server the length is lowered to what can be."""
+    pytest.importorskip("starlette")
+    model, asked = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True), inputs(folder)
+    config = GenerationConfig(max_new_tokens=4000, do_sample=False)
+    model.generate(**asked, generation_config=config)
+    assert config.max_new_tokens == 4000
+    short = GenerationConfig(max_length=asked["input_ids"].shape[1] + 3, do_sample=False)
+    assert model.generate(**asked, generation_config=short).shape[1] <= short.max_length
+    assert model.generate(asked["input_ids"], GenerationConfig(max_new_tokens=2, do_sample=False)).shape[1] > 2
 
 
 def test_a_moved_folder_is_its_own_target(folder: Path, tmp_path: Path, plain: PreTrainedModel) -> None:

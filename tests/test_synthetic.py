@@ -171,8 +171,8 @@ def test_equal_questions_are_kept_once() -> None:
     mask = torch.tensor([False, False, True])
     texts = [(torch.tensor(tokens, dtype=torch.int32), mask) for tokens in ([1, 2, 3], [1, 2, 4], [1, 5, 6])]
     with pytest.raises(ValueError, match="of 1 usable conversations none is left"):
-        module._divided(texts[:2], 1, 1e-9)
-    train, validation = module._divided(texts, 1, 1e-9)  # chance alone gives validation none
+        module._divided(texts[:2], 1, 1e-9, ())
+    train, validation = module._divided(texts, 1, 1e-9, (7,))  # chance alone gives validation none
     assert (len(train.is_chat), len(validation.is_chat)) == (1, 1)
 
 

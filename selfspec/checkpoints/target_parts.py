@@ -3,8 +3,10 @@ trained on hidden states which come from elsewhere."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
 
 _BESIDE = ["*.json", "*.txt", "*.model", "*.jinja"]  # a checkpoint's weights: config, tokenizer, index
+
+
+_BESIDE_TEXT = re.compile(r"vis|audio|mtp")  # in names of modules beside a text model
 
 
 def _opened(path: Path) -> Any:
@@ -63,15 +68,25 @@ class Shards:
         return self.folder / file
 
     def find(self, parameter: str) -> str | None:
-        """A parameter's name in the files, which may have another prefix there: of several the one that most names
-        have, since others are of modules beside the layers, such as mtp."""
+        """A parameter's name in the files, which may have another prefix there: of several the one of the text model,
+        which has most layers; others are of modules beside them, such as mtp."""
         if parameter in self.files:
             return parameter
         end, short = parameter.removeprefix("model."), ".".join(parameter.split(".")[-2:])
         found, shortly = ([name for name in self.files if f".{name}".endswith(f".{tail}")] for tail in (end, short))
         if len(found) > 1:
-            found.sort(key=lambda name: sum(other.startswith(name.removesuffix(end)) for other in self.files))
+            found.sort(key=lambda name: self._layers.get(name.removesuffix(end), 0))
         return found[-1] if found else shortly[0] if len(shortly) == 1 else None
+
+    @cached_property
+    def _layers(self) -> dict[str, int]:
+        """How many layers stand behind each prefix, in `layers`, `h` or another list of text models' names."""
+        layers: dict[str, set[str]] = {}
+        for name in self.files:
+            match = re.match(r"((?:.+\.)?)(?:layers|h|blocks)\.(\d+)\.", name)
+            if match and not _BESIDE_TEXT.search(match[1]):
+                layers.setdefault(match[1], set()).add(match[2])
+        return {prefix: len(numbers) for prefix, numbers in layers.items()}
 
     def read(self, name: str) -> Tensor:
         """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
@@ -108,13 +123,16 @@ def load_parts(
     inside = {id(p) for p in layer_stack(model).parameters()}
     outside = {n: p for n, p in model.named_parameters() if id(p) not in inside}
     head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    begins = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+    beside = str(shards.find(f"{begins}.weight"))
     missing = []
     for parameter, empty in outside.items():
         found = shards.find(parameter)
         tensor = None if found is None else shards.read(found)
         if config.tie_word_embeddings and parameter == f"{head}.weight":
             embeddings = model.get_input_embeddings().weight
-            if tensor is None or torch.equal(tensor, embeddings):
+            own = found is not None and beside.startswith(found.removesuffix(f"{head}.weight"))
+            if tensor is None or not own or torch.equal(tensor, embeddings):
                 continue  # the embeddings serve; a head that differs stays one, as transformers leaves it
         if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
             missing.append(parameter)

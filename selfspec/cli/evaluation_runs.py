@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from selfspec.api import Spec, load
 from selfspec.checkpoints.drafter_folder import save_drafter, shaped_as
@@ -82,19 +82,21 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
 
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
-    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, one that was
-    killed goes on with what is missing. title: of the point in the run's logger."""
+    """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, unless more
+    is to be told of it; one that was killed goes on with what is missing. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
     begun = folder / "summary.json"
     summary = read_json(begun) if begun.is_file() else None
-    if summary is not None and _told(summary["config"]) == _told(as_plain(config)):  # else from its records
+    if summary is not None and _told(summary["config"]) == _told(as_plain(config)) and _has(summary, columns):
         check_same(folder / "config.yaml", as_plain(config), _BESIDE)
         check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
         print(f"{folder} is finished; delete it to measure it again")
         return summary
-    files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms)
+    kept = folder / "config.yaml"
+    again = kept.is_file() and OmegaConf.select(OmegaConf.load(kept), "decode.answers") == run.decode.answers
+    files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms, again)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:
         check_ids(questions)
@@ -125,16 +127,21 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
             print(json.dumps(point["metrics"], indent=1))
         if run.decode.traces:
             write_traces(folder / "traces.jsonl", spec, prompts, run.decode, run.tree.nodes, run.drafter)
+        if files:
+            write_answers(files, questions, records, spec, run.name)
         write_point(folder, point, records)
         if columns:
             point["columns"] = {name: _cell(name, column, point, records) for name, column in columns.items()}
             write_point(folder, point, records)
-        if files:
-            write_answers(files, questions, records, spec, run.name)
         log.write({key: point[key] for key in ("arms", "speedup", "speculative", "groups", "metrics") if key in point})
         labelled([point])
         log.images(plot_points(rows_of([point]), folder))
     return point
+
+
+def _has(summary: Figures, columns: dict[str, Column]) -> bool:
+    """Whether a point has all columns: a function may have failed."""
+    return bool(summary.get("columns", {}).keys() == columns.keys())
 
 
 def _told(config: Figures) -> Figures:

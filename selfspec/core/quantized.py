@@ -29,15 +29,20 @@ class Int8Linear(nn.Linear):
         panels, scales = to_int8(linear.weight.detach())
         self.register_buffer("panels", panels, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
-        self.sample = sampled(self.weight).clone()
+        self._made_of = self._now()
+
+    def _now(self) -> tuple[int, int, Tensor]:
+        version = 0 if self.weight.is_inference() else self.weight._version
+        return self.weight.data_ptr(), version, sampled(self.weight).clone()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Quantize a weight anew that was changed since, as PEFT's merging does."""
-        if not torch.equal(sampled(self.weight), self.sample):
-            for part, now in zip((self.panels, self.scales), to_int8(self.weight.detach()), strict=True):
-                part.copy_(now)  # views share it
-            self.sample = sampled(self.weight).clone()
+    def follow(self, merged: bool) -> None:
+        """Quantize a weight anew that was changed since. merged: by PEFT, perhaps, past the version counter."""
+        now = self._now()
+        if merged or now[:2] != self._made_of[:2] or not torch.equal(now[2], self._made_of[2]):
+            for part, new in zip((self.panels, self.scales), to_int8(self.weight.detach()), strict=True):
+                part.copy_(new)  # views share it
+            self._made_of = now
 
     def forward(self, input: Tensor) -> Tensor:  # [..., K] -> [..., N]
         if torch.is_autocast_enabled(input.device.type):  # as of any linear map

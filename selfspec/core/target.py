@@ -157,15 +157,15 @@ class Target:
                 "(dtype, device, shape); cast, move or resize a model first and load it then: "
                 "selfspec.load(..., target=model)"
             )
-        if (structure := self._structure()) != self._built_from:
+        if changed := (structure := self._structure()) != self._built_from:
             self.refused(self.model)
             self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
             self.rebuilt += 1
-        forget_changed()
+        forget_changed({id(p) for p in self.model.parameters()} if changed else set())
         for part in self.model.modules() if self.int8 else ():
             if isinstance(part, Int8Linear):
-                part.follow()
+                part.follow(merged=changed)
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""

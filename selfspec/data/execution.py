@@ -20,6 +20,7 @@ import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 SECONDS = 10.0  # that a program may take
@@ -29,6 +30,7 @@ _FIELDS = ("task_id", "prompt", "entry_point", "test")
 _BEGINS = re.compile(r"^(?:import|from|def|async def|class|@)\b", re.MULTILINE)  # the first line of a program
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 _ENDS = re.compile(r"\n(?=[^\s#)\]}@])")  # a line that begins another statement behind a function's body
+_TRIED = 8  # ends of a block, beginnings of a program and lines behind it that are tried
 _HELPERS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What begins processes, ends those of others, or takes files away
 _TAKEN = {
@@ -90,12 +92,10 @@ class Solves:
             code = textwrap.dedent(block)
             if defines.search(code):
                 return "\n".join([*before, code])
-            before += [code] if _is_program(code, *_HELPERS) else []
+            before += [code] if _helps(code) else []
         continues = not blocks and answer.lstrip("\n")[:1] in (" ", "\t")
         if not continues and defines.search(answer):
-            begins = _BEGINS.search(answer)
-            behind = answer if begins is None or _is_program(answer) else answer[begins.start() :]
-            return behind if _is_program(behind) else answer
+            return _code_of(answer)
         return self.prompt + "\n" + _ENDS.split(blocks[0] if blocks else answer, maxsplit=1)[0]
 
 
@@ -109,19 +109,41 @@ def fenced_blocks(answer: str) -> list[str]:
         if mark not in ("```", "~~~"):
             continue
         ends = [i for i in range(at, len(lines)) if lines[i].strip().startswith(mark)] or [len(lines)]
-        end = next((i for i in ends if _is_program("".join(lines[at:i]))), ends[0])
+        end = next((i for i in ends[:_TRIED] if _is_program("".join(lines[at:i]))), ends[0])
         blocks.append("".join(lines[at:end]))
         at = end + 1
     return blocks
 
 
-def _is_program(code: str, *kinds: type[ast.stmt]) -> bool:
-    """Whether it is a Python program, of these kinds of statements alone where they are given."""
+def _code_of(answer: str) -> str:
+    """The program in an answer without fences: from a line that begins one, up to where it still is one."""
+    for begins in (0, *(match.start() for match in islice(_BEGINS.finditer(answer), _TRIED))):
+        lines = answer[begins:].splitlines(keepends=True)
+        for end in range(len(lines), max(0, len(lines) - _TRIED), -1):
+            if _is_program("".join(lines[:end])):
+                return "".join(lines[:end])
+    return answer
+
+
+def _parsed(code: str) -> ast.Module | None:
     try:
-        whole = ast.parse(textwrap.dedent(code))
+        return ast.parse(textwrap.dedent(code))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return not kinds or all(isinstance(statement, kinds) for statement in whole.body)
+        return None
+
+
+def _is_program(code: str) -> bool:
+    return _parsed(code) is not None
+
+
+def _helps(code: str) -> bool:
+    """Whether it is a program that only defines: imports, functions, classes, and constants."""
+    whole = _parsed(code)
+    return whole is not None and all(
+        isinstance(statement, _HELPERS)
+        or (isinstance(statement, ast.Assign) and not any(isinstance(part, ast.Call) for part in ast.walk(statement)))
+        for statement in whole.body
+    )
 
 
 def runs_through(program: str) -> bool:

@@ -51,9 +51,9 @@ class Records(ABC):
 
     Conversations go through the chat template of `tokenizer`, and only what the assistant says counts in the loss (see
     `ChatTemplate`). ends: token ids at which generation stops; chat_template_kwargs: arguments of the template, such as
-    enable_thinking; validation_share: of the records, chosen by their text, that validate, so that equal records fall
-    on one side; tolerate: how many broken records are left out, with a line for the first of them; one more ends the
-    run.
+    enable_thinking; validation_share: of the records, chosen by their text or by what stands before a conversation's
+    first answer, that validate, so that equal ones fall on one side; tolerate: how many broken records are left out,
+    with a line for the first of them; one more ends the run.
     """
 
     questions: ClassVar[str] = "source"
@@ -107,7 +107,7 @@ class Records(ABC):
         if len(some) < 2:
             raise ValueError(
                 f"no usable example: data.validation_share={self.validation_share} leaves a part of {self} empty; "
-                "equal texts fall on one side, so give more different ones"
+                "equal texts, and answers to one question, fall on one side, so give more different ones"
             )
 
     def _usable(self, broken: Broken) -> Iterator[tuple[list[Document], float]]:
@@ -336,8 +336,8 @@ class Parquet(_Files):
 
 @dataclass(frozen=True, kw_only=True)
 class Hub(Records):
-    """A data set of the hub, or a folder in one of its forms. name, subset, split, revision: as `datasets.load_dataset`
-    takes them."""
+    """A data set of the hub, or a folder in one of its forms, one that `Dataset.save_to_disk` wrote included. name,
+    subset, split, revision: as `datasets.load_dataset` takes them; a saved one has its name alone."""
 
     name: str
     subset: str | None = None
@@ -350,7 +350,9 @@ class Hub(Records):
     def _loaded(self) -> Any:
         datasets = _datasets("hub")
         try:
-            if (Path(self.name) / "state.json").is_file():  # as `Dataset.save_to_disk` writes them
+            if (Path(self.name) / "state.json").is_file():  # of `Dataset.save_to_disk`, which has one split
+                if (self.subset, self.split, self.revision) != (None, "train", None):
+                    raise ValueError("a saved data set has no subset, split or revision; leave them out")
                 return datasets.load_from_disk(self.name)
             return datasets.load_dataset(self.name, self.subset, split=self.split, revision=self.revision)
         except Exception as error:  # whatever a builder raises

@@ -180,7 +180,7 @@ def pack(module: nn.Module, **weights: Tensor | None) -> None:
 
 def training_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts beside a target of this dtype are trained: at least float32. Hidden states keep the
-    target's own in decoding, so a drafter casts its weights when it leaves training mode (see `Medusa.train`)."""
+    target's own in decoding, so a drafter casts its weights when it leaves training mode (see `Medusa.prepare`)."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

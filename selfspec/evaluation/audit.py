@@ -292,7 +292,8 @@ def exact_distribution(spec: Spec, prompt: list[int], top_k: int, length: int = 
                 longer[prefix] = prob
                 continue
             ids = torch.tensor([prompt + list(prefix)], device=spec.target.device)
-            likely = spec.target.model(input_ids=ids, use_cache=False).logits[0, -1].double().softmax(-1).topk(top_k)
+            law = spec.target.model(input_ids=ids, use_cache=False).logits[0, -1].double().softmax(-1)
+            likely = law.topk(min(top_k, len(law)))
             told = dict(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
             rest = max(0.0, 1.0 - sum(told.values()))
             longer |= {(*prefix, token): prob * p for token, p in (told | {-1: rest}).items()}

@@ -121,9 +121,10 @@ def run_comparison(
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
     for temperature in config.temperatures:
-        asked = {point.key for point in points if point.sampling.temperature == temperature}
-        kept = {record.point for record in read_records(path) if record.temperature == temperature}
-        if kept and kept.isdisjoint(asked):
+        shared = {point.key for point in points if point.sampling.temperature == temperature}
+        for arm, answered in _answered(read_records(path)).get(temperature, {}).items():
+            shared &= answered if Arm(*arm) not in calls else shared  # what is measured now has them all then
+        if not shared:
             raise ValueError(
                 f"{path} holds arms on other questions at T={temperature:g}, beside which new ones can not stand; "
                 "choose another name=, or the compare.questions, compare.groups and compare.prompts of before"
@@ -134,11 +135,17 @@ def run_comparison(
         return common(measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between))
 
 
-def common(records: list[Record]) -> list[Record]:
-    """Those of the prompts that all arms of a temperature have answered; the others are told of and left out."""
+def _answered(records: Iterable[Record]) -> dict[float, dict[tuple[str, str], set[Any]]]:
+    """Points by temperature and arm."""
     answered: dict[float, dict[tuple[str, str], set[Any]]] = {}
     for record in records:
         answered.setdefault(record.temperature, {}).setdefault((record.arm, record.nodes), set()).add(record.point)
+    return answered
+
+
+def common(records: list[Record]) -> list[Record]:
+    """Those of the prompts that all arms of a temperature have answered; the others are told of and left out."""
+    answered = _answered(records)
     shared = {temperature: set.intersection(*arms.values()) for temperature, arms in answered.items()}
     for temperature, arms in answered.items():
         every = set.union(*arms.values())

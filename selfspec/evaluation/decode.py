@@ -121,6 +121,7 @@ def run_benchmark(
         seed=config.seed,
         repeats=config.repeats,
         enough=partial(_narrow, width=config.until_width),
+        others=False,
     )
 
 

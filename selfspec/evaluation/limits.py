@@ -191,7 +191,7 @@ def step_seconds(
     rng = random.Random(1)
     prompt = [rng.randrange(target.vocab_size) for _ in range(_context(target, _STEPS + nodes))]
     steps, counted, seed = list[tuple[float, float, float, float]](), 0, 0
-    while counted < rounds or not steps:
+    while counted < rounds or (not steps and counted < 4 * rounds):
         result, options = Result.of(1), Options(_STEPS, Sampling(temperature), seed)
         stats = result.stats
 
@@ -207,6 +207,10 @@ def step_seconds(
                 draft, behind, busy = (later - earlier for earlier, later in zip(one, two, strict=True))
                 steps.append((draft, behind, draft + behind, draft + behind - busy))
         seed += 1
+    if not steps:
+        raise ValueError(
+            f"every call of {_STEPS} tokens was one step of {nodes} nodes, too few to be told; leave it out"
+        )
     drafts, passes, wholes, others = (statistics.median(part) for part in zip(*steps, strict=True))
     return drafts, passes, wholes, others
 

@@ -77,15 +77,17 @@ def measure(
     repeats: int = 1,
     between: int = BETWEEN,
     enough: Callable[[list[Record]], bool] = lambda records: False,
+    others: bool = True,
 ) -> list[Record]:
     """The records of all arms on all points. spec: any on the target; baseline: the arm that is plain decoding, None
     where arms are not compared with it; path: JSON lines that each record is appended to, and those that are there
     already are kept; seed: of the order of the arms; repeats: runs of each, of which the median counts; between: arms
-    between two runs of plain decoding; enough: whether what was measured so far suffices.
+    between two runs of plain decoding; enough: whether what was measured so far suffices; others: whether `path` may
+    hold records of other points.
 
     Raises ValueError where `path` holds records of other texts.
     """
-    records = [] if path is None else _kept(path, points)
+    records = [] if path is None else _kept(path, points, others)
     done = {(*record.point, record.arm, record.nodes) for record in records}
     left = [(i, point, [arm for arm in calls if (*point.key, *arm) not in done]) for i, point in enumerate(points)]
     left = [(i, point, arms) for i, point, arms in left if arms]
@@ -120,10 +122,16 @@ def _shown(records: list[Record]) -> dict[str, str]:
     return shown | {"speedup": interval(over_plain(alike))}
 
 
-def _kept(path: Path, points: Sequence[Point]) -> list[Record]:
-    """The records of an earlier run. Raises ValueError where they are of other texts."""
+def _kept(path: Path, points: Sequence[Point], others: bool) -> list[Record]:
+    """The records of an earlier run. Raises ValueError where they are of other texts, or, without `others`, of other
+    points."""
     records, texts = read_records(path), {point.key: point.texts for point in points}
     for record in records:
+        if not others and record.point not in texts:
+            raise ValueError(
+                f"{path} holds records of other prompts or batches ({record.questions[0][0] or record.prompt}), as "
+                "another version drew them; choose another name="
+            )
         if texts.get(record.point, record.texts) != record.texts:
             raise ValueError(
                 f"{path} holds records of another text for {record.questions[0][0] or record.prompt}: the questions or "

@@ -236,7 +236,8 @@ def differences(one: Path, other: Path) -> list[str]:
     for folder in (one, other):
         whole = folder / "compare.json"
         points = [read_json(whole)] if whole.is_file() else read_points(folder)[0]
-        fixed = set.intersection(*({(k, str(v)) for k, v in _leaves(point).items()} for point in points))
+        leaves = [{(key, str(value)) for key, value in _leaves(point).items()} for point in points]
+        fixed = set.intersection(*leaves) if leaves else set()
         configs.append(dict(fixed))
     first, second = configs
     keys = sorted(key for key in first.keys() & second.keys() if first[key] != second[key] and key not in _REPORTS)
@@ -245,6 +246,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 # Keys of what is reported and extended, not of what is measured
 _REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
+_REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers", "until_width")}
 
 
 def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:
@@ -285,9 +287,10 @@ def _compared(rows: list[Figures]) -> Iterator[tuple[str, Figures]]:
 # -- answer files
 
 
-def answer_files(folder: Path, name: str, arms: Sequence[str]) -> dict[str, Path]:
+def answer_files(folder: Path, name: str, arms: Sequence[str], again: bool = False) -> dict[str, Path]:
     """The file of each arm, in folders that exist then: the speculative one's is `name`, relative to the run's folder,
-    any other's has the arm's name behind the stem. Raises ValueError where one exists or can not be written."""
+    any other's has the arm's name behind the stem. again: they may be this run's own. Raises ValueError where one
+    exists or can not be written."""
     path = folder / name
     if not name or name.endswith("/") or path.is_dir():
         raise ValueError(f"decode.answers={name!r} must name a file, such as answers.jsonl")
@@ -295,7 +298,7 @@ def answer_files(folder: Path, name: str, arms: Sequence[str]) -> dict[str, Path
     for file in names.values():
         if file.parent.resolve() == folder.resolve() and file.name in OWN:
             raise ValueError(f"decode.answers={name}: the run writes its own {file.name}; choose another name")
-        if file.exists():
+        if file.exists() and not again:
             raise ValueError(f"decode.answers: {file} exists; choose another file, or delete it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,13 +45,14 @@ class Beside:
 
 @dataclass(frozen=True)
 class Record:
-    """One arm on one batch of prompts of a group. prompt: number of the first one; nodes: see `Arm`; seconds:
-    wall-clock of a whole call, prompt included, the median of its repeats; plain: of plain decoding beside it, None
-    where that was not asked for. The record of plain decoding itself has its first run there, and in `seconds` the
-    median of the later ones. questions: (id, turn) of each row; right: whether each row's answer is (None where it can
-    not be checked); same: whether each row's tokens are those of plain decoding, of arms of selfspec; regime: of the
-    texts of plain decoding and of lossy arms; altered: tokens that a lossy rule put in place of
-    the target's pick; forecast: with nodes="auto", what was expected; texts: of each row, see `Prompt.text`."""
+    """One arm on one batch of prompts; group: of these, "all" where they are of several. prompt: number of the first
+    one; nodes: see `Arm`; seconds: wall-clock of a whole call, prompt included, the median of its repeats; plain: of
+    plain decoding beside it, None where that was not asked for. The record of plain decoding itself has its first run
+    there, and in `seconds` the median of the later ones. questions: (id, turn) of each row; right: whether each row's
+    answer is (None where it can not be checked); same: whether each row's tokens are those of plain decoding, of arms
+    of selfspec; regime: of the texts of plain decoding and of lossy arms; altered: tokens that a lossy rule put in
+    place of the target's pick; forecast: with nodes="auto", what was expected; texts: of each row, see
+    `Prompt.text`."""
 
     prompt: int
     arm: str

@@ -21,6 +21,7 @@ from selfspec.utils.files import Figures, read_json
 
 OWN = "drafter"  # the folder's own, beside kinds that train nothing
 _OPENING = Lock()
+_SERVER = "transformers.cli.serving.utils"  # of transformers serve
 
 
 class _Kept:
@@ -87,10 +88,10 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
         arguments["nodes"] = cached.nodes
     config = arguments.get("generation_config")
     ids, most = arguments.get("input_ids", inputs), cached.spec.target.max_positions
-    if "starlette" in sys.modules and config is not None and most is not None and ids is not None and len(ids) == 1:
-        # A server compares the answer with its own object, and would take what the last position cut for finished
-        room, asked = most - ids.shape[-1], config.max_new_tokens
-        config.max_new_tokens = room if room > 0 and (asked is None or asked > room) else asked
+    if _SERVER in sys.modules and config is not None and config.max_new_tokens and most is not None and ids is not None:
+        # It compares the answer with this object of the request, and would take what the last position cut for finished
+        room = most - ids.shape[-1]
+        config.max_new_tokens = room if 0 < room < config.max_new_tokens else config.max_new_tokens
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
         arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())

@@ -36,10 +36,10 @@ class DrafterTraining:
     """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
     itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
     are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
-    weight_decay: of AdamW; validation_rows: rows of validation text for the loss; prompts: texts that the target
-    writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each such text;
-    distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same kind and
-    shapes (an embedded name, a run folder or a hub id) whose weights training begins with.
+    weight_decay: of AdamW, of matrices alone; validation_rows: rows of validation text for the loss; prompts: texts
+    that the target writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each
+    such text; distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same
+    kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins with.
 
     states: null runs the target here; `server` asks a vLLM for its hidden states, a folder reads those that one has
     written; of the target, embeddings, final norm and lm_head alone are then read (docs/large_targets.md); states_url:
@@ -169,7 +169,7 @@ def distilled(
     return texts, written(shard.gathered(stats), world)
 
 
-def validation_rows(corpus: Corpus, config: DrafterTraining, loop: LoopConfig) -> dict[str, Tensor]:
+def validation_rows(corpus: Corpus, config: DrafterTraining) -> dict[str, Tensor]:
     """Rows for the loss, spread over the corpus. Raises ValueError where it is too short for one."""
     if not config.packed:
         cut = {"tokens": corpus.tokens, "mask": corpus.mask}

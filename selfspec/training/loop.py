@@ -22,6 +22,7 @@ from selfspec.training.state import Checkpoint, State, checkpoint_path
 from selfspec.training.step import autocast, optimizer_step
 from selfspec.utils.errors import command_line
 from selfspec.utils.files import Figures, shown
+from selfspec.utils.openai_client import Refused
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
 
@@ -217,11 +218,10 @@ class _Loop:
             self.figures, self.state.pending = self.checked(), False
         except Interrupted:
             return True
-        except (ConnectionError, ValueError) as error:  # of a server of hidden states; the others wait no longer
+        except (ConnectionError, Refused) as error:  # of a server of hidden states; the others wait no longer
             if self.accelerator.is_main_process:
                 self.checkpoint.write(self.state)
-            kind = ValueError if isinstance(error, ValueError) else ConnectionError
-            raise kind(self._again(str(error))) from error
+            raise type(error)(self._again(str(error))) from error
         if best:
             self.state.judge(_mean(self.accelerator, self.figures[self.headline]), self.checkpoint)
         if self.accelerator.is_main_process:

@@ -259,7 +259,7 @@ def _split(chunk: dict[str, Tensor], most: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _divided(
-    conversations: list[tuple[Tensor, Tensor]], opening: int, share: float, begins: tuple[int, ...] = ()
+    conversations: list[tuple[Tensor, Tensor]], opening: int, share: float, begins: tuple[int, ...]
 ) -> tuple[Corpus, Corpus]:
     """(training, validation), without conversations whose first question came before. opening: tokens before a first
     question; begins: see `beginning`. Raises ValueError where one of the two is empty."""

@@ -67,6 +67,9 @@ class DrafterRun:
         return isinstance(self.drafter, Trained) and bool(self.drafter.trained())
 
 
+_VECTORS = {"bias", "biases", "scales", "confidence"}  # parts of names of what may have more dimensions
+
+
 @dataclass(frozen=True)
 class _Data:
     """What a training reads. batches: its rows, of `texts`; validation: rows for the loss; samples: texts that the
@@ -94,8 +97,8 @@ def train_drafter(run: DrafterRun) -> Figures:
     processes = Processes(run.target.device)
     try:
         _refuse(run, processes)
-        before = weights_hash(run.target.model)
         data = _data(run, processes)
+        before = weights_hash(run.target.model)
         if run.trained:
             figures, note, took = _trained(run, data, processes)
         else:
@@ -133,7 +136,7 @@ def _data(run: DrafterRun, processes: Processes) -> _Data:
     config, loop = run.config, run.loop
     texts, texts_in = run.train, texts_folder(config, run.folder)
     kept_dtype = states_dtype(run.target, run.drafter, texts, loop) if config.cache != "none" and run.trained else None
-    validation = validation_rows(run.validation, config, loop)
+    validation = validation_rows(run.validation, config)
     prompts = list[list[int]]()
     if run.states is None:
         lengths = config.prompts, config.prompt_tokens, config.new_tokens
@@ -191,11 +194,12 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
     settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
     groups: list[Figures] = [{"params": list(drafter.trained().values())}]
     if run.config.weight_decay:  # of matrices, not of norms and biases
-        vectors = [p for name, p in drafter.trained().items() if p.ndim < 2 or name.endswith("bias")]
+        vectors = [p for name, p in drafter.trained().items() if p.ndim < 2 or _VECTORS & set(name.split("."))]
         matrices = [p for p in drafter.trained().values() if not any(p is vector for vector in vectors)]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
-    keys = data.texts.key, run.validation.key
+    rows = "" if loop.seed == 0 else " rows 0"  # older versions drew validation rows by the seed
+    keys = data.texts.key, run.validation.key + rows
 
     def validate() -> Figures:
         return _validated(run, module, data, processes)

@@ -57,6 +57,8 @@ def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfi
     if rope.get("rope_type") not in _ROPES or "partial_rotary_factor" in rope:
         rope = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     rope = own.get("rope_parameters") or rope
+    if isinstance(rope, dict) and rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError(f"drafter.llama.rope_parameters={rope!r}: partial_rotary_factor can not be read")
     if not isinstance(rope, dict) or rope.get("rope_type") not in _ROPES:
         raise ValueError(f"drafter.llama.rope_parameters={rope!r}: rope_type must be one of {', '.join(_ROPES)}")
     settings = {

@@ -76,8 +76,8 @@ class Reduced(Trained):
 
     def prepare(self, mode: bool) -> None:
         """Lay out weights for decoding, or drop that in training mode: `draft_head`, in the head's dtype."""
-        head: nn.Linear | None = getattr(self, "head", None)  # of drafters that read logits of lm_head
-        rows = None if mode or head is None else self.rows_of(head)
+        head: nn.Linear | None = None if mode else getattr(self, "head", None)  # of those that read logits of lm_head
+        rows = None if head is None else self.rows_of(head)
         if rows is not None:
             in_8_bits([rows := rows.detach()])
         pack(self, draft_head=rows)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -107,16 +107,16 @@ def sampled(weight: Tensor) -> Tensor:
     return weight.detach()[:: max(1, rows // 8), :: max(1, columns // 8)]
 
 
-def forget_changed() -> None:
+def forget_changed(merged: Collection[int] = ()) -> None:
     """Drop what was laid out of weights that have moved, or were written to past their version counter, as `.data`
-    is: at the start of a call."""
+    is: at the start of a call. merged: ids of weights that may have been in any case."""
     for known in list(_laid_out.values()):
         for address, sample in zip(known.addresses, known.samples, strict=True):
             known_here = _frozen.get(address)
             weight = None if known_here is None else known_here()
             if weight is None or weight.data_ptr() != address:
                 _forget(address)
-            elif not torch.equal(sampled(weight), sample):
+            elif id(weight) in merged or not torch.equal(sampled(weight), sample):
                 with _lock:
                     _laid_out.pop(known.addresses[0], None)
 
