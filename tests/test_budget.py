@@ -69,20 +69,37 @@ def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch)
     assert pass_costs(llama, sampled=True) == other
 
 
-def test_costs_of_other_devices_and_damaged_files_are_refused(llama: Target) -> None:
-    pass_costs(llama)
+def test_costs_of_other_devices_are_refused_and_damaged_ones_measured_again(
+    llama: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steady = [1.0, 1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.0]
+    monkeypatch.setattr(cost, "measure_costs", lambda *_: steady)
+    wanted = pass_costs(llama)
     path = cost_file(llama, 1)
     saved = json.loads(path.read_text())
     path.write_text(json.dumps({**saved, "device": "another GPU"}))
     with pytest.raises(ValueError, match=r"holds costs of \{'device': 'another GPU'\}.*delete it") as error:
         pass_costs(llama)
     assert str(path) in str(error.value)
-    for text in (path.read_text()[:50], "[]", json.dumps({**saved, "greedy": {"1": 2}})):
+    zero, endless = ({**saved["greedy"], "0": value} for value in (0, float("inf")))
+    broken = [{**saved, "greedy": mode} for mode in ({"1": 2}, zero, endless)]
+    for text in (path.read_text()[:50], "[]", *map(json.dumps, broken)):
+        cost._measured.clear()
         path.write_text(text)
-        with pytest.raises(ValueError, match="is damaged"):
-            pass_costs(llama)
+        assert saved_costs(llama) is None
+        assert pass_costs(llama) == wanted
+        assert "is damaged" in capsys.readouterr().err
+        assert json.loads(path.read_text()) == saved
+    cost._measured.clear()
     path.unlink()
-    assert pass_costs(llama)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cost, "write_text", full)
+    assert pass_costs(llama) == wanted
+    assert "costs are not kept for later runs: [Errno 28]" in capsys.readouterr().err
+    assert saved_costs(llama) == wanted
     assert cost_file(llama, 1) != cost_file(llama, 4)
 
 

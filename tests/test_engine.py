@@ -598,6 +598,31 @@ def test_a_text_that_began_before_its_passes_were_compiled_is_exact_up_to_roundi
     assert autoregressive(exact, [[5, 6, 7]], Options(4)).stats.exact == TESTED
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_child_that_was_forked_while_a_thread_compiled_ends() -> None:
+    """Its parent's thread is not there, and holds no lock."""
+    engine = Engine("eager", quiet=True, later=1e-9)
+    with engine._lock, engine._starting:
+        engine._worker = threading.current_thread()
+        pid = os.fork()
+        if not pid:
+            free = engine._lock.acquire(timeout=1) and engine._starting.acquire(timeout=1)
+            os._exit(0 if free and engine._worker is None else 1)
+    engine._worker = None
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_draft_that_ran_uncompiled_below_a_pass_is_not_exact_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model(dtype=torch.bfloat16), engine=Engine("eager", quiet=True))
+    drafter, options = made(EarlyExit, target, rank=0).eval(), Options(6)
+    speculative(target, PROMPTS[:1], options, drafter, 4)
+    monkeypatch.setattr(type(target.engine), "row_invariant", lambda self, function: True)
+    assert speculative(target, PROMPTS[:1], options, drafter, 4).stats.exact == EXACT
+    monkeypatch.setattr(type(target.engine), "row_invariant", lambda self, function: function != "_grown")
+    assert speculative(target, PROMPTS[:1], options, drafter, 4).stats.exact == ROUNDED
+    assert autoregressive(target, PROMPTS[:1], options).stats.exact == EXACT
+
+
 def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("the disk is gone")

@@ -199,3 +199,11 @@ def test_weights_that_change_are_quantized_anew(folder: str) -> None:
         assert torch.equal(part.panels, fresh.panels)
         assert torch.equal(part.scales, fresh.scales)
     assert found != before
+
+
+def test_a_model_that_another_call_quantizes_is_refused(folder: str) -> None:
+    first = selfspec.load("prompt_lookup", folder, dtype="bfloat16", engine="eager")
+    second = selfspec.load("prompt_lookup", first.target.model, dtype="int8", engine="eager")
+    assert second.generate([[5, 9, 2, 7]], 4).token_ids
+    with pytest.raises(ValueError, match="its linear maps multiply in 8 bits; load it anew"):
+        first.generate([[5, 9, 2, 7]], 4)

@@ -216,3 +216,12 @@ def test_a_lossy_rule_is_shown_no_mask_slot() -> None:
     rule = Lossy("top_k:3")
     result = speculative(target, PROMPTS, Options(24, relaxed=rule), drafter.eval(), 9)
     assert sum(map(len, result.token_ids)) == 2 * 24
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_float16(passes: int) -> None:
+    target = Target(tiny_model(dtype=torch.float16))
+    drafter = made(Mask, target, rank=4, passes=passes).eval()
+    options = Options(12, Sampling(1.0), 3)
+    found = speculative(target, [[5, 9, 2, 7]], options, drafter, 12)
+    assert len(found.token_ids[0]) == 12

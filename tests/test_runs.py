@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -47,7 +48,7 @@ from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import Pace
 from selfspec.utils import errors as log
 from selfspec.utils import progress
-from selfspec.utils.files import append_text
+from selfspec.utils.files import append_text, cache_folder
 from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
 
 
@@ -690,3 +691,17 @@ def test_a_loss_that_is_no_number_keeps_the_checkpoint(
     ):
         run_training(small("x", tiny_folder, source_root, "loop.steps=4", "loop.checkpoint_every=2"), tmp_path / "x")
     assert (tmp_path / "x/state.pt").read_bytes() == before
+
+
+def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SELFSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    assert cache_folder().is_relative_to(tempfile.gettempdir())
+    monkeypatch.setattr(Path, "expanduser", none)
+    monkeypatch.setenv("SELFSPEC_CACHE", "~nobody/x")
+    with pytest.raises(ValueError, match="SELFSPEC_CACHE=~nobody/x: Could not determine"):
+        cache_folder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -76,7 +77,6 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False, insist: boo
         if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs
         path = cost_file(target, rows)
-        writable = _made(path.parent)
         with target.engine.at_once():
             seconds = measure_costs(target, rows, float(sampled))
             if implausible(seconds):
@@ -85,11 +85,32 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False, insist: boo
             print(f"auto: {why}, so other programs ran beside; these costs are not kept", file=sys.stderr)
         if insist or not why:
             _measured[path, sampled] = seconds
-        if writable and not why:
-            before = read_json(path) if path.is_file() else _identity(target, rows)
+        if not why:
             listed = {str(n): s for n, s in zip((0, *SIZES), seconds, strict=True)}
-            write_text(path, json.dumps({**before, _mode(sampled): listed}, indent=1) + "\n")
+            try:
+                before = _saved(path, say=True) or _identity(target, rows)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps({**before, _mode(sampled): listed}, indent=1) + "\n")
+            except OSError as error:
+                kept = "costs are not kept for later runs"
+                print(f"{kept}: {error}; set SELFSPEC_CACHE to a folder of yours", file=sys.stderr)
         return _by_nodes(seconds, target)
+
+
+def _saved(path: Path, say: bool = False) -> Figures | None:
+    """A file of costs; None where there is none, or where it is damaged: it is measured again. say: that it is."""
+    try:
+        saved = read_json(path)
+        for mode in (saved[mode] for mode in map(_mode, (False, True)) if mode in saved):
+            if not all(0 < float(mode[str(n)]) < math.inf for n in (0, *SIZES)):
+                raise ValueError("costs are seconds")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if say:
+            print(f"auto: {path} is damaged ({error!r}); its costs are measured again", file=sys.stderr)
+        return None
+    return saved
 
 
 def implausible(seconds: Sequence[float]) -> str:
@@ -106,16 +127,12 @@ def implausible(seconds: Sequence[float]) -> str:
 
 def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
     """The same where they have been measured, else None. Raises ValueError for a file of costs that was measured on
-    another device, or is damaged."""
+    another device."""
     path, identity, mode = cost_file(target, rows), _identity(target, rows), _mode(sampled)
     seconds = _measured.get((path, sampled))
-    if path.is_file():
-        try:
-            saved = read_json(path)
-            wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
-            seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else seconds
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error!r}); delete it, it will be measured again") from error
+    if (saved := _saved(path)) is not None:
+        wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
+        seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else seconds
         if wrong:
             raise ValueError(
                 f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
@@ -126,16 +143,6 @@ def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[fl
 
 def _mode(sampled: bool) -> str:
     return "sampled" if sampled else "greedy"
-
-
-def _made(folder: Path) -> bool:
-    """Whether files can be kept in a folder; says so where they can not."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"costs are not kept for later runs: {error}; set SELFSPEC_CACHE to a folder of yours", file=sys.stderr)
-        return False
-    return True
 
 
 def _by_nodes(seconds: list[float], target: Target) -> list[float]:

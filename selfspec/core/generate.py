@@ -23,6 +23,7 @@ from selfspec.engine.engine import with_room
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
 Added = list[tuple[int, list[int], list[bool]]]
 _MANY = 200  # drafted tokens, none accepted, before a warning
+_PASSES = ("tree_pass_alone", "_grown")  # functions of the engine: what verifies, and what drafts
 # By drafter, how many drafted tokens were rejected so far; infinity once one was accepted
 _rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 _begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
@@ -111,7 +112,7 @@ def _steps(
 ) -> Iterator[Added]:
     """The one loop. drafter: None for plain decoding, in which every tree is a root."""
     stats, device = result.stats, target.device
-    compiled, waits = target.compiled, target.engine.waits("tree_pass_alone")
+    compiled, waits, below = target.compiled, [target.engine.waits(name) for name in _PASSES], 0
     begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
     rows = Rows(target, prompts, options, result.records, result.stopped)
     session = None if drafter is None else _begin(drafter, target, len(prompts))
@@ -125,6 +126,7 @@ def _steps(
         tree = chain(roots[:, None])
         while rows.alive:
             tree = _tree(session, rows, roots, tree, nodes)
+            below = max(below, tree.start)
             drafted = start if session is None else moment(device)
             noise, layers = rows.walk_noise(tree), (tree.start, target.n_layers)
             out = (tree.through or target).forward(tree, cache, True, layers, tree.hidden, reads, noise=noise)
@@ -156,7 +158,10 @@ def _steps(
     finally:
         with suppress(RuntimeError):  # of a GPU that failed, which another error tells
             stats.book(spans)
-        stats.exact = target.exact_between if target.engine.waits("tree_pass_alone") > waits else target.exact
+        ran = _PASSES if below else _PASSES[:1]  # drafts that run the target's first layers are a part of its passes
+        alone = any(target.engine.waits(name) > before for name, before in zip(ran, waits, strict=False))
+        same = not below or target.engine.row_invariant(_PASSES[1])
+        stats.exact = target.exact if same and not alone else target.exact_between
         stats.compiled += target.compiled - compiled
         stats.rejected += int(rejected)
         cache.close()

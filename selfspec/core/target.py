@@ -159,6 +159,11 @@ class Target:
             )
         if changed := (structure := self._structure()) != self._built_from:
             self.refused(self.model)
+            if self.int8 != any(isinstance(part, Int8Linear) for part in self.model.modules()):
+                raise ValueError(
+                    f"target.model was changed after loading: its linear maps {'no longer ' * self.int8}multiply in 8 "
+                    "bits; load it anew: selfspec.load(..., target=model)"
+                )
             self.forget()
             self._parts, self._built_from, self._like = {}, structure, None
             self.rebuilt += 1

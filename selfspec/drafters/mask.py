@@ -185,7 +185,7 @@ def mask_tree(
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:
         parents = growth.tokens.gather(1, growth.frontier)  # [B, m]
         logits = drafter.corrected(forecast[:, d, None].expand(-1, parents.shape[1], -1), parents, d)
-        return logits.masked_fill(~known[:, d, None, None], -1e9), ids
+        return logits.masked_fill(~known[:, d, None, None], max(-1e9, torch.finfo(logits.dtype).min)), ids
 
     nodes = grow(growth, step, drafter.depth, ranking).best()
     return with_mask_slots(drafter.vocab, nodes, slots) if slots else nodes

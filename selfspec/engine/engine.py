@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,6 +65,9 @@ class Engine:
     _worker: threading.Thread | None = None
     _starting: Any = field(default_factory=threading.Lock)
     _lock: Any = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        _engines[id(self)] = self
 
     @property
     def eager(self) -> bool:
@@ -253,6 +257,20 @@ class Engine:
         gone = {id(module) for module in modules}
         with self._lock:
             self.compiled = {known: code for known, code in self.compiled.items() if not _holds(known, gone)}
+            self._absent = {known for known in self._absent if not _holds(known, gone)}
+
+
+_engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+
+
+def _forked() -> None:
+    """In a child process: the thread that compiled is not there, and holds no lock."""
+    for engine in _engines.values():
+        engine._worker, engine._starting, engine._lock = None, threading.Lock(), threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, str]:

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -217,13 +218,18 @@ def write_section(path: Path, name: str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where selfspec keeps what it measured and compiled: SELFSPEC_CACHE, or selfspec in the user's cache folder."""
-    named = os.environ.get("SELFSPEC_CACHE")
-    return (
-        Path(named).expanduser()
-        if named
-        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selfspec"
-    )
+    """Where selfspec keeps what it measured and compiled: SELFSPEC_CACHE, or selfspec in the user's cache folder, or
+    among temporary files where the user has no home. Raises ValueError for a ~user that is none."""
+    named, xdg = os.environ.get("SELFSPEC_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if named:
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"SELFSPEC_CACHE={named}: {error}; give the path of a folder") from error
+    try:
+        return Path(xdg or Path.home() / ".cache") / "selfspec"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"selfspec-{os.getuid()}"
 
 
 @cache
