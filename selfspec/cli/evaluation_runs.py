@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -94,8 +95,9 @@ def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
         check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
         print(f"{folder} is finished; delete it to measure it again")
         return summary
-    kept = folder / "config.yaml"
-    again = kept.is_file() and OmegaConf.select(OmegaConf.load(kept), "decode.answers") == run.decode.answers
+    again = False
+    with suppress(Exception):  # of a config that is not there, or damaged, of which `check_same` tells
+        again = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), "decode.answers") == run.decode.answers
     files = {} if run.decode.answers is None else answer_files(folder, run.decode.answers, run.decode.arms, again)
     questions, prompts = asked(spec, config.data, run.decode, run.decode.arguments(), run.decode.seed)
     if files:

@@ -37,7 +37,8 @@ __all__ = ["Part", "Pass", "Target", "check_engine", "chosen", "tree_pass"]
 LONG = 32  # longer chains get a triangular mask without products
 
 
-_ADAPTER_STATE = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # of PEFT's layers
+# Of PEFT's layers: what a view copies, and which adapters are in the weights
+_ADAPTER_STATE, _MERGED = ("_disable_adapters", "_active_adapter", "scaling"), "merged_adapters"
 
 
 def _address(tensor: Tensor) -> int:
@@ -133,6 +134,7 @@ class Target:
             tensors = [t for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
             parts += [(id(t), t.dtype, t.device, t.shape, _address(t)) for t in tensors]
             parts += [str(vars(m).get(name, "")) for name in _ADAPTER_STATE]
+            parts += [(_MERGED, str(vars(m).get(_MERGED, "")))]
         return parts
 
     def check(self) -> None:
@@ -157,7 +159,8 @@ class Target:
                 "(dtype, device, shape); cast, move or resize a model first and load it then: "
                 "selfspec.load(..., target=model)"
             )
-        if changed := (structure := self._structure()) != self._built_from:
+        merged = False
+        if (structure := self._structure()) != self._built_from:
             self.refused(self.model)
             if self.int8 != any(isinstance(part, Int8Linear) for part in self.model.modules()):
                 raise ValueError(
@@ -165,12 +168,16 @@ class Target:
                     "bits; load it anew: selfspec.load(..., target=model)"
                 )
             self.forget()
+            before, now = (
+                [p for p in s if isinstance(p, tuple) and p[0] == _MERGED] for s in (self._built_from, structure)
+            )
+            merged = before != now
             self._parts, self._built_from, self._like = {}, structure, None
             self.rebuilt += 1
-        forget_changed({id(p) for p in self.model.parameters()} if changed else set())
+        forget_changed({id(p) for p in self.model.parameters()} if merged else set())
         for part in self.model.modules() if self.int8 else ():
             if isinstance(part, Int8Linear):
-                part.follow(merged=changed)
+                part.follow(merged)
 
     def forget(self) -> None:
         """What was compiled for this target's parts is dropped; they will not be used again."""
