@@ -17,6 +17,7 @@ from families import FAMILIES, RECURRENT, VOCAB, build
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from selfspec.core import support
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, Seen
 from selfspec.core.recurrent import mixers
@@ -311,3 +312,9 @@ def test_a_second_pass_over_a_tree_builds_on_the_first(engine: str) -> None:
     assert whole is not None
     assert rest is not None
     torch.testing.assert_close(rest, whole[:, 3:])
+
+
+def test_older_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_VERSION", "5.16.1")
+    with pytest.raises(ValueError, match=r"keep a state: they need transformers 5\.21, here is 5\.16\.1"):
+        Target(build(next(iter(RECURRENT))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from importlib.metadata import version
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,11 @@ from transformers import PreTrainedModel
 from selfspec.core.recurrent.mixers import keeps_state, mixers
 
 M = TypeVar("M", bound=nn.Module)
+_VERSION, _STATES = version("transformers"), (5, 21)  # since which layers ask their cache for states
+
+
+def _release(name: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in name.split(".")[:2])
 
 
 def refuse_any(model: PreTrainedModel) -> None:
@@ -30,7 +36,8 @@ def refuse_any(model: PreTrainedModel) -> None:
             "and float8 are served, and dtype='int8' of selfspec's own"
         )
     if not inspect.signature(model.forward).parameters.keys() & set(CACHE_NAMES):
-        raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified")
+        newer = f"; transformers 5.24 has one for more models, {_VERSION} is installed" * (_release(_VERSION) < (5, 24))
+        raise ValueError(f"{name} keeps no cache of keys and values, from which drafts are verified{newer}")
 
 
 def refuse(model: PreTrainedModel) -> None:
@@ -40,6 +47,9 @@ def refuse(model: PreTrainedModel) -> None:
     name = type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ())
     stack = layer_stack(model)
+    if _release(_VERSION) < _STATES and any(True for _ in mixers(stack)):
+        needed = ".".join(map(str, _STATES))
+        raise ValueError(f"{name} has layers that keep a state: they need transformers {needed}, here is {_VERSION}")
     others = kinds - {"full_attention", "sliding_attention"}
     if others:
         unknown = sorted({type(part).__name__ for part in stack.modules() if keeps_state(part)})
