@@ -202,7 +202,7 @@ class RunLog:
         opened = {key: Image.open(path).convert("RGB") for key, path in paths.items()}
         if self.run.logger == "tensorboard":
             arrays = {key: numpy.asarray(image)[None] for key, image in opened.items()}
-            self._send(lambda tracker: tracker.log_images(arrays, dataformats="NHWC"))
+            self._send(lambda tracker: tracker.log_images(arrays, step=self._step, dataformats="NHWC"))
         else:
             last = {key: [image] for key, image in opened.items()}
             self._send(lambda tracker: tracker.log_images(last, step=self._step))
