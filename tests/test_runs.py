@@ -565,7 +565,7 @@ def test_what_is_finished_stays(
         assert ("runs/point is finished" in capsys.readouterr().out) == said
     for more in (["decode.metrics=[vllm]"], []):
         assert typed(monkeypatch, *again, "decode.answers=a.jsonl", *more, "hydra.run.dir=runs/point") == 0
-        assert "runs/point is finished" not in capsys.readouterr().out  # told anew, from its records
+        assert "runs/point is finished" not in capsys.readouterr().out  # written anew, from its records
         assert Path("runs/point/a.jsonl").is_file()
     assert typed(monkeypatch, *again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
     assert "decode.seed was" in capsys.readouterr().err

@@ -30,8 +30,6 @@ from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
 
 _BESIDE = ["*.json", "*.txt", "*.model", "*.jinja"]  # a checkpoint's weights: config, tokenizer, index
-
-
 _BESIDE_TEXT = re.compile(r"vis|audio|mtp")  # in names of modules beside a text model
 
 

@@ -84,13 +84,13 @@ def _loaded(run: Measurement, config: DictConfig) -> Spec:
 
 def run_decode(config: DictConfig, folder: Path, title: str = "") -> Figures:
     """One benchmark point: its records, figures and plots in `folder`. One that is finished there is read, unless more
-    is to be told of it; one that was killed goes on with what is missing. title: of the point in the run's logger."""
+    is asked for; one that was killed goes on with what is missing. title: of the point in the run's logger."""
     run = typed(EvalRun, config)
     columns = own_columns(run.decode.columns)
     spec = _loaded(run, config)
     begun = folder / "summary.json"
     summary = read_json(begun) if begun.is_file() else None
-    if summary is not None and _told(summary["config"]) == _told(as_plain(config)) and _has(summary, columns):
+    if summary is not None and _outputs(summary["config"]) == _outputs(as_plain(config)) and _has(summary, columns):
         check_same(folder / "config.yaml", as_plain(config), _BESIDE)
         check_origin(folder, begun, spec.target, {run.drafter: spec.drafter})
         print(f"{folder} is finished; delete it to measure it again")
@@ -146,8 +146,8 @@ def _has(summary: Figures, columns: dict[str, Column]) -> bool:
     return bool(summary.get("columns", {}).keys() == columns.keys())
 
 
-def _told(config: Figures) -> Figures:
-    """What a finished point is asked to tell, beyond what was measured."""
+def _outputs(config: Figures) -> Figures:
+    """The outputs that a point is asked for, beyond what was measured."""
     decode = config["decode"]
     columns = [name for name in decode.get("columns", ()) if name != "all"]  # which is of the terminal
     return {"columns": columns} | {key: decode.get(key) for key in ("metrics", "traces", "answers", "until_width")}

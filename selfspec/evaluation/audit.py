@@ -150,7 +150,7 @@ def _stock(spec: Spec, prompt: list[int], new: list[int]) -> tuple[Tensor, Tenso
     return torch.cat(steps), whole
 
 
-class _Found:
+class _Comparison:
     """What an audit has found so far. noise: of each position; the others as in `Audit`."""
 
     def __init__(self, spec: Spec, prompts: list[list[int]], config: AuditConfig) -> None:
@@ -163,9 +163,9 @@ class _Found:
         self.largest = 0.0  # logit
         self.divergences: list[Divergence] = []
 
-    def setting(self, temperature: float, seed: int, stock: bool, told: Callable[[int], object]) -> None:
+    def setting(self, temperature: float, seed: int, stock: bool, update: Callable[[int], object]) -> None:
         """Decode every prompt plainly, alone, and in every tree and batch size. stock: whether plain decoding is held
-        against transformers; told: of so many texts that were decoded."""
+        against transformers; update: called with the number of texts that were decoded."""
         seeds = [seed + i for i in range(len(self.prompts))]
         plain, logits, own = list[list[int]](), list[Tensor](), list[list[int]]()
 
@@ -174,7 +174,7 @@ class _Found:
             options = Options(self.config.max_new_tokens, sampling, chosen, self.eos, record=record)
             given = self.spec.target, [self.prompts[i] for i in part], options
             result = speculative(*given, self.spec.drafter, nodes) if nodes else autoregressive(*given)
-            told(len(part))
+            update(len(part))
             return result
 
         def compare(i: int, new: list[int], nodes: int, size: int, swings: Tensor) -> int:
@@ -226,7 +226,7 @@ def audit(spec: Spec, prompts: list[list[int]], config: AuditConfig) -> Audit:
     """Decode every prompt plainly, alone, and speculatively in every setting, and compare row by row."""
     check(spec.target, prompts, Options(config.max_new_tokens))
     settings = [(t, s) for t in config.temperatures for s in (config.seeds if t > 0 else config.seeds[:1])]
-    found = _Found(spec, prompts, config)
+    found = _Comparison(spec, prompts, config)
     with progress(total=2 * len(settings) * len(prompts) * (1 + len(found.trees)), desc="audit") as bar:
         for setting in settings:
             found.setting(*setting, setting in (settings[0], settings[-1]), bar.update)
@@ -283,7 +283,7 @@ class DistributionTest:
 @torch.inference_mode()
 def exact_distribution(spec: Spec, prompt: list[int], top_k: int, length: int = 3) -> dict[tuple[int, ...], float]:
     """Probabilities of all texts of `length` tokens at temperature 1, from plain passes over every prefix. Behind each
-    prefix the `top_k` likeliest tokens are told apart; -1 stands for any other, and ends what is told of a text."""
+    prefix the `top_k` likeliest tokens are distinguished; -1 stands for any other, and ends a text."""
     exact: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
@@ -294,9 +294,9 @@ def exact_distribution(spec: Spec, prompt: list[int], top_k: int, length: int = 
             ids = torch.tensor([prompt + list(prefix)], device=spec.target.device)
             law = spec.target.model(input_ids=ids, use_cache=False).logits[0, -1].double().softmax(-1)
             likely = law.topk(min(top_k, len(law)))
-            told = dict(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
-            rest = max(0.0, 1.0 - sum(told.values()))
-            longer |= {(*prefix, token): prob * p for token, p in (told | {-1: rest}).items()}
+            named = dict(zip(likely.indices.tolist(), likely.values.tolist(), strict=True))
+            rest = max(0.0, 1.0 - sum(named.values()))
+            longer |= {(*prefix, token): prob * p for token, p in (named | {-1: rest}).items()}
         exact = longer
     return exact
 
@@ -367,7 +367,7 @@ def distribution_tests(
 
 
 def _counted(texts: Sequence[Sequence[int]], exact: dict[tuple[int, ...], float]) -> Tensor:
-    """How often each of the texts that are told apart came."""
+    """How often each of the texts that are distinguished came."""
     counts, known = dict.fromkeys(exact, 0.0), {text[:n] for text in exact for n in range(len(text) + 1)}
     for text in map(tuple, texts):
         other = next((n for n in range(len(text)) if text[: n + 1] not in known), None)

@@ -144,7 +144,7 @@ def _answered(records: Iterable[Record]) -> dict[float, dict[tuple[str, str], se
 
 
 def common(records: list[Record]) -> list[Record]:
-    """Those of the prompts that all arms of a temperature have answered; the others are told of and left out."""
+    """Those of the prompts that all arms of a temperature have answered; the others are named and left out."""
     answered = _answered(records)
     shared = {temperature: set.intersection(*arms.values()) for temperature, arms in answered.items()}
     for temperature, arms in answered.items():

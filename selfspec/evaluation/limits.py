@@ -209,7 +209,7 @@ def step_seconds(
         seed += 1
     if not steps:
         raise ValueError(
-            f"every call of {_STEPS} tokens was one step of {nodes} nodes, too few to be told; leave it out"
+            f"every call of {_STEPS} tokens was one step of {nodes} nodes, too few to measure; leave it out"
         )
     drafts, passes, wholes, others = (statistics.median(part) for part in zip(*steps, strict=True))
     return drafts, passes, wholes, others

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-_LINES = 8  # points at most that are told apart as lines
+_LINES = 8  # points at most that are distinguished as lines
 _PARTS = {"target": "target pass", "draft": "draft", "other": "everything else"}  # of a step's time
 _NOTHING = dict.fromkeys(("ratio", "low", "high"), float("nan"))
 Line = list[tuple[float, float, bool]]  # nodes, value, and whether `auto` chose the nodes

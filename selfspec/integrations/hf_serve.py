@@ -91,7 +91,8 @@ def _generated(model: PreTrainedModel, inputs: Tensor | None, arguments: dict[st
     if _SERVER in sys.modules and config is not None and config.max_new_tokens and most is not None and ids is not None:
         # It compares the answer with this object of the request, and would take what the last position cut for finished
         room = most - ids.shape[-1]
-        config.max_new_tokens = room if 0 < room < config.max_new_tokens else config.max_new_tokens
+        if 0 < room < config.max_new_tokens:
+            config.max_new_tokens = room
     if config is not None and config.stop_strings is not None:
         # transformers does not hand its tokenizer on to custom callables, and then refuses these strings
         arguments["generation_config"] = config = GenerationConfig.from_dict(config.to_dict())

@@ -112,8 +112,8 @@ def forget_changed(merged: Collection[int] = ()) -> None:
     is: at the start of a call. merged: ids of weights that may have been in any case."""
     for known in list(_laid_out.values()):
         for address, sample in zip(known.addresses, known.samples, strict=True):
-            known_here = _frozen.get(address)
-            weight = None if known_here is None else known_here()
+            reference = _frozen.get(address)
+            weight = None if reference is None else reference()
             if weight is None or weight.data_ptr() != address:
                 _forget(address)
             elif id(weight) in merged or not torch.equal(sampled(weight), sample):
