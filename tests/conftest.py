@@ -1,7 +1,5 @@
 """Tiny random targets, built from config; nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import sysconfig
@@ -57,6 +55,12 @@ def write_lines(path: Path, records: list[Any]) -> str:
     return str(path)
 
 
+def refused(message: str, call: Callable[..., Any], *args: Any, error: Any = ValueError, **named: Any) -> None:
+    """The call raises an error that says so. message: a regular expression."""
+    with pytest.raises(error, match=message):
+        call(*args, **named)
+
+
 def tiny_config(family: str, **changes: object) -> object:
     shared = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
     if family == "gpt2":
@@ -82,7 +86,7 @@ def tiny_model(family: str = "llama", dtype: torch.dtype = torch.float64, **chan
 
 
 @pytest.fixture(scope="session", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def target(request: pytest.FixtureRequest) -> Target:
+def target(request) -> Target:
     return Target(tiny_model(request.param))
 
 
@@ -96,7 +100,7 @@ LIBRARY = [Path(sysconfig.get_paths()["stdlib"], f"{name}.py") for name in (*_NA
 
 
 @pytest.fixture(scope="session")
-def source_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source_root(tmp_path_factory) -> Path:
     """A small standard library: the first 16 kB of modules to train on and of two that validate; two for evaluation."""
     root = tmp_path_factory.mktemp("library")
     for path in LIBRARY:
@@ -135,12 +139,12 @@ def save_tiny(folder: Path, tokenizer: PreTrainedTokenizerFast, family: str = "l
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+def tiny_folder(tmp_path_factory, tokenizer) -> str:
     return save_tiny(tmp_path_factory.mktemp("target") / "tiny", tokenizer)
 
 
 @pytest.fixture(scope="session")
-def heads_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> Path:
+def heads_folder(tmp_path_factory, tiny_folder) -> Path:
     """A saved Medusa drafter for `tiny_folder`, random but not trained."""
     target, tokenizer = load_target(tiny_folder)
     drafter = made(Medusa, target, heads=3, rank=4)
@@ -152,7 +156,7 @@ def heads_folder(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> 
 
 def made(kind: type[Drafter], target: Target, **settings: Any) -> Any:
     """A drafter of this class with these settings beside its config's defaults."""
-    return kind(target, config_class(kind)(**settings))  # type: ignore[call-arg, arg-type]
+    return kind(target, config_class(kind)(**settings))
 
 
 def randomize(drafter: Drafter) -> None:

@@ -1,8 +1,6 @@
 """A stand-in of vLLM's HTTP interface over a tiny target: chat, completions, hidden states in files, counters. What it
 does wrong is set from outside."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,7 +77,7 @@ class FakeServer:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         self.server.shutdown()

@@ -4,8 +4,6 @@ lists them from here.
 `python tests/families.py` prints that list.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A stand-in of the hub's HTTP interface, as far as uploads and downloads of whole repositories need it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -43,7 +41,7 @@ class Hub:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def sha(self, name: str, revision: str | None) -> str:
         """The commit of a revision."""

@@ -1,7 +1,5 @@
 """Judges of written files: an independent reading of each format is held against the drafter, on real text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import reference_formats as reference

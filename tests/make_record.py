@@ -4,8 +4,6 @@ tokens and passes of every embedded drafter and some hybrids on questions and st
 batch, and the losses of fifty steps of each trained kind. Made in float32 on two threads.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -33,7 +31,6 @@ TEMPERATURES, NODES, NEW_TOKENS, SEED = (0.0, 0.7, 1.0), (8, 16), 40, 11
 def main() -> None:
     torch.set_num_threads(2)
     spec = selfspec.load(NAMES[0], target="tiny-target", dtype="float32")
-    assert spec.tokenizer is not None
     source = PythonSource()
     asked = [
         read_questions(Asking(name, None, 8, 48), spec.tokenizer, source.evaluation)

@@ -1,7 +1,5 @@
 """Synthetic conversations as JSON lines, to try large data with: python tests/make_rows.py rows.jsonl 1000000"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the page predicts (`selfspec/page/model.js`), computed here: the judge of its numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

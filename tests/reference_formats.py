@@ -3,8 +3,6 @@
 Exports are held against it. It shares no code with the drafters, nor with what writes the files.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

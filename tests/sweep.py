@@ -6,8 +6,6 @@
 A family whose small config transformers itself can not run is left out, with the reason.
 """
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import warnings
@@ -136,7 +134,6 @@ def tiny(kind: str) -> Any:
             continue
         break
     else:
-        assert error is not None
         raise error
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,7 +1,5 @@
 """Bad input, through every entry point: one line that names the value and the fix, exit code 2, no traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 from conftest import save_tiny
 from omegaconf import OmegaConf
-from transformers import PreTrainedTokenizerFast
 
 from selfspec.cli import config as real
 from selfspec.cli.arguments import taken
@@ -37,9 +34,7 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def place(
-    tmp_path_factory: pytest.TempPathFactory, tiny_folder: str, heads_folder: Path, tokenizer: PreTrainedTokenizerFast
-) -> Path:
+def place(tmp_path_factory, tiny_folder, heads_folder, tokenizer) -> Path:
     """A folder of things that are wrong."""
     place = tmp_path_factory.mktemp("wrong")
     (place / "target").symlink_to(tiny_folder)
@@ -180,14 +175,7 @@ def run(
 
 
 @pytest.mark.parametrize(("script", "arguments", "message"), CASES, ids=lambda x: str(x).replace("/", "|")[:60])
-def test_scripts(
-    script: str,
-    arguments: str,
-    message: str,
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scripts(script, arguments, message, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     code, said = run(script, arguments.split(), capsys, monkeypatch)
@@ -209,9 +197,7 @@ def test_scripts(
         (["complete", "--drafter", "old", "x"], "is of format 2"),
     ],
 )
-def test_the_command(
-    arguments: list[str], message: str, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(arguments, message, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     code, said = run("", arguments, capsys, monkeypatch)
     lines = [line for line in said.splitlines() if line.startswith(("selfspec: ", "selfspec complete: "))]
@@ -356,14 +342,13 @@ def precheck(name: str, typed: str) -> str | None:
 
 
 @pytest.mark.parametrize(("name", "typed", "message"), REFUSED)
-def test_options_are_refused(name: str, typed: str, message: str) -> None:
+def test_options_are_refused(name, typed, message):
     said = precheck(name, typed)
-    assert said is not None
     assert said.startswith(message)
     assert "\n" not in said
 
 
-def test_options_are_refused_before_anything_slow_is_imported() -> None:
+def test_options_are_refused_before_anything_slow_is_imported():
     """A whole process, in which nothing that takes seconds can be imported."""
     code = "import sys; sys.modules.update(torch=None, peft=None); from selfspec.cli.main import main"
     typed = ["train", "name=x", "target.name=tiny-target", "loop.steps=0"]
@@ -388,9 +373,7 @@ def test_options_are_refused_before_anything_slow_is_imported() -> None:
         ("push tiny-medusa a/b --results nothing", "--results nothing: there is no such file or folder"),
     ],
 )
-def test_commands_with_options_of_their_own_refuse_them_at_once(
-    typed: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_with_options_of_their_own_refuse_them_at_once(typed, message, capsys, monkeypatch):
     code, said = run("", typed.split(), capsys, monkeypatch)
     assert code == 2
     assert message in said
@@ -398,21 +381,21 @@ def test_commands_with_options_of_their_own_refuse_them_at_once(
 
 
 @pytest.mark.parametrize(("name", "typed"), TAKEN)
-def test_options_that_may_be_right_go_on(name: str, typed: str) -> None:
+def test_options_that_may_be_right_go_on(name, typed):
     assert precheck(name, typed) is None
     with suppress(NeedsImport):  # nothing else was raised on the way, which would be passed over
         check_composed(COMMANDS[name], taken(typed.split()))
 
 
 @pytest.mark.parametrize("config", [config for config in SCHEMAS if config != "page"])
-def test_schemas_read_from_source_are_those_of_the_package(config: str) -> None:
+def test_schemas_read_from_source_are_those_of_the_package(config):
     """Field by field, defaults included, so that what is refused early is what would be refused."""
     schema = SCHEMAS[config]
     read, own = (OmegaConf.structured(names[schema]) for names in (names_of("selfspec.cli.config"), vars(real)))
     assert OmegaConf.to_yaml(read) == OmegaConf.to_yaml(own)
 
 
-def test_every_kind_of_drafter_is_checked_before_imports() -> None:
+def test_every_kind_of_drafter_is_checked_before_imports():
     for schema in drafter_schemas().values():
         assert schema() is not None  # and its ranges are
 
@@ -431,9 +414,7 @@ def test_every_kind_of_drafter_is_checked_before_imports() -> None:
         ("loop: 3\n", "mine.yaml: 3 stands where a section of keys belongs"),
     ],
 )
-def test_an_experiment_with_an_error_is_named(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_experiment_with_an_error_is_named(text, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf/experiment").mkdir(parents=True)
     (tmp_path / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{text}")
@@ -444,7 +425,7 @@ def test_an_experiment_with_an_error_is_named(
 
 
 @pytest.mark.slow
-def test_the_traceback_is_there_for_those_who_ask(place: Path) -> None:
+def test_the_traceback_is_there_for_those_who_ask(place):
     """And a whole process behaves as the scripts above do."""
     call = [sys.executable, str(ROOT / "eval" / "decode.py"), "drafter=runs/nothing"]
     asked = subprocess.run(call, capture_output=True, text=True, cwd=place, env={**os.environ, "HYDRA_FULL_ERROR": "1"})

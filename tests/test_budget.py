@@ -1,15 +1,12 @@
 """nodes="auto": costs are measured once, trees are cut where nodes do not pay, and the output stays what it was."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import made, randomize
+from conftest import made, randomize, refused
 
 from selfspec.api import Spec
 from selfspec.budget import cost, policy
@@ -33,7 +30,7 @@ DEAR = [1e-3 * max(1, n) for n in range(LARGEST + 1)]  # every node costs a plai
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cost, "_ROUNDS", 2)
 
@@ -57,7 +54,7 @@ def session_of(drafter: Any, costs: list[float], target: Target, limit: int = 30
     return made_, forecast
 
 
-def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once(llama, monkeypatch):
     first = pass_costs(llama)
     assert len(first) == LARGEST + 1
     assert all(a <= b for a, b in itertools.pairwise(first[1:]))
@@ -69,9 +66,7 @@ def test_costs_are_measured_once(llama: Target, monkeypatch: pytest.MonkeyPatch)
     assert pass_costs(llama, sampled=True) == other
 
 
-def test_costs_of_other_devices_are_refused_and_damaged_ones_measured_again(
-    llama: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_of_other_devices_are_refused_and_damaged_ones_measured_again(llama, monkeypatch, capsys):
     steady = [1.0, 1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.0]
     monkeypatch.setattr(cost, "measure_costs", lambda *_: steady)
     wanted = pass_costs(llama)
@@ -103,9 +98,7 @@ def test_costs_of_other_devices_are_refused_and_damaged_ones_measured_again(
     assert cost_file(llama, 1) != cost_file(llama, 4)
 
 
-def test_what_was_measured_on_a_busy_machine_is_not_kept(
-    llama: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, capsys):
     steady = [1.0, 1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.0]
     assert not implausible(steady)
     assert "one node seemed to take 6.0 plain steps" in implausible([1.0, 6.0, *[7.0] * 6])
@@ -125,13 +118,13 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(
     assert pass_costs(llama)[:3] == steady[:3]
 
 
-def test_sizes_that_can_not_pay_are_not_measured(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_can_not_pay_are_not_measured(llama, monkeypatch):
     monkeypatch.setattr(cost, "_DEAR", 0)  # of a tree of one node, say
     measured = cost.measure_costs(llama, 2, 0.0)
     assert measured[1:] == [pytest.approx(measured[1] * n) for n in SIZES]
 
 
-def test_noise_in_costs_is_smoothed(llama: Target) -> None:
+def test_noise_in_costs_is_smoothed(llama):
     measured = [0.9, *(float(n) for n in SIZES)]
     measured[3], measured[4] = 6.0, 4.0  # four nodes seemed dearer than eight
     line = cost._by_nodes(measured, llama)
@@ -142,9 +135,9 @@ def test_noise_in_costs_is_smoothed(llama: Target) -> None:
 
 
 @pytest.mark.parametrize("costs", [FREE, DEAR], ids=["free", "dear"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_lossless(target: Target, costs: list[float], temperature: float, rows: int) -> None:
+def test_lossless(target, costs, temperature, rows):
     options = Options(30, Sampling(temperature), 5)
     plain = autoregressive(target, PROMPTS[:rows], options)
     for drafter in drafters(target):
@@ -184,10 +177,10 @@ class _Spy:
 
 def context(target: Target, length: int) -> Context:
     tokens: Any = [[1] * length]
-    return Context(torch.tensor([1]), [length - 1], tokens, LARGEST, 0.0, None, target, None)  # type: ignore[arg-type]
+    return Context(torch.tensor([1]), [length - 1], tokens, LARGEST, 0.0, None, target, None)
 
 
-def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
+def test_a_node_stays_if_it_is_worth_its_time(llama):
     probs, sizes = [0.5, 0.2, 0.1, 0.04, 0.01], []
     for price in (0.0, 0.03, 0.06, 0.3, 2.0):  # plain steps per further node
         costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
@@ -201,7 +194,7 @@ def test_a_node_stays_if_it_is_worth_its_time(llama: Target) -> None:
 
 
 @pytest.mark.parametrize("price", [0.0, 0.02, 0.1, 0.3])
-def test_the_size_that_expects_most_per_second_is_asked_for(llama: Target, price: float) -> None:
+def test_the_size_that_expects_most_per_second_is_asked_for(llama, price):
     """A draft takes 0.01 plain steps for each node; node n is accepted with probability 0.5 / n."""
     probs = [0.5 / n for n in range(1, LARGEST)]
     costs = [1.0] + [1 + price * (n - 1) for n in range(1, LARGEST + 1)]
@@ -214,7 +207,6 @@ def test_the_size_that_expects_most_per_second_is_asked_for(llama: Target, price
     for _ in range(400):
         tree = session.propose(context(llama, int(length)))
         length += 1 + sum(probs[: tree.tokens.shape[1] - 1])
-        assert session.last is not None
         session.last.draft = 0.01 * spy.asked[-1]
     late = spy.asked[-200:]
     best = max((4, 8, 16, 32, 64), key=rate)
@@ -222,7 +214,7 @@ def test_the_size_that_expects_most_per_second_is_asked_for(llama: Target, price
     assert all(rate(size) > 0.9 * rate(best) for size in late)
 
 
-def test_ranks_that_keep_less_than_they_promise_are_cut(llama: Target) -> None:
+def test_ranks_that_keep_less_than_they_promise_are_cut(llama):
     """Nodes behind the third are never accepted, whatever their scores say."""
     probs = [0.5, 0.3, 0.3, 0.25, 0.25, 0.25, 0.25]
     spy, length = _Spy(probs), 5
@@ -240,7 +232,7 @@ def test_ranks_that_keep_less_than_they_promise_are_cut(llama: Target) -> None:
     assert session.past.trust(1) > 0.6 > 0.4 > session.past.trust(5)
 
 
-def test_cut_trees_keep_parents_in_order(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_trees_keep_parents_in_order(llama, monkeypatch):
     tokens, parents = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3, 2]])
     scores = torch.tensor([[1.0, 0.2, 0.02, 0.7, 0.6, 0.01]])
     sized, _ = session_of(_Spy([]), [1.0] + [1 + 0.1 * n for n in range(LARGEST)], llama)
@@ -254,7 +246,7 @@ def test_cut_trees_keep_parents_in_order(llama: Target, monkeypatch: pytest.Monk
     assert sized._cut(kept, 0.0)[0] is kept
 
 
-def test_what_can_not_be_cut_is_asked_for_what_a_pass_can_carry(llama: Target) -> None:
+def test_what_can_not_be_cut_is_asked_for_what_a_pass_can_carry(llama):
     for costs, nodes in ((FREE, 32), (DEAR, 8), ([1.0] + [1 + 0.01 * n for n in range(LARGEST)], 16)):
         spy = _Spy([0.9] * 40, prunable=False)
         sized, _, past = auto(spy, costs)
@@ -280,7 +272,7 @@ class _Rider(_Spy):
         return tree
 
 
-def test_mask_rows_are_as_many_as_pay(llama: Target) -> None:
+def test_mask_rows_are_as_many_as_pay(llama):
     promises = {4: 0.6, 8: 1.0, 16: 2.0, 32: 2.2, 64: 2.3}
     gentle = [1.0] + [1 + 0.02 * n for n in range(LARGEST)]
     for costs, best in ((FREE, 64), (DEAR, 4), (gentle, 16)):
@@ -289,7 +281,7 @@ def test_mask_rows_are_as_many_as_pay(llama: Target) -> None:
         assert session.inner.asked == [best]
 
 
-def test_decodes_plainly_where_no_tree_pays(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_plainly_where_no_tree_pays(llama, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(policy, "perf_counter", lambda: 1e-3 * next(ticks))  # a draft takes as long as a plain step
     spy = _Spy([0.01] * 20)
@@ -311,7 +303,7 @@ def test_decodes_plainly_where_no_tree_pays(llama: Target, monkeypatch: pytest.M
         past.tokens, past.steps = 50.0, 100.0
 
 
-def test_a_text_that_pays_is_not_given_up_for_others(llama: Target) -> None:
+def test_a_text_that_pays_is_not_given_up_for_others(llama):
     """Calls before it were a little slower than plain decoding; this one begins with drafts, and goes on with them."""
     for tau, drafted in ((1.9, 40), (0.5, _TRIAL)):
         spy = _Spy([tau / 2] * 2)
@@ -327,7 +319,7 @@ def test_a_text_that_pays_is_not_given_up_for_others(llama: Target) -> None:
         assert (len(spy.asked) == 40) == (drafted == 40), (tau, len(spy.asked))
 
 
-def test_what_a_pass_took_that_compiled_teaches_nothing(llama: Target) -> None:
+def test_what_a_pass_took_that_compiled_teaches_nothing(llama):
     for compiled in (False, True):
         sized, _, past = auto(_Spy([0.5] * 4), FREE, limit=60)
         target = Target(llama.model)
@@ -344,7 +336,7 @@ def test_what_a_pass_took_that_compiled_teaches_nothing(llama: Target) -> None:
         assert (past.passes == 0) == compiled
 
 
-def test_reading_the_prompt_does_not_count_against_drafts(llama: Target) -> None:
+def test_reading_the_prompt_does_not_count_against_drafts(llama):
     """A first draft of a hundred plain steps neither ends drafting in its call nor in later ones."""
     past = Experience()
     for call in range(3):
@@ -356,7 +348,7 @@ def test_reading_the_prompt_does_not_count_against_drafts(llama: Target) -> None
         assert len(spy.asked) == 40, call
 
 
-def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> None:
+def test_the_forecast_is_what_was_expected_before_each_pass(llama):
     costs = [1e-3] + [1.1e-3] * LARGEST
     sized, forecast = session_of(_Spy([0.5, 0.25]), costs, llama)
     sized.propose(context(llama, 5))
@@ -368,7 +360,7 @@ def test_the_forecast_is_what_was_expected_before_each_pass(llama: Target) -> No
     assert forecast.tokens == 1.0  # there is room for no more
 
 
-def test_measuring_is_bounded(llama: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_is_bounded(llama, monkeypatch):
     """On a target that takes a second a call, there are few rounds, of the sizes that half of the time is left for."""
     clock, calls = [0.0], []
     real = cost.speculative
@@ -391,7 +383,7 @@ def test_measuring_is_bounded(llama: Target, monkeypatch: pytest.MonkeyPatch) ->
     assert measured[5:] == [pytest.approx(measured[4] + slope * (n - 8)) for n in SIZES[4:]]
 
 
-def test_spec_takes_auto(llama: Target) -> None:
+def test_spec_takes_auto(llama):
     """Costs are measured when calls have taken as long as measuring does; until then trees are small."""
     spec = Spec(llama, made(PromptLookup, llama))
     prompt = [[5, 9, 2, 7] * 3]
@@ -406,7 +398,6 @@ def test_spec_takes_auto(llama: Target) -> None:
         plain = spec.autoregressive(prompt, 40, temperature, seed=2)
         found = spec.generate(prompt, 40, temperature, seed=2, nodes="auto")
         assert found.token_ids == plain.token_ids
-        assert found.forecast is not None
         assert found.forecast.passes == found.stats.passes
         assert "auto: " in str(found.forecast)
     assert spec.generate(prompt, 4, nodes=3).forecast is None
@@ -415,7 +406,5 @@ def test_spec_takes_auto(llama: Target) -> None:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, custom_generate=spec, nodes="auto"
     )
     assert out[0, 12:].tolist() == spec.autoregressive(prompt, 10).token_ids[0]
-    with pytest.raises(ValueError, match="nodes='best' must be a number or 'auto'"):
-        spec.generate(prompt, 4, nodes="best")
-    with pytest.raises(ValueError, match="prompt 0 is empty"):
-        spec.generate([[]], 4, nodes="auto")
+    refused("nodes='best' must be a number or 'auto'", spec.generate, prompt, 4, nodes="best")
+    refused("prompt 0 is empty", spec.generate, [[]], 4, nodes="auto")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +28,7 @@ def cache_of(rows: int) -> KVCache:
 
 @given(st.integers(1, 3), st.integers(0, 10_000), st.integers(1, 60))
 @settings(max_examples=40, deadline=None)
-def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> None:
+def test_behaves_like_one_list_per_row(rows, seed, passes):
     """Any sequence of passes, commits, growth and departures leaves what a list of committed entries would hold."""
     g = torch.Generator().manual_seed(seed)
     cache, kept, alive = cache_of(rows), [[] for _ in range(rows)], rows
@@ -67,7 +65,7 @@ def test_behaves_like_one_list_per_row(rows: int, seed: int, passes: int) -> Non
 
 
 @pytest.mark.parametrize("going", [[0, 1, 3], [1, 2, 3], [0, 2], [3], [0, 1, 2], [3, 1], [0, 3, 2]])
-def test_rows_of_compiled_sizes_leave(going: list[int]) -> None:
+def test_rows_of_compiled_sizes_leave(going):
     """Buffers stay in place: smaller ones are the first rows of the present ones."""
     like = [(torch.zeros(1, HEADS, 1, 3), torch.zeros(1, HEADS, 1, 5))]
     cache = KVCache(like, 4, 4, 4, Engine("inductor"), torch.device("cpu"))
@@ -86,7 +84,7 @@ def test_rows_of_compiled_sizes_leave(going: list[int]) -> None:
 
 @given(st.integers(1, 3), st.integers(0, 10_000), st.sampled_from([None, 1, 3, 7]), st.integers(0, 4))
 @settings(max_examples=60, deadline=None)
-def test_mask_is_the_definition(rows: int, seed: int, window: int | None, ran: int) -> None:
+def test_mask_is_the_definition(rows, seed, window, ran):
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 8, (rows,), generator=g)
     tree, size = random_tree(rows, 5, g), 16
@@ -108,7 +106,7 @@ def test_mask_is_the_definition(rows: int, seed: int, window: int | None, ran: i
                 assert (mask[row, 0, node - ran, slot] == 0) == allowed, (row, node, slot)
 
 
-def test_memory_that_is_taken_when_it_is_written_to_is_zero() -> None:
+def test_memory_that_is_taken_when_it_is_written_to_is_zero():
     room = zeros((2, 3, 4), torch.bfloat16, torch.device("cpu"))
     assert room.shape == (2, 3, 4)
     assert not room.any()

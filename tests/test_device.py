@@ -1,7 +1,5 @@
 """What a decode step reads from the device and uploads to it: on a GPU the host waits for each."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any
@@ -51,7 +49,7 @@ class Counting(TorchFunctionMode):
 
 
 @pytest.fixture
-def static(monkeypatch: pytest.MonkeyPatch) -> Target:
+def static(monkeypatch) -> Target:
     """A target whose engine has the sizes and functions of a compiled one, which run as they are."""
     monkeypatch.setattr(generate, "_standing", lambda tree, roots: tree.on(roots))  # as on a GPU
     monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
@@ -61,7 +59,7 @@ def static(monkeypatch: pytest.MonkeyPatch) -> Target:
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", [None, *STEPS])
-def test_reads_and_uploads_of_a_step(static: Target, kind: str | None, temperature: float, batch: int) -> None:
+def test_reads_and_uploads_of_a_step(static, kind, temperature, batch):
     """Of six steps behind the first four, in which prompts are read and drafters begin."""
     torch.manual_seed(0)
     drafter = TABLE[kind or "medusa"].build(static)
@@ -84,7 +82,7 @@ def test_reads_and_uploads_of_a_step(static: Target, kind: str | None, temperatu
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", [kind for kind, counts in STEPS.items() if counts == (1, 0)])
-def test_a_step_runs_where_nothing_can_be_read(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_runs_where_nothing_can_be_read(kind, temperature, monkeypatch):
     """Tensors on the device `meta` have no values: reading one raises, and so does mixing them with a CPU's. Draft,
     pass, walk, commit and the drafter's state need none."""
     monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
@@ -111,7 +109,6 @@ def test_a_step_runs_where_nothing_can_be_read(kind: str, temperature: float, mo
             over = WalkNoise() if ahead is None else WalkNoise(ahead.contiguous(), warmth)
             runner, layers = tree.through or target, (tree.start, target.n_layers)
             out = runner.forward(tree, cache, True, layers, tree.hidden, drafter.reads, noise=over)
-            assert out.walked is not None
             kept = Kept(out.walked)
             cache.commit([path] * 2, kept)
             roots, tokens = kept.bonus, [[*row, *[0] * len(path)] for row in tokens]
@@ -119,7 +116,7 @@ def test_a_step_runs_where_nothing_can_be_read(kind: str, temperature: float, mo
     assert roots.is_meta
 
 
-def test_nothing_but_the_walk_is_waited_for(static: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_the_walk_is_waited_for(static, monkeypatch):
     """Marks in a GPU's stream are read when it has passed them: behind the next read, but for the very last one."""
     reads, early = [0], [0]
 
@@ -130,7 +127,7 @@ def test_nothing_but_the_walk_is_waited_for(static: Target, monkeypatch: pytest.
         def synchronize(self) -> None:
             early[0] += self.reads == reads[0]
 
-        def elapsed_time(self, last: Mark) -> float:
+        def elapsed_time(self, last: "Mark") -> float:
             return 1000 * (last.seconds - self.seconds)
 
     def read(walked: torch.Tensor) -> Any:
@@ -148,7 +145,7 @@ def test_nothing_but_the_walk_is_waited_for(static: Target, monkeypatch: pytest.
     assert 0.5 * took < stats.seconds < took
 
 
-def test_what_is_kept_is_the_same_on_host_and_device() -> None:
+def test_what_is_kept_is_the_same_on_host_and_device():
     logits = torch.randn(3, 6, 9, generator=torch.Generator().manual_seed(0))
     parents = torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 2, 3, 4], [-1, 0, 0, 0, -1, 2]])
     tokens = logits.argmax(-1).gather(1, parents.clamp(min=0))  # every child is right

@@ -1,7 +1,5 @@
 """Training in several processes gives what one process gives: real processes over gloo, started as users start them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -16,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training import SMALL
+from test_training import SMALL, small
+
+from selfspec.cli.training_runs import run_training
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file")
@@ -27,14 +27,14 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-RUN = ("wandb.mode=disabled", "loop.steps=6", "loop.validate_every=3", "loop.checkpoint_every=3", *SMALL)
+RUN = ("wandb.mode=disabled", "loop.steps=6", "loop.validate_every=3", "loop.checkpoint_every=3")
 
 
 def command(folder: Path, target: str, source: Path, *more: str, launch: str | None = None) -> list[str]:
     start = [sys.executable] if launch is None else [*LAUNCH, str(ROOT / "configs" / "accelerate" / launch)]
     places = (f"hydra.run.dir={folder}", "name=run", f"target.name={target}", f"data.root={source}")
     other = any(setting.startswith("drafter=") for setting in more)
-    settings = [setting for setting in RUN if not (other and setting.startswith("drafter."))]
+    settings = [*RUN, *(setting for setting in SMALL if not (other and setting.startswith("drafter.")))]
     return [*start, str(ROOT / "train" / "heads.py"), *places, *settings, *more]
 
 
@@ -55,20 +55,20 @@ def curve(folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
     ]
 
 
-def test_two_processes_give_the_curve_of_one(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+def test_two_processes_give_the_curve_of_one(tiny_folder, source_root, tmp_path):
     distilled = ("train.distill.rows=16", "train.distill.prompt_tokens=8", "train.distill.new_tokens=40")
     check_curves(tmp_path, tiny_folder, source_root, ("cpu_ddp",), *distilled)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["medusa", "mask", "sequential", "feature", "early_exit"])
-def test_so_does_every_drafter(drafter: str, tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+def test_so_does_every_drafter(drafter, tiny_folder, source_root, tmp_path):
     more = () if drafter == "medusa" else (f"drafter={drafter}",)
     check_curves(tmp_path, tiny_folder, source_root, ("cpu_ddp", "cpu_fsdp2"), *more)
 
 
 def check_curves(tmp_path: Path, target: str, source: Path, launches: tuple[str, ...], *more: str) -> None:
-    run(tmp_path / "one", target, source, *more)
+    run_training(small("run", target, source, *RUN, *more), tmp_path / "one")
     (one, validated), folder = curve(tmp_path / "one"), tmp_path / "one" / "drafter"
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
     weights = load_file(folder / "drafter.safetensors")
@@ -92,9 +92,7 @@ def check_curves(tmp_path: Path, target: str, source: Path, launches: tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [None, pytest.param("cpu_ddp.yaml", marks=pytest.mark.slow)])
-def test_a_signal_saves_and_the_same_command_goes_on(
-    launch: str | None, tiny_folder: str, source_root: Path, tmp_path: Path
-) -> None:
+def test_a_signal_saves_and_the_same_command_goes_on(launch, tiny_folder, source_root, tmp_path):
     sent = signal.SIGINT if launch is None else signal.SIGTERM
     folder, steps = tmp_path / "cut", ("loop.steps=160", "loop.validate_every=80")
     started = subprocess.Popen(
@@ -136,7 +134,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_loses_nothing(tiny_folder: str, source_root: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_and_loses_nothing(tiny_folder, source_root, tmp_path):
     """Files may not grow beyond 100 KB: a checkpoint does, when the optimizer has its moments."""
     folder, settings = tmp_path / "full", ("drafter.rank=16", "loop.checkpoint_every=1")
     own = [one for one in command(folder, tiny_folder, source_root, *settings) if one != "drafter.rank=4"]
@@ -153,9 +151,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tiny_folder: str, source_root: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["medusa", "mask", "sequential", "feature", "early_exit", "ddp"])
-def test_four_kills_at_random_moments_lose_nothing(
-    drafter: str, tiny_folder: str, source_root: Path, tmp_path: Path
-) -> None:
+def test_four_kills_at_random_moments_lose_nothing(drafter, tiny_folder, source_root, tmp_path):
     """Twenty kills of one process in all; what is left of a killed run ends in the bytes of one that was not."""
     launch = "cpu_ddp.yaml" if drafter == "ddp" else None
     settings = ("loop.steps=60", "loop.validate_every=20", "loop.checkpoint_every=5", "train.distill.rows=128")
@@ -193,9 +189,7 @@ def test_four_kills_at_random_moments_lose_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["local", "submitit_local"])
-def test_a_killed_sweep_goes_on_with_what_is_missing(
-    launcher: str, tiny_folder: str, source_root: Path, tmp_path: Path
-) -> None:
+def test_a_killed_sweep_goes_on_with_what_is_missing(launcher, tiny_folder, source_root, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     folder = tmp_path / "runs" / "sweep"

@@ -1,7 +1,5 @@
 """The pages of docs/: every command of own_model.md runs as it stands, and links lead somewhere."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -14,7 +12,6 @@ import yaml
 from conftest import compose_config, save_tiny, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.card import card
 from selfspec.cli import main as cli
@@ -33,7 +30,7 @@ SMALLER = {
 SMALLEST = ["logger=none", "train.prompts=4", "train.new_tokens=8", "train.validation_rows=2", "loop.batch_size=2"]
 
 
-def test_one_story_of_exactness() -> None:
+def test_one_story_of_exactness():
     """README, docs, --help, cards and the page say the same; a result says which of the three holds."""
     places = ("README.md", "docs/index.md", "docs/exactness.md", "selfspec/page/page.html")
     told = [(ROOT / name).read_text() for name in places] + [cli.overview()]
@@ -71,12 +68,7 @@ def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_every_command_of_own_model(
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_command_of_own_model(tmp_path, tokenizer, monkeypatch, capsys):
     save_tiny(tmp_path / "my-qwen3", tokenizer, "qwen3")
     write_lines(tmp_path / "chat.jsonl", talks(30))
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
@@ -118,9 +110,7 @@ def test_every_command_of_own_model(
     assert "per pass" in capsys.readouterr().out
 
 
-def test_a_target_that_is_gone_is_asked_for(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, heads_folder: Path, tiny_folder: str
-) -> None:
+def test_a_target_that_is_gone_is_asked_for(tmp_path, tokenizer, heads_folder, tiny_folder):
     import shutil
 
     import selfspec
@@ -142,7 +132,7 @@ def test_a_target_that_is_gone_is_asked_for(
     assert selfspec.load(str(tmp_path / "moved"), target=tiny_folder).generate([[5, 9]], 3).token_ids
 
 
-def test_help_says_what_every_option_is() -> None:
+def test_help_says_what_every_option_is():
     """Help is read from source; the dataclasses themselves are the judge of names and defaults."""
     from dataclasses import fields, is_dataclass
     from typing import get_type_hints
@@ -176,7 +166,7 @@ def test_help_says_what_every_option_is() -> None:
     assert "+experiment=tiny_target" not in train  # of another script
 
 
-def test_the_light_commands_import_nothing_heavy() -> None:
+def test_the_light_commands_import_nothing_heavy():
     code = """
 import sys, runpy
 for command in (["--help"], ["--version"], ["train", "--help"], ["complete", "--help"], ["decod"]):
@@ -193,7 +183,7 @@ assert not heavy, heavy
     assert "there is no command 'decod'; did you mean: selfspec decode" in done.stderr
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page}: {link}"
@@ -222,7 +212,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "words"), commands())
-def test_every_command_that_stands_somewhere_is_taken(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_that_stands_somewhere_is_taken(name, words, monkeypatch):
     """Its keys exist, and its values have their types; what it names need not be here."""
     words = words.replace("<date>", "2026-01-31_12-00-00")
     arguments = [word for word in shlex.split(words) if word not in ("-m", "--check") and not word.endswith("=")]

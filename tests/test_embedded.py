@@ -1,7 +1,5 @@
 """The embedded target at work: identity in float32 on every evaluation prompt. Slow; run by `make slow`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,19 +16,19 @@ OTHERS = ["prompt_lookup", "lookahead", "tiny-eagle3+prompt_lookup"]
 
 
 @pytest.fixture(scope="module", params=[*TRAINED, *OTHERS])
-def spec(request: pytest.FixtureRequest) -> Spec:
+def spec(request) -> Spec:
     return selfspec.load(request.param, target="tiny-target", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def prompts(spec: Spec) -> list[list[int]]:
+def prompts(spec) -> list[list[int]]:
     return cut_prompts(PythonSource().evaluation(), spec.tokenizer, 24, 128)
 
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: int, temperature: float) -> None:
+def test_identical_on_every_prompt(spec, prompts, batch, temperature):
     for first in range(0, len(prompts), batch):
         rows = prompts[first : first + batch]
         plain = spec.autoregressive(rows, 128, temperature, seed=first)
@@ -39,14 +37,14 @@ def test_identical_on_every_prompt(spec: Spec, prompts: list[list[int]], batch: 
 
 
 @pytest.mark.timeout(2400)
-def test_identical_to_transformers(spec: Spec, prompts: list[list[int]]) -> None:
+def test_identical_to_transformers(spec, prompts):
     for prompt in prompts:
         ids = torch.tensor([prompt])
         reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=128)
         assert spec.generate([prompt], 128).token_ids[0] == reference[0, len(prompt) :].tolist()
 
 
-def test_hybrids_accept_more_than_their_members() -> None:
+def test_hybrids_accept_more_than_their_members():
     taus = {}
     for name in ("tiny-medusa", "prompt_lookup", "tiny-medusa+prompt_lookup"):
         spec = selfspec.load(name, target="tiny-target", dtype="float32")

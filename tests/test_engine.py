@@ -1,7 +1,5 @@
 """The compiled engine: passes over buffers of fixed size, the walk as tensors, compiled code that is never stale."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -59,7 +57,7 @@ def close(found: Tensor | None, wanted: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_a_pass_of_compiled_sizes_is_the_eager_pass(window: int | None) -> None:
+def test_a_pass_of_compiled_sizes_is_the_eager_pass(window):
     """Rows of different lengths, chosen outputs, layer ranges, nodes that ran before, rows that leave."""
     changes = {} if window is None else {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 1}
     model = tiny_model("llama" if window is None else "qwen3", **changes)
@@ -89,7 +87,7 @@ def test_a_pass_of_compiled_sizes_is_the_eager_pass(window: int | None) -> None:
     close(*(t.forward(left, c).logits for t, c in zip(both, caches, strict=True)))
 
 
-def test_buffers_grow_by_doubling_and_keep_what_they_hold() -> None:
+def test_buffers_grow_by_doubling_and_keep_what_they_hold():
     model = tiny_model(max_position_embeddings=1024)
     text = torch.randint(VOCAB, (1, 700), generator=torch.Generator().manual_seed(0))
     target = buffered(model)
@@ -109,7 +107,7 @@ def _slow(*names: str) -> list[Any]:
 @pytest.mark.parametrize(
     "kind", ["medusa", *_slow("mask", "sequential_markov", "feature", "early_exit", "early_exit_free")]
 )
-def test_drafters_are_traced_whole(kind: str) -> None:
+def test_drafters_are_traced_whole(kind):
     """By torch.compile's own interpreter of graphs, which builds no code."""
     target, options = buffered(tiny_model(num_hidden_layers=2), "eager"), Options(12, Sampling(0.7), 5)
     row = of_two_layers(kind)
@@ -122,13 +120,13 @@ def test_drafters_are_traced_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", *_slow("sequential_markov", "feature")])
-def test_what_is_trained_after_compiling_is_seen(kind: str) -> None:
+def test_what_is_trained_after_compiling_is_seen(kind):
     """Decoding, training, decoding: drafts are those of the weights as they are."""
     model, options = tiny_model(num_hidden_layers=2), Options(20, Sampling(0.7), 5)
     traced, plain = buffered(model, "eager"), buffered(model, "eager")
     drafters = [built(of_two_layers(kind), target) for target in (traced, plain)]
     seen, compiled = [], []
-    for step in range(3):
+    for step in range(2):
         for drafter in drafters:
             drafter.train()
             torch.manual_seed(step)
@@ -147,7 +145,7 @@ def test_what_is_trained_after_compiling_is_seen(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_threads_and_dtypes_at_once() -> None:
+def test_threads_and_dtypes_at_once():
     """Threads over two targets of two dtypes, each compiled by its own engine: every call gives its own tokens."""
     options = Options(20, Sampling(0.7), 5)
     targets = [buffered(tiny_model(num_hidden_layers=2, dtype=d), "eager") for d in (torch.float64, torch.float32)]
@@ -180,7 +178,7 @@ def random_trees(seed: int) -> tuple[DraftTree, Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_the_walk_is_verify(temperature: float) -> None:
+def test_the_walk_is_verify(temperature):
     lengths = set()
     for seed in range(60):
         tree, logits = random_trees(seed)
@@ -199,7 +197,7 @@ def test_the_walk_is_verify(temperature: float) -> None:
     assert lengths >= {1, 2, 3}
 
 
-def test_the_walk_refuses_damaged_logits_where_it_goes_alone() -> None:
+def test_the_walk_refuses_damaged_logits_where_it_goes_alone():
     tree = chain(torch.tensor([[1, 2, 3]]))
     logits = torch.zeros(1, 3, 5)
     logits[0, 0, 4] = 1  # leaves at the root
@@ -210,21 +208,21 @@ def test_the_walk_refuses_damaged_logits_where_it_goes_alone() -> None:
         read_walk(walk(logits, tree.tokens, tree.parents, tree.mask, WalkNoise()))
 
 
-def test_the_largest_score_is_the_first_of_equal_ones() -> None:
+def test_the_largest_score_is_the_first_of_equal_ones():
     best, places = largest(torch.tensor([[1.0, 4.0, 4.0], [float("nan"), 2.0, 3.0], [-torch.inf] * 3]))
     assert places.tolist() == [1, 3, 0]
     assert best[0] == 4
     assert not best[1:].isfinite().any()
 
 
-def test_levels_is_the_depth_of_the_deepest_node() -> None:
+def test_levels_is_the_depth_of_the_deepest_node():
     for seed in range(20):
         tree, _ = random_trees(seed)
         assert tree.levels == int(tree.depth.max())
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (16, 16), (17, 32)])
-def test_buckets_are_powers_of_two(count: int, size: int) -> None:
+def test_buckets_are_powers_of_two(count, size):
     assert bucket(count) == size
     assert bucket(count * 256, 256) == size * 256
 
@@ -240,7 +238,7 @@ NOT_COMPILED = dict.fromkeys(_MIXTURES, _ROUTED)  # families, and what stands ag
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
@@ -250,7 +248,7 @@ def small() -> Any:
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
-def test_compiled_is_lossless_and_compiles_nothing_twice(small: Any, folder: Path, temperature: float) -> None:
+def test_compiled_is_lossless_and_compiles_nothing_twice(small, folder, temperature):
     target = buffered(small, "inductor", folder)
     drafter = made(Medusa, target, heads=3, rank=4).eval()
     options = Options(60, Sampling(temperature), 5)
@@ -269,7 +267,7 @@ def test_compiled_is_lossless_and_compiles_nothing_twice(small: Any, folder: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_every_drafter_compiled(row: Row, tmp_path: Path, temperature: float) -> None:
+def test_every_drafter_compiled(row, tmp_path, temperature):
     """200 tokens of every drafter: those of plain decoding, and nothing is compiled in the second call."""
     target = buffered(tiny_model(num_hidden_layers=3, dtype=torch.float32), "inductor", tmp_path)
     drafter, options = built(row, target), Options(200, Sampling(temperature), 5)
@@ -283,7 +281,7 @@ def test_every_drafter_compiled(row: Row, tmp_path: Path, temperature: float) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_compiled(name: str) -> None:
+def test_family_compiled(name):
     """Every family is compiled whole, or a reason is told and it runs as it is; its tokens are plain decoding's."""
     target, options = buffered(build(name), "inductor"), Options(12, Sampling(1.0), seed=3)
     prompts = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
@@ -293,7 +291,7 @@ def test_family_compiled(name: str) -> None:
     assert bool(target.engine.failed) == (name in NOT_COMPILED)
 
 
-def test_another_process_reads_what_was_compiled(small: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_process_reads_what_was_compiled(small, folder, capsys):
     """Another engine stands for it; a damaged file is compiled anew, an unwritable folder is told of once."""
     options = Options(5)
     wanted = autoregressive(buffered(small, "inductor", folder), PROMPTS[2:3], options).token_ids
@@ -305,7 +303,7 @@ def test_another_process_reads_what_was_compiled(small: Any, folder: Path, capsy
     assert not capsys.readouterr().err
 
 
-def test_a_damaged_file_is_compiled_anew(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_compiled_anew(folder, tmp_path, capsys):
     x = torch.arange(6.0).reshape(2, 3)
     assert Engine("inductor", tmp_path).run(_twice, x).tolist() == (x * 2).tolist()
     (file,) = tmp_path.glob("*.bin")
@@ -321,7 +319,7 @@ def test_a_damaged_file_is_compiled_anew(folder: Path, tmp_path: Path, capsys: p
     assert capsys.readouterr().err.count("compiled code is not kept") == 1
 
 
-def test_names_of_compiled_code_are_the_same_in_every_process(small: Any) -> None:
+def test_names_of_compiled_code_are_the_same_in_every_process(small):
     """Of functions, modules and tensors; and others where the attention runs another kernel."""
     other = tiny_model(num_hidden_layers=1, dtype=torch.float32)
     other.config._attn_implementation = "eager"
@@ -343,7 +341,7 @@ name = file_name(layers_tree, args, "inductor")
         fit._described(object())
 
 
-def test_compiled_functions_of_gone_modules_are_dropped() -> None:
+def test_compiled_functions_of_gone_modules_are_dropped():
     engine, x = Engine("eager", quiet=True), torch.ones(1, 4)
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     for module in (first, second):
@@ -354,7 +352,7 @@ def test_compiled_functions_of_gone_modules_are_dropped() -> None:
     assert len(engine.made) == 2
 
 
-def test_a_cast_after_compiling_is_refused_or_seen() -> None:
+def test_a_cast_after_compiling_is_refused_or_seen():
     """A layer cast in place keeps its parameters, but not what was compiled for them."""
     target = buffered(tiny_model(num_hidden_layers=2, dtype=torch.float32), "eager")
     autoregressive(target, PROMPTS[:1], Options(4))
@@ -363,7 +361,7 @@ def test_a_cast_after_compiling_is_refused_or_seen() -> None:
     assert found == autoregressive(Target(target.model), PROMPTS[:1], Options(12)).token_ids
 
 
-def test_a_failure_without_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_without_a_text_is_told(monkeypatch):
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError
 
@@ -373,7 +371,7 @@ def test_a_failure_without_a_text_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(engine.failed.values()) == ["AssertionError: AssertionError()"]
 
 
-def test_code_of_another_torch_has_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_another_torch_has_another_name(tmp_path, monkeypatch):
     fit._machine.cache_clear()
     Engine("inductor", tmp_path, quiet=True).run(_twice, torch.ones(1))
     monkeypatch.setattr(torch, "__version__", "9.9")
@@ -383,7 +381,7 @@ def test_code_of_another_torch_has_another_name(tmp_path: Path, monkeypatch: pyt
     assert len(list(tmp_path.glob("*.bin"))) == 2
 
 
-def test_what_was_not_used_for_longest_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_used_for_longest_makes_room(tmp_path, monkeypatch):
     for age, name in enumerate("abc"):
         (tmp_path / f"{name}.bin").write_bytes(bytes(100))
         os.utime(tmp_path / f"{name}.bin", (1000 - age, 1000 - age))
@@ -403,7 +401,7 @@ def _applied(module: nn.Module, x: Tensor) -> Tensor:
     return result
 
 
-def test_weights_are_inputs_of_compiled_code() -> None:
+def test_weights_are_inputs_of_compiled_code():
     engine, x = Engine("inductor", quiet=True), torch.randn(2, 4)
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     with torch.no_grad():
@@ -417,7 +415,7 @@ def test_weights_are_inputs_of_compiled_code() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_noise_is_the_noise() -> None:
+def test_compiled_noise_is_the_noise():
     rows = [3, 3, 2**63 + 5], [0, 1, 2], 500, torch.device("cpu")
     noise, fast = Noise(*rows), Noise(*rows, Engine("inductor", quiet=True))
     for positions, count in (([7, 9, 1], 4), ([9, 9, 2], 3)):
@@ -427,7 +425,7 @@ def test_compiled_noise_is_the_noise() -> None:
     torch.testing.assert_close(fast.ahead([40], 2), noise.ahead([40], 2), rtol=1e-13, atol=1e-13)
 
 
-def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys):
     def forked(x: Tensor) -> Tensor:
         return x + 1 if float(x.sum()) > 0 else x - 1
 
@@ -439,7 +437,7 @@ def test_what_can_not_be_compiled_runs_as_it_is_and_says_so(capsys: pytest.Captu
     assert reason
 
 
-def test_structure_tells_modules_apart() -> None:
+def test_structure_tells_modules_apart():
     a, b = tiny_model(), tiny_model()
     assert structure(a) == structure(b)
     assert structure(tiny_model(rms_norm_eps=1e-3)) != structure(a)
@@ -449,12 +447,12 @@ def test_structure_tells_modules_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["fast", "", None])
-def test_unknown_engines_are_named(name: Any) -> None:
+def test_unknown_engines_are_named(name):
     with pytest.raises(ValueError, match="must be one of auto, eager, compiled"):
         engine_for(name, torch.device("cpu"))
 
 
-def test_threads_that_sleep_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_that_sleep_are_named(monkeypatch, capsys):
     for policy, threads, said in (("active", 2, 0), ("passive", 1, 0), ("PASSIVE", 2, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
@@ -465,9 +463,7 @@ def test_threads_that_sleep_are_named(monkeypatch: pytest.MonkeyPatch, capsys: p
     engines._say_sleeping.cache_clear()
 
 
-def test_without_a_compiler_the_package_to_install_is_named(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_compiler_the_package_to_install_is_named(monkeypatch, request, capsys):
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -486,7 +482,7 @@ def test_without_a_compiler_the_package_to_install_is_named(
     assert "passes run eagerly: engine=compiled needs a C++ compiler" in capsys.readouterr().err
 
 
-def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch):
     assert engine_for("auto", torch.device("cpu")).name == "eager"  # the environment of these tests says so
     monkeypatch.delenv("SELFSPEC_ENGINE")
     assert engine_for("auto", torch.device("cpu")).name == "compiled"
@@ -497,7 +493,7 @@ def test_auto_compiles_unless_the_environment_says_otherwise(monkeypatch: pytest
     assert engine_for("auto", torch.device("cpu")).name == "compiled"
 
 
-def test_a_run_keeps_the_name_of_the_engine_that_it_had() -> None:
+def test_a_run_keeps_the_name_of_the_engine_that_it_had():
     config = compose_config("eval", "drafter=prompt_lookup", "target=tiny-target")
     assert config.engine == "auto"
     _loaded(typed(EvalRun, config), config)
@@ -524,7 +520,7 @@ def _through(layers: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("noting", [False, True])
-def test_layers_of_one_class_are_compiled_once_and_as_they_are_where_they_can_not(noting: bool) -> None:
+def test_layers_of_one_class_are_compiled_once_and_as_they_are_where_they_can_not(noting):
     """Each with its own weights; nothing is left behind on the layers."""
     notes: list[int] | None = [] if noting else None
     layers = nn.ModuleList([Doubling(notes) for _ in range(5)])
@@ -542,9 +538,7 @@ def test_layers_of_one_class_are_compiled_once_and_as_they_are_where_they_can_no
 
 
 @pytest.mark.slow
-def test_compile_prepares_what_decoding_needs(
-    heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compile_prepares_what_decoding_needs(heads_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     terminal.compile(["--drafter", str(heads_folder), "--nodes", "4", "--temperatures", "0"])
     assert "kept in" in capsys.readouterr().out
@@ -553,7 +547,7 @@ def test_compile_prepares_what_decoding_needs(
     assert {how for _, _, how in spec.target.engine.made} == {"read"}
 
 
-def test_calls_run_uncompiled_while_a_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_uncompiled_while_a_thread_compiles(monkeypatch):
     """The first texts come at once, and are those of compiled passes; what is compiled does not see later changes."""
     go, begun, compile_now = threading.Event(), threading.Event(), Engine._compile
 
@@ -575,7 +569,6 @@ def test_calls_run_uncompiled_while_a_thread_compiles(monkeypatch: pytest.Monkey
         assert (engine.waited, engine.made) == (3, [])
         lists[0] = torch.ones(3)  # of another shape, as a cache that grew
         go.set()
-        assert engine._worker is not None
         engine._worker.join(60)
         assert engine.run(added, x, [torch.ones(2)]).tolist() == [2, 2]
     assert ([how for _, _, how in engine.made], engine.waited, engine.failed) == (["compiled"], 3, {})
@@ -584,7 +577,7 @@ def test_calls_run_uncompiled_while_a_thread_compiles(monkeypatch: pytest.Monkey
     assert (len(engine.made), engine.waited, engine.later) == (2, 3, 1e-9)
 
 
-def test_a_text_that_began_before_its_passes_were_compiled_is_exact_up_to_rounding() -> None:
+def test_a_text_that_began_before_its_passes_were_compiled_is_exact_up_to_rounding():
     """In bfloat16 compiled passes have other bits than those that ran before, so the plain text of a later call may
     differ; once all passes of a call are compiled, it is exact by construction again."""
     target = Target(tiny_model(dtype=torch.bfloat16), engine=Engine("eager", quiet=True, later=1e9))
@@ -599,7 +592,7 @@ def test_a_text_that_began_before_its_passes_were_compiled_is_exact_up_to_roundi
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_child_that_was_forked_while_a_thread_compiled_ends() -> None:
+def test_a_child_that_was_forked_while_a_thread_compiled_ends():
     """Its parent's thread is not there, and holds no lock."""
     engine = Engine("eager", quiet=True, later=1e-9)
     with engine._lock, engine._starting:
@@ -612,7 +605,7 @@ def test_a_child_that_was_forked_while_a_thread_compiled_ends() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_draft_that_ran_uncompiled_below_a_pass_is_not_exact_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_ran_uncompiled_below_a_pass_is_not_exact_by_construction(monkeypatch):
     target = Target(tiny_model(dtype=torch.bfloat16), engine=Engine("eager", quiet=True))
     drafter, options = made(EarlyExit, target, rank=0).eval(), Options(6)
     speculative(target, PROMPTS[:1], options, drafter, 4)
@@ -623,7 +616,7 @@ def test_a_draft_that_ran_uncompiled_below_a_pass_is_not_exact_by_construction(m
     assert autoregressive(target, PROMPTS[:1], options).stats.exact == EXACT
 
 
-def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch):
     def broken(*_: Any) -> Any:
         raise RuntimeError("the disk is gone")
 
@@ -631,13 +624,12 @@ def test_what_a_thread_can_not_compile_runs_as_it_is(monkeypatch: pytest.MonkeyP
     engine = Engine("eager", quiet=True, later=1e-9)
     for _ in range(2):
         engine.run(_twice, torch.ones(1))
-    assert engine._worker is not None
     engine._worker.join(60)
     assert engine.run(_twice, torch.ones(1)).tolist() == [2]
     assert engine.failed == {"_twice": "RuntimeError: the disk is gone"}
 
 
-def test_only_auto_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_auto_waits(monkeypatch):
     """Whoever asks for compiled passes gets them at once, as do measurements."""
     monkeypatch.delenv("SELFSPEC_ENGINE", raising=False)
     monkeypatch.setattr(engines, "_check_compiling", lambda device: None)

@@ -1,7 +1,5 @@
 """Programs that a model wrote: which answer counts, what a run may not do, and a file of problems."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HUMAN_EVAL, write_lines
+from conftest import HUMAN_EVAL, refused, write_lines
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse, Replace, Sequence, Strip
 from tokenizers.models import WordLevel
@@ -53,7 +51,7 @@ RIGHT, SQUARES = f"def area(r):\n{BODY}", "def area(r):\n    return math.pi * sq
         (f'```python\ndef area(r):\n    """As in\n    ```\n    area(2)\n    ```\n    """\n{BODY}\n```\nDone.', True),
     ],
 )
-def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> None:
+def test_an_answer_is_right_if_its_function_passes(answer, right):
     assert Solves(PROMPT, "area", TEST)(answer) is right
 
 
@@ -75,14 +73,14 @@ def test_an_answer_is_right_if_its_function_passes(answer: str, right: bool) -> 
         "\0",
     ],
 )
-def test_a_program_that_does_harm_ends_and_counts_as_wrong(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "SECONDS", 2.0)
+def test_a_program_that_does_harm_ends_and_counts_as_wrong(program, monkeypatch):
+    monkeypatch.setattr(execution, "SECONDS", 1.0)
     start = time.monotonic()
     assert not runs_through(program)
     assert time.monotonic() - start < 10
 
 
-def test_what_a_program_prints_and_writes_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_program_prints_and_writes_is_gone(tmp_path, capfd):
     assert runs_through("open('here.txt', 'w').write('x')\nfor _ in range(10**5): print('gigabytes')")
     assert capfd.readouterr() == ("", "")
     assert not list(Path.cwd().glob("here.txt"))
@@ -92,12 +90,11 @@ def _read(path: Path, tokenizer: PreTrainedTokenizerFast, asking: type[Asking] =
     return read_questions(asking(str(path), chat=False, **more), tokenizer, list)
 
 
-def test_problems_are_questions_whose_answers_are_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_problems_are_questions_whose_answers_are_run(tmp_path, tokenizer):
     path = tmp_path / "Problems.jsonl.gz"
     with gzip.open(path, "wt") as file:
         file.write(json.dumps(PROBLEM) + "\n")
-    with pytest.raises(ValueError, match=r"questions=.*decode\.allow_code_execution=true"):
-        _read(path, tokenizer)
+    refused(r"questions=.*decode\.allow_code_execution=true", _read, path, tokenizer)
     (question,) = _read(path, tokenizer, allow_code_execution=True)
     assert (question.id, question.group) == ("T/0", "Problems")
     assert tokenizer.decode(question.ids) == PROMPT
@@ -113,17 +110,12 @@ def test_problems_are_questions_whose_answers_are_run(tmp_path: Path, tokenizer:
         ({"entry_point": "volume"}, "does not define entry_point='volume'"),
     ],
 )
-def test_a_damaged_problem_is_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, change: dict[str, Any], message: str
-) -> None:
+def test_a_damaged_problem_is_named(tmp_path, tokenizer, change, message):
     write_lines(path := tmp_path / "a.jsonl", [{**PROBLEM, **change}])
-    with pytest.raises(ValueError, match=message):
-        _read(path, tokenizer, allow_code_execution=True)
+    refused(message, _read, path, tokenizer, allow_code_execution=True)
 
 
-def test_the_name_needs_its_file(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_needs_its_file(tmp_path, tokenizer, monkeypatch):
     monkeypatch.delenv("SELFSPEC_HUMAN_EVAL", raising=False)
     with pytest.raises(FileNotFoundError, match=r"set SELFSPEC_HUMAN_EVAL to HumanEval\.jsonl\.gz"):
         _read(Path("human_eval"), tokenizer)
@@ -134,7 +126,7 @@ def test_the_name_needs_its_file(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HUMAN_EVAL.is_file(), reason="HumanEval's file is not in this checkout's shared data")
-def test_every_reference_of_human_eval_passes_and_no_empty_answer_does(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_every_reference_of_human_eval_passes_and_no_empty_answer_does(tokenizer):
     questions = _read(HUMAN_EVAL, tokenizer, allow_code_execution=True, prompts=164)
     assert len(questions) == 164
     for question in questions:
@@ -144,7 +136,7 @@ def test_every_reference_of_human_eval_passes_and_no_empty_answer_does(tokenizer
         assert not check("    pass\n"), question.id
 
 
-def test_a_continuation_keeps_its_first_space() -> None:
+def test_a_continuation_keeps_its_first_space():
     """Decoders of SentencePiece drop the space before a text's first word."""
     tokenizer = Tokenizer(WordLevel({"def": 0, "\u2581\u2581\u2581\u2581return": 1, "\u2581x": 2, ":": 3}, "def"))
     tokenizer.decoder = Sequence([Replace("\u2581", " "), Fuse(), Strip(" ", 1, 0)])

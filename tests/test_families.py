@@ -1,13 +1,11 @@
 """Every family of the table: lossless at T=0 and T=1 against the oracle, and at T=0 against transformers' generate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import RandomTrees, made, randomize
+from conftest import RandomTrees, made, randomize, refused
 from families import EAGER_ONLY, FAMILIES, VOCAB, build, listing
 
 import selfspec.core.passes as target_file
@@ -26,11 +24,20 @@ PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
 NEW = 16
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_family_is_lossless(name: str, attention: str) -> None:
-    if attention == "sdpa" and FAMILIES[name][0] in EAGER_ONLY:
-        pytest.skip("transformers has no sdpa for this family")
+SDPA = [name for name, (kind, _) in FAMILIES.items() if kind not in EAGER_ONLY]
+# One of each way in which a layer is called and keeps its states
+FORMS = ("Llama", "GPT-2", "Falcon", "Gemma 2", "gpt-oss", "DeepSeek-V3", "Qwen3-MoE", "Qwen3.5", "Falcon-H1", "LFM2")
+FORMS = (*FORMS, "Jamba", "Mamba2", "Nemotron-H", "Zamba2")
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "sdpa") for name in SDPA),  # masks are made once for both ways
+        *(pytest.param(name, "eager", marks=[pytest.mark.slow] * (name in SDPA)) for name in FAMILIES),
+    ],
+)
+def test_family_is_lossless(name, attention):
     target = Target(build(name, attention))
     probe(target)
     for temperature in (0.0, 1.0):
@@ -49,8 +56,10 @@ def test_family_is_lossless(name: str, attention: str) -> None:
                 assert tokens == reference[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_drafters_with_views_of_layers_serve_the_family(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (not n.startswith(FORMS))) for n in FAMILIES]
+)
+def test_drafters_with_views_of_layers_serve_the_family(name):
     """Early exit, sequential heads and feature head on every family: a loss with gradients, and the oracle's tokens."""
     target = Target(build(name))
     before = weights_hash(target.model)
@@ -70,14 +79,13 @@ def test_drafters_with_views_of_layers_serve_the_family(name: str) -> None:
     assert weights_hash(target.model) == before
 
 
-def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch):
     target = Target(build("Llama"))
     probe(target)
     with monkeypatch.context() as patch:
         right = target_file.tree_masks
         patch.setattr(target_file, "tree_masks", lambda *given: (right(*given)[0], [0 * right(*given)[1][0]]))
-        with pytest.raises(ValueError, match="a pass over one gave other logits"):
-            probe(target)
+        refused("a pass over one gave other logits", probe, target)
     rotary = type(target.model.model.rotary_emb)
     kept = rotary.forward
 
@@ -85,25 +93,23 @@ def test_the_probe_refuses_a_model_that_ignores_the_tree(monkeypatch: pytest.Mon
         return kept(self, x, torch.arange(position_ids.shape[1])[None] + position_ids[:, :1])
 
     monkeypatch.setattr(rotary, "forward", by_slot)
-    with pytest.raises(ValueError, match="mask and positions"):
-        probe(target)
+    refused("mask and positions", probe, target)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "Gemma 2 (alternating windows, soft-capping)", "GPT-2"])
-def test_rounding_does_not_alarm_the_probe(name: str, dtype: torch.dtype) -> None:
+def test_rounding_does_not_alarm_the_probe(name, dtype):
     probe(Target(build(name, dtype=dtype)))
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_attention_without_tree_masks_is_refused(attention: str) -> None:
+def test_attention_without_tree_masks_is_refused(attention):
     model = build("Llama")
     model.config._attn_implementation = attention
-    with pytest.raises(ValueError, match=f"'{attention}', which takes no tree mask"):
-        Target(model)
+    refused(f"'{attention}', which takes no tree mask", Target, model)
 
 
-def test_results_list_the_families_of_the_table() -> None:
+def test_results_list_the_families_of_the_table():
     results = (Path(__file__).parents[1] / "docs" / "families.md").read_text()
     between = results.split("<!-- families -->")[1].split("<!-- end -->")[0]
     assert " ".join(between.split()) == " ".join(listing().split())

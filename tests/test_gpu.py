@@ -1,7 +1,5 @@
 """What `make gpu` runs, and graphs."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -26,17 +24,13 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def gpu() -> Any:
     spec = importlib.util.spec_from_file_location("gpu", ROOT / "eval" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["gpu"] = module  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
 
 
-def test_parts_are_written_as_they_come_and_read_again(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_written_as_they_come_and_read_again(gpu, tmp_path, monkeypatch):
     asked = list[str]()
 
     def part(sizes: Any) -> Any:
@@ -67,7 +61,7 @@ def test_parts_are_written_as_they_come_and_read_again(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on CUDA devices alone")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_graphs_give_the_tokens_of_eager_passes(temperature: float) -> None:
+def test_graphs_give_the_tokens_of_eager_passes(temperature):
     model, options = tiny_model(dtype=torch.float32).to("cuda"), Options(60, Sampling(temperature), 5)
     eager, target = Target(model), Target(model, engine=Engine("inductor", quiet=True))
     drafter = made(Medusa, target, heads=3, rank=4).eval()
@@ -79,7 +73,7 @@ def test_graphs_give_the_tokens_of_eager_passes(temperature: float) -> None:
     assert all(isinstance(function, Captured) for function in target.engine.compiled.values())
 
 
-def test_what_stays_and_what_is_copied() -> None:
+def test_what_stays_and_what_is_copied():
     """Tensors in lists and weights stay where they are, all others are loose; dicts and tuples keep their form."""
     store, loose, layer = torch.zeros(3), torch.ones(2), torch.nn.Linear(2, 2)
     found = list(parts_of(([(store, None)], {"x": loose}, layer, 5)))
@@ -105,7 +99,7 @@ class _Recorded:
     def record(self) -> None: ...
 
 
-def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
     made: list[_Recorded] = []
 
     def capture(self: Captured, args: Any) -> _Graph:
@@ -135,7 +129,7 @@ def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_so_and_runs_the_same(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_and_runs_the_same(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     before = (ROOT / "notebooks" / "results" / "gpu.md").read_text()

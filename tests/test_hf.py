@@ -1,14 +1,12 @@
 """model.generate(custom_generate=spec): the same call, the same answer, as transformers' own generate."""
 
-from __future__ import annotations
-
 import io
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, made, randomize, tiny_model
+from conftest import VOCAB, made, randomize, refused, tiny_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -39,8 +37,8 @@ RAGGED = [[5, 9, 2, 7, 7, 1], [3, 8], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11]]
 PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
-def spec(request: pytest.FixtureRequest) -> Spec:
+@pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def spec(request) -> Spec:
     target = Target(tiny_model(request.param))
     drafter = made(Medusa, target, heads=3, rank=4)
     randomize(drafter)
@@ -105,19 +103,19 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_prefix_processors_see_each_nodes_true_prefix(spec: Spec, name: str) -> None:
+def test_prefix_processors_see_each_nodes_true_prefix(spec, name):
     ours, reference = both(spec, **PROCESSORS[name])
     assert ours.tolist() == reference.tolist()
 
 
 @pytest.mark.parametrize("name", ["none", *PROCESSORS])
-def test_left_padded_batches(spec: Spec, name: str) -> None:
+def test_left_padded_batches(spec, name):
     ids, mask = padded("left")
     ours, reference = both(spec, ids, attention_mask=mask, **PROCESSORS.get(name, {}))
     assert ours.tolist() == reference.tolist()
 
 
-def test_processors_for_whole_batches_meet_their_own_row(spec: Spec) -> None:
+def test_processors_for_whole_batches_meet_their_own_row(spec):
     ids, mask = padded("left")
     torch.manual_seed(0)
     bias = LogitsProcessorList([PerRow(4 * torch.randn(len(RAGGED), VOCAB))])
@@ -126,7 +124,7 @@ def test_processors_for_whole_batches_meet_their_own_row(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_is_its_rows_alone(spec: Spec, side: str) -> None:
+def test_a_padded_batch_is_its_rows_alone(spec, side):
     ids, mask = padded(side)
     settings = {**PLAIN, "do_sample": True, "temperature": 0.8, "top_k": 40, "eos_token_id": [4, 11]}
     seeds = [3, 4, 5]
@@ -139,7 +137,7 @@ def test_a_padded_batch_is_its_rows_alone(spec: Spec, side: str) -> None:
         assert together[row, ids.shape[1] :].tolist()[: len(alone)] == alone
 
 
-def test_sampling_is_that_of_the_oracle(spec: Spec) -> None:
+def test_sampling_is_that_of_the_oracle(spec):
     settings = {**PLAIN, "do_sample": True, "temperature": 0.7, "top_k": 40, "top_p": 0.9}
     ours = spec.target.model.generate(
         IDS, attention_mask=torch.ones_like(IDS), custom_generate=spec, seed=5, nodes=9, **settings
@@ -148,7 +146,7 @@ def test_sampling_is_that_of_the_oracle(spec: Spec) -> None:
     assert ours[0, IDS.shape[1] :].tolist() == autoregressive(spec.target, IDS.tolist(), options).token_ids[0]
 
 
-def test_torch_seeds_the_noise_and_return_sequences_differ(spec: Spec) -> None:
+def test_torch_seeds_the_noise_and_return_sequences_differ(spec):
     settings = {**PLAIN, "do_sample": True, "num_return_sequences": 3, "attention_mask": torch.ones_like(IDS)}
     drawn = []
     for seed in (1, 1, 2):
@@ -158,7 +156,7 @@ def test_torch_seeds_the_noise_and_return_sequences_differ(spec: Spec) -> None:
     assert len({tuple(row) for row in drawn[0]}) == 3
 
 
-def test_returns_what_generate_returns(spec: Spec) -> None:
+def test_returns_what_generate_returns(spec):
     settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     ours, reference = both(spec, repetition_penalty=1.4, **settings)
     assert isinstance(ours, SpeculativeOutput)
@@ -183,7 +181,7 @@ class StopsAt(StoppingCriteria):
         return torch.tensor([int(row[-1]) in self.tokens for row in input_ids])
 
 
-def test_stopping_criteria_end_each_row(spec: Spec) -> None:
+def test_stopping_criteria_end_each_row(spec):
     ids, mask = padded("left")
     free, _ = both(spec, ids, attention_mask=mask)
     unused = next(t for t in range(VOCAB) if t not in free)  # without an EOS, generate lets ended rows run on
@@ -208,11 +206,11 @@ def tiny() -> Spec:
 
 
 @pytest.fixture(scope="module")
-def inputs(tiny: Spec) -> dict[str, Tensor]:
+def inputs(tiny) -> dict[str, Tensor]:
     return dict(tiny.tokenizer(["def main(argv=None):\n    "], return_tensors="pt", return_token_type_ids=False))
 
 
-def test_streamers(tiny: Spec, inputs: dict[str, Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamers(tiny, inputs, capsys):
     model = tiny.target.model
     streamer = TextStreamer(tiny.tokenizer, skip_prompt=True)
     out = model.generate(**inputs, max_new_tokens=40, do_sample=False, custom_generate=tiny, streamer=streamer)
@@ -226,7 +224,7 @@ def test_streamers(tiny: Spec, inputs: dict[str, Tensor], capsys: pytest.Capture
     thread.join()
 
 
-def test_stop_strings(tiny: Spec, inputs: dict[str, Tensor]) -> None:
+def test_stop_strings(tiny, inputs):
     settings = {**inputs, "max_new_tokens": 60, "do_sample": False, "tokenizer": tiny.tokenizer}
     free = tiny.target.model.generate(**settings)[0]
     text = tiny.tokenizer.decode(free[inputs["input_ids"].shape[1] :])
@@ -237,10 +235,8 @@ def test_stop_strings(tiny: Spec, inputs: dict[str, Tensor]) -> None:
     assert ours.shape[1] < len(free)
     with pytest.raises(ValueError, match=r"needs spec\.tokenizer, which is None; set it"):
         tiny.target.model.generate(**settings, stop_strings=[stop], custom_generate=Spec(tiny.target, tiny.drafter))
-    with pytest.raises(ValueError, match="can not produce"):
-        tiny.target.model.generate(**inputs, stop_strings=["\ud800"], custom_generate=tiny)
-    with pytest.raises(ValueError, match="empty string"):
-        tiny.target.model.generate(**inputs, stop_strings=[""], custom_generate=tiny)
+    refused("can not produce", tiny.target.model.generate, **inputs, stop_strings=["\ud800"], custom_generate=tiny)
+    refused("empty string", tiny.target.model.generate, **inputs, stop_strings=[""], custom_generate=tiny)
 
 
 class WrongShape(LogitsProcessor):
@@ -278,7 +274,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_be_served_is_refused_by_name(spec: Spec, name: str) -> None:
+def test_what_can_not_be_served_is_refused_by_name(spec, name):
     if name == "cache" and spec.target.model.config.model_type == "gpt2":
         pytest.skip("transformers refuses it first")
     settings, message = BAD[name]
@@ -288,7 +284,7 @@ def test_what_can_not_be_served_is_refused_by_name(spec: Spec, name: str) -> Non
         )
 
 
-def test_more_refusals(spec: Spec) -> None:
+def test_more_refusals(spec):
     model = spec.target.model
     ids, mask = padded("left")
     with pytest.raises(ValueError, match="streamer"):
@@ -301,8 +297,7 @@ def test_more_refusals(spec: Spec) -> None:
         model.generate(IDS, custom_generate=spec, **{cache_name(model): filled_cache(model)}, **PLAIN)
     gap = torch.ones_like(IDS)
     gap[0, 4] = 0
-    with pytest.raises(ValueError, match="has a gap"):
-        model.generate(IDS, attention_mask=gap, custom_generate=spec, **PLAIN)
+    refused("has a gap", model.generate, IDS, attention_mask=gap, custom_generate=spec, **PLAIN)
     with pytest.raises(FloatingPointError, match="left no token to choose"):
         model.generate(IDS, custom_generate=spec, logits_processor=LogitsProcessorList([Forbids()]), **PLAIN)
 
@@ -318,14 +313,14 @@ class Silent(TextStreamer):
         pass
 
 
-def test_generation_config_of_the_model_is_honoured(spec: Spec) -> None:
+def test_generation_config_of_the_model_is_honoured(spec):
     config = GenerationConfig(max_new_tokens=7, do_sample=False, no_repeat_ngram_size=1, pad_token_id=0)
     model = spec.target.model
     ours = model.generate(IDS, generation_config=config, custom_generate=spec)
     assert ours.tolist() == model.generate(IDS, generation_config=config).tolist()
 
 
-def test_nan_logits_are_named(spec: Spec) -> None:
+def test_nan_logits_are_named(spec):
     broken = tiny_model("llama")
     with torch.no_grad():
         broken.lm_head.weight[3] = float("nan")
@@ -333,7 +328,7 @@ def test_nan_logits_are_named(spec: Spec) -> None:
         autoregressive(Target(broken), IDS.tolist(), Options(4))
 
 
-def test_prefix_functions_meet_only_texts_that_occur(spec: Spec) -> None:
+def test_prefix_functions_meet_only_texts_that_occur(spec):
     """A function that knows its own row's texts alone, as a trie does."""
     ids, mask = padded("left")
     free, _ = both(spec, ids, attention_mask=mask)
@@ -352,7 +347,7 @@ def test_prefix_functions_meet_only_texts_that_occur(spec: Spec) -> None:
         )
 
 
-def test_criteria_given_by_the_user_count(spec: Spec) -> None:
+def test_criteria_given_by_the_user_count(spec):
     free, _ = both(spec)
     end = int(free[0, IDS.shape[1] + 6])
     criteria = StoppingCriteriaList([EosTokenCriteria([end])])
@@ -366,12 +361,11 @@ def test_criteria_given_by_the_user_count(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.5, 2**70, [0.5], True])
-def test_seeds_are_integers_of_64_bits(spec: Spec, seed: Any) -> None:
-    with pytest.raises(ValueError, match="seed="):
-        spec.target.model.generate(IDS, custom_generate=spec, seed=seed, **{**PLAIN, "do_sample": True})
+def test_seeds_are_integers_of_64_bits(spec, seed):
+    refused("seed=", spec.target.model.generate, IDS, custom_generate=spec, seed=seed, **{**PLAIN, "do_sample": True})
 
 
-def test_padding_is_that_of_transformers(spec: Spec) -> None:
+def test_padding_is_that_of_transformers(spec):
     ids, mask = padded("left")
     free, _ = both(spec, ids, attention_mask=mask)
     ends = [int(free[0, ids.shape[1] + 5]), int(free[2, ids.shape[1] + 9])]
@@ -381,7 +375,7 @@ def test_padding_is_that_of_transformers(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("answer", [[False], None, "no", torch.zeros(1), torch.zeros(1, 2, dtype=torch.bool)])
-def test_criteria_that_answer_something_else_are_named(spec: Spec, answer: Any) -> None:
+def test_criteria_that_answer_something_else_are_named(spec, answer):
     class Odd(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
             return answer
@@ -390,7 +384,7 @@ def test_criteria_that_answer_something_else_are_named(spec: Spec, answer: Any) 
         spec.target.model.generate(IDS, custom_generate=spec, stopping_criteria=StoppingCriteriaList([Odd()]), **PLAIN)
 
 
-def test_masks_and_limits_that_do_not_fit_are_named(spec: Spec) -> None:
+def test_masks_and_limits_that_do_not_fit_are_named(spec):
     with pytest.raises(ValueError, match=r"attention_mask has the shape \[1, 3\]"):
         spec(spec.target.model, IDS, generation_config=GenerationConfig(), attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(ValueError, match=r"max_new_tokens=5\.0 must be an integer"):
@@ -401,18 +395,17 @@ def test_masks_and_limits_that_do_not_fit_are_named(spec: Spec) -> None:
         )
 
 
-def test_positions_of_ones_own_are_served_only_where_they_are_the_plain_ones(spec: Spec) -> None:
+def test_positions_of_ones_own_are_served_only_where_they_are_the_plain_ones(spec):
     ids, mask = padded("left")
     plain = (mask.cumsum(-1) - 1).clamp(min=0)
     settings: dict[str, Any] = {**PLAIN, "attention_mask": mask, "custom_generate": spec}
     without = spec.target.model.generate(ids, **settings)
     assert torch.equal(spec.target.model.generate(ids, position_ids=plain, **settings), without)
     for wrong in (plain + 3, torch.zeros_like(plain), plain.flip(1)):
-        with pytest.raises(ValueError, match="position_ids are packed or shifted"):
-            spec.target.model.generate(ids, position_ids=wrong, **settings)
+        refused("position_ids are packed or shifted", spec.target.model.generate, ids, position_ids=wrong, **settings)
 
 
-def test_token_types_are_refused() -> None:
+def test_token_types_are_refused():
     target = Target(tiny_model("gpt2"))
     spec = Spec(target, made(Medusa, target, heads=2, rank=2))
     settings: dict[str, Any] = {**PLAIN, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.ones_like(IDS)}
@@ -420,12 +413,11 @@ def test_token_types_are_refused() -> None:
         target.model.generate(IDS, custom_generate=spec, **settings)
 
 
-def test_called_by_hand_it_says_who_calls_it(spec: Spec) -> None:
-    with pytest.raises(ValueError, match=r"meant to be called by model.generate\(..., custom_generate=spec\)"):
-        spec(spec.target.model, IDS)
+def test_called_by_hand_it_says_who_calls_it(spec):
+    refused(r"meant to be called by model.generate\(..., custom_generate=spec\)", spec, spec.target.model, IDS)
 
 
-def test_the_last_position_is_told(spec: Spec) -> None:
+def test_the_last_position_is_told(spec):
     ids = torch.tensor([[5] * 250])
     with pytest.warns(UserWarning, match="row 0 ends after 6 new tokens instead of 20.*transformers' own decoding may"):
         out = spec.target.model.generate(

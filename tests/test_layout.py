@@ -1,7 +1,5 @@
 """Where code lives and which way it is imported, held by reading the source."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -86,7 +84,7 @@ def importers(package: str) -> set[str]:
     }
 
 
-def test_arrows_point_one_way_and_in_no_circle() -> None:
+def test_arrows_point_one_way_and_in_no_circle():
     assert faults(FILES) == []
 
 
@@ -101,11 +99,11 @@ def test_arrows_point_one_way_and_in_no_circle() -> None:
         ("utils/files.py", "def f():\n    from selfspec.api import load", "utils/files.py imports api.py"),
     ],
 )
-def test_a_planted_fault_is_found(name: str, line: str, fault: str) -> None:
+def test_a_planted_fault_is_found(name, line, fault):
     assert any(found.startswith(fault) for found in faults({**FILES, name: FILES[name] + "\n" + line + "\n"}))
 
 
-def test_the_core_imports_torch_and_transformers_alone() -> None:
+def test_the_core_imports_torch_and_transformers_alone():
     for name in (n for n in FILES if n.startswith("core/")):
         allowed = {"torch", "transformers", "selfspec", *sys.stdlib_module_names}
         allowed |= {"psutil"} if name == "core/memory.py" else set()  # which tells how much memory is free
@@ -113,7 +111,7 @@ def test_the_core_imports_torch_and_transformers_alone() -> None:
         assert not outside, f"{name} imports {outside}"
 
 
-def test_each_heavy_library_lives_in_few_files() -> None:
+def test_each_heavy_library_lives_in_few_files():
     assert importers("wandb") == {"utils/tracking.py"}
     assert importers("tqdm") == {"utils/progress.py"}
     assert importers("matplotlib") == {"evaluation/plots.py"}
@@ -132,12 +130,12 @@ def test_each_heavy_library_lives_in_few_files() -> None:
     assert importers("transformers.cache_utils") == {"core/pass_cache.py"}
 
 
-def test_instantiate_is_called_in_one_file() -> None:
+def test_instantiate_is_called_in_one_file():
     sources = {**FILES, **{p.name: p.read_text() for f in ("train", "eval") for p in (ROOT / f).glob("*.py")}}
     assert {name for name, source in sources.items() if "instantiate(" in source} == {"cli/training_runs.py"}
 
 
-def test_drafters_do_not_know_each_other() -> None:
+def test_drafters_do_not_know_each_other():
     kinds = {p.stem for p in (PACKAGE / "drafters").glob("*.py")} - {"__init__", "base", "registry"}
     for name, source in FILES.items():
         known = {n.rsplit("/", 1)[-1].removesuffix(".py") for n in inner(source, FILES) if n.count("/") == 1}
@@ -148,24 +146,24 @@ def test_drafters_do_not_know_each_other() -> None:
         assert not known, f"{name} imports {known}"
 
 
-def test_nothing_is_copied_in_decoding() -> None:
+def test_nothing_is_copied_in_decoding():
     assert not [name for name, source in FILES.items() if "copy.copy(" in source]
     copying = {name for name, source in FILES.items() if "copy.deepcopy(" in source}
     # Views; a model's own cache, which chains go back to; norms that begin as the target's.
     assert copying == {"core/support.py", "core/chains.py", "drafters/mtp.py"}
 
 
-def test_entry_points_are_scripts_with_safe_names() -> None:
+def test_entry_points_are_scripts_with_safe_names():
     for folder in ("train", "eval"):
         names = {p.stem for p in (ROOT / folder).glob("*.py")}
         assert "__init__" not in names
         assert not names & {"hydra", "peft", "datasets", "wandb", "torch", "transformers", "accelerate"}
 
 
-def test_importing_selfspec_is_light() -> None:
+def test_importing_selfspec_is_light():
     code = "import sys, selfspec; assert not {'torch', 'transformers', 'wandb', 'hydra'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,15 +1,12 @@
 """What limits a pass: the table of costs against the machine, and what drafters can bring."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import compose_config, made, tiny_model
+from conftest import compose_config, made, refused, tiny_model
 from omegaconf import OmegaConf
 
 from selfspec.cli.evaluation_runs import run_limits
@@ -34,11 +31,11 @@ MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
 
 
 @pytest.fixture(autouse=True)
-def _without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_compiling(monkeypatch) -> None:
     monkeypatch.setattr(Target, "use_engine", lambda self, name: setattr(self, "engine", Engine()))
 
 
-def test_weights_are_those_that_a_pass_reads() -> None:
+def test_weights_are_those_that_a_pass_reads():
     model = tiny_model(tie_word_embeddings=False)
     table = model.get_input_embeddings().weight
     size, products = weights_of(Target(model))
@@ -49,7 +46,7 @@ def test_weights_are_those_that_a_pass_reads() -> None:
     assert weights_of(Target(tied))[0] == sum(p.numel() * 8 for p in tied.parameters())
 
 
-def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_is_measured(monkeypatch):
     """By a clock on which everything takes two seconds, and then one."""
     device = torch.device("cpu")
     for seconds in (2, 1):
@@ -58,7 +55,7 @@ def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peak(torch.float32, device, 128) == 2 * 128**3 / seconds
 
 
-def test_what_a_table_expects() -> None:
+def test_what_a_table_expects():
     target = Target(tiny_model())
     calibration = {"greedy": Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])}
     heads, masks = made(Medusa, target, heads=2, rank=2), made(Mask, target, masks=2, rank=2)
@@ -72,7 +69,7 @@ def test_what_a_table_expects() -> None:
 
 
 @pytest.mark.slow
-def test_limits_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_of_random_weights(tmp_path, capsys):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     (tmp_path / "RESULTS.md").write_text("# Before\n<!-- limits small -->\n<!-- end -->\nafter\n")
     config = compose_config(
@@ -102,7 +99,7 @@ def test_limits_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {p.name for p in (tmp_path / "run").glob("*.png")} == {"limits.png", "expected.png"}
 
 
-def test_limits_of_a_target_of_ones_own(tiny_folder: str, heads_folder: Path, tmp_path: Path) -> None:
+def test_limits_of_a_target_of_ones_own(tiny_folder, heads_folder, tmp_path):
     config = compose_config(
         "limits",
         f"target={tiny_folder}",
@@ -116,13 +113,12 @@ def test_limits_of_a_target_of_ones_own(tiny_folder: str, heads_folder: Path, tm
     assert not figures["forecast"]
     assert {f["nodes"] for f in figures["forecasts"]} == {2}
     model, settings = tiny_model(max_position_embeddings=64), LimitsConfig(rounds=3)
-    with pytest.raises(ValueError, match=r"has 64 positions, too few for 80 nodes; give smaller limits\.sizes"):
-        measure_limits(model, {}, settings)
+    refused(r"has 64 positions, too few for 80 nodes; give smaller limits\.sizes", measure_limits, model, {}, settings)
     assert limits._context(Target(model), 40) == 24  # the pass and its tree fit
 
 
 @pytest.mark.slow
-def test_starts(tiny_folder: str, heads_folder: Path) -> None:
+def test_starts(tiny_folder, heads_folder):
     """A second process reads what the first one compiled."""
     eager, cold, warm = start_costs(str(heads_folder), tiny_folder, "float32", None).values()
     assert eager["functions"] == 0
@@ -142,6 +138,6 @@ def test_starts(tiny_folder: str, heads_folder: Path) -> None:
         ("limits.rounds=1", "limits.rounds=1"),
     ],
 )
-def test_bad_settings_are_named(override: str, message: str) -> None:
+def test_bad_settings_are_named(override, message):
     with pytest.raises(ValueError, match=message):
         OmegaConf.to_object(compose_config("limits", override))

@@ -1,7 +1,5 @@
 """lm-evaluation-harness over selfspec: a local generative task, plain and speculative."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -39,7 +37,7 @@ def harness(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow  # importing the harness takes 8 s, three times
 @pytest.mark.timeout(240)
-def test_two_runs_give_the_same_texts(heads_folder: Path, tmp_path: Path) -> None:
+def test_two_runs_give_the_same_texts(heads_folder, tmp_path):
     rows = [{"question": text, "answer": "x"} for text in ("import os\n", "def f(a):\n", "class A:\n")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "task.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))

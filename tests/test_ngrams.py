@@ -1,14 +1,11 @@
 """Drafting without training: what prompt lookup finds, how the lookahead window is laid out, how trees are merged."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, Watch, made, randomize, tiny_model
+from conftest import VOCAB, Watch, made, randomize, refused, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +33,7 @@ def context(target: Target, *rows: list[int], nodes: int = 12, rate: float = 0.0
 # -- prompt lookup
 
 
-def test_longest_and_most_recent_matches_come_first() -> None:
+def test_longest_and_most_recent_matches_come_first():
     grams = NGrams(1, 3)
     grams.extend([1, 2, 3, 7, 9, 3, 8, 2, 3, 5, 9, 2])
     assert grams.next((2, 3), 4) == {5: 2, 7: 2, 8: 1}  # two tokens match before one; 5 was later than 7
@@ -47,14 +44,14 @@ def test_longest_and_most_recent_matches_come_first() -> None:
     assert grams.next((9, 2, 3), 4) == {7: 3, 5: 2, 8: 1}
 
 
-def test_copied_text_becomes_a_chain(llama: Target) -> None:
+def test_copied_text_becomes_a_chain(llama):
     text = [*range(20), 40, *range(6)]
     tree = made(PromptLookup, llama).session(llama, 1).propose(context(llama, text, nodes=5))
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
 
 
-def test_rows_of_one_batch_do_not_mix(llama: Target) -> None:
+def test_rows_of_one_batch_do_not_mix(llama):
     drafter = made(PromptLookup, llama).session(llama, 3)
     rows = [[*range(9), 30, 2, 3], [50, 51], [7, 8, 7, 9, 7]]
     together = drafter.propose(context(llama, *rows))
@@ -70,12 +67,11 @@ def test_rows_of_one_batch_do_not_mix(llama: Target) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 20))
-def test_trees_hold_every_path_once(text: list[int], nodes: int) -> None:
+def test_trees_hold_every_path_once(text, nodes):
     target = _TARGET
     tree = made(PromptLookup, target, min_prob=0.0).session(target, 1).propose(context(target, text, nodes=nodes))
     pairs = list(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) <= nodes
-    assert tree.scores is not None
     chances = tree.scores[0].tolist()
     assert all(chances[i] <= chances[p] for i, (p, _) in enumerate(pairs) if p >= 0)
     for node, (parent, token) in enumerate(pairs):  # every step was seen in the text
@@ -87,7 +83,7 @@ def test_trees_hold_every_path_once(text: list[int], nodes: int) -> None:
 @pytest.mark.parametrize(
     ("follows", "rises"), [((3, 4, 1, 2, 3, 4, 1, 2), True), ((30, 1, 2, 31, 1, 2, 32, 1, 2), False)]
 )
-def test_acceptance_is_counted_while_decoding(llama: Target, follows: tuple[int, ...], rises: bool) -> None:
+def test_acceptance_is_counted_while_decoding(llama, follows, rises):
     drafter = made(PromptLookup, llama, longest=2)
     session, text = drafter.session(llama, 1), [1, 2, 3, 4, 1, 2]
     before = drafter.calibration["greedy"].acceptance[1][0]
@@ -112,15 +108,14 @@ def test_acceptance_is_counted_while_decoding(llama: Target, follows: tuple[int,
         ({"min_prob": math.nan}, "drafter.min_prob=nan"),
     ],
 )
-def test_prompt_lookup_refuses_bad_shapes(llama: Target, shape: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(PromptLookup, llama, **shape)
+def test_prompt_lookup_refuses_bad_shapes(llama, shape, message):
+    refused(message, made, PromptLookup, llama, **shape)
 
 
 # -- lookahead
 
 
-def test_pool_is_bounded_and_forgets_the_oldest() -> None:
+def test_pool_is_bounded_and_forgets_the_oldest():
     pool = Pool(size=5, guesses=2)
     for i in range(4):
         pool.add(1, (i, i))
@@ -135,7 +130,7 @@ def test_pool_is_bounded_and_forgets_the_oldest() -> None:
     assert pool.held == sum(len(own) for own in pool.grams.values()) == 4
 
 
-def test_the_windows_grams_are_the_targets_own_words(llama: Target) -> None:
+def test_the_windows_grams_are_the_targets_own_words(llama):
     """Every n-gram ends in what the target picks, on its own, behind the column's path: plain passes are the oracle."""
     levels_seen: list[list[list[int]]] = []
 
@@ -163,7 +158,6 @@ def test_the_windows_grams_are_the_targets_own_words(llama: Target) -> None:
                 # level 0 up to the column, then down the column
                 assert path == levels[0][: column + 1] + [level[column] for level in levels[1:]]
                 out = llama.forward(chain(torch.tensor([texts[0] + path])), llama.cache(1, 200))
-                assert out.logits is not None
                 assert row.levels[-1][column] == int(out.logits[0, -1].argmax())
                 gram = (levels[0][column], *(level[column] for level in levels[1:]), row.levels[-1][column])
                 assert gram[1:] in row.pool.of(gram[0])
@@ -174,7 +168,7 @@ def test_the_windows_grams_are_the_targets_own_words(llama: Target) -> None:
     assert all(len(levels) == 3 and {len(level) for level in levels} == {3} for levels in levels_seen)
 
 
-def test_lookahead_needs_fewer_passes(llama: Target) -> None:
+def test_lookahead_needs_fewer_passes(llama):
     prompts = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4]]
     plain = autoregressive(llama, prompts, Options(150))
     fast = speculative(llama, prompts, Options(150), made(Lookahead, llama), 24)
@@ -192,15 +186,14 @@ def test_lookahead_needs_fewer_passes(llama: Target) -> None:
         ({"pool": 0}, "drafter.pool=0"),
     ],
 )
-def test_lookahead_refuses_bad_shapes(llama: Target, shape: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        made(Lookahead, llama, **shape)
+def test_lookahead_refuses_bad_shapes(llama, shape, message):
+    refused(message, made, Lookahead, llama, **shape)
 
 
 # -- hybrid trees
 
 
-def test_equal_paths_merge() -> None:
+def test_equal_paths_merge():
     one = ([9, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.25])
     other = ([9, 1, 3, 9], [-1, 0, 1, -1], [1.0, 0.5, 0.25, 0.0])  # its last node is spare
     ids, parents, chances = _Row().merge([one, other], 10)
@@ -212,7 +205,7 @@ def test_equal_paths_merge() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 12))
-def test_merged_trees_are_trees(seed: int, nodes: int) -> None:
+def test_merged_trees_are_trees(seed, nodes):
     g = torch.Generator().manual_seed(seed)
     trees = []
     for _ in range(3):
@@ -233,7 +226,7 @@ def test_merged_trees_are_trees(seed: int, nodes: int) -> None:
         assert below <= chances[node] + 1e-9
 
 
-def test_sources_are_ranked_by_what_they_were_worth() -> None:
+def test_sources_are_ranked_by_what_they_were_worth():
     row = _Row()
     good = ([9, 1], [-1, 0], [1.0, 0.5])
     bad = ([9, 2], [-1, 0], [1.0, 0.6])
@@ -264,7 +257,7 @@ class _Stub:
 
 
 @pytest.mark.parametrize(("sure", "asked"), [(0.9, 2), (0.1, 5)])
-def test_trained_members_rest_where_the_free_ones_promise_more(llama: Target, sure: float, asked: int) -> None:
+def test_trained_members_rest_where_the_free_ones_promise_more(llama, sure, asked):
     free, trained = _Stub([1, 2], [sure, sure**2]), _Stub([3], [0.6])
     session = HybridSession([free], [trained], 1)
     for n in range(5):
@@ -273,7 +266,7 @@ def test_trained_members_rest_where_the_free_ones_promise_more(llama: Target, su
     assert trained.asked == asked
 
 
-def test_trained_members_rest_where_their_time_is_not_worth_it(llama: Target) -> None:
+def test_trained_members_rest_where_their_time_is_not_worth_it(llama):
     session = HybridSession([_Stub([1], [0.1])], [trained := _Stub([3], [0.6])], 1)
     for n in range(5):
         session.propose(context(llama, [4] * (n + 2), rate=1e9))
@@ -283,7 +276,7 @@ def test_trained_members_rest_where_their_time_is_not_worth_it(llama: Target) ->
     assert trained.asked == 3  # tried again
 
 
-def test_a_member_that_has_nothing_to_read_yet_is_not_judged(llama: Target) -> None:
+def test_a_member_that_has_nothing_to_read_yet_is_not_judged(llama):
     session = HybridSession([_Stub([1], [0.1])], [trained := _Stub([], [])], 1)
     session.propose(context(llama, [4]))
     trained.drawn = ([3], [0.6])
@@ -292,7 +285,7 @@ def test_a_member_that_has_nothing_to_read_yet_is_not_judged(llama: Target) -> N
     assert trained.asked == 5
 
 
-def test_a_members_tree_without_scores_is_named(llama: Target) -> None:
+def test_a_members_tree_without_scores_is_named(llama):
     class Silent(_Stub):
         def propose(self, context: Context) -> DraftTree:
             return chain(torch.tensor([[int(context.roots[0]), 3]]))
@@ -301,7 +294,7 @@ def test_a_members_tree_without_scores_is_named(llama: Target) -> None:
         HybridSession([Silent([], [])], [], 1).propose(context(llama, [4, 4]))
 
 
-def test_hybrids_that_can_not_be_are_refused(llama: Target, heads_folder: Path) -> None:
+def test_hybrids_that_can_not_be_are_refused(llama, heads_folder):
     early = made(EarlyExit, llama, rank=2)
     randomize(early)
     hybrid = Hybrid(llama, {"prompt_lookup": made(PromptLookup, llama)})
@@ -316,16 +309,14 @@ def test_hybrids_that_can_not_be_are_refused(llama: Target, heads_folder: Path) 
         (f"prompt_lookup+{heads_folder}", "was made for target"),
         ("prompt_lookup+", r"names no drafter on one side of a \+"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            find_drafter(name, llama)
-    with pytest.raises(FileNotFoundError, match="no drafter at 'runs/nothing'"):
-        find_drafter("prompt_lookup+runs/nothing", llama)
+        refused(message, find_drafter, name, llama)
+    refused("no drafter at 'runs/nothing'", find_drafter, "prompt_lookup+runs/nothing", llama, error=FileNotFoundError)
 
 
 # -- by name
 
 
-def test_drafters_load_without_a_checkpoint(heads_folder: Path, tiny_folder: str) -> None:
+def test_drafters_load_without_a_checkpoint(heads_folder, tiny_folder):
     plain = selfspec.load(str(heads_folder)).autoregressive([[5, 9, 2, 5, 9, 2]], 20)
     for drafter, kind in [
         ("prompt_lookup", "prompt_lookup"),
@@ -345,10 +336,8 @@ def test_drafters_load_without_a_checkpoint(heads_folder: Path, tiny_folder: str
         (7, "must be an embedded name"),
         (["prompt_lookup"], "must be an embedded name"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            selfspec.load(drafter)  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match="no drafter at"):
-        selfspec.load("runs/prompt_lookups")
+        refused(message, selfspec.load, drafter)
+    refused("no drafter at", selfspec.load, "runs/prompt_lookups", error=FileNotFoundError)
 
 
 _TARGET = Target(tiny_model())

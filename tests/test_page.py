@@ -1,7 +1,5 @@
 """The page in a real Chromium, where there is one: its numbers, its controls, hostile texts, widths and schemes."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools
@@ -16,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import compose_config
+from conftest import compose_config, refused
 from predicted import MOST, Curve, assumed, predict
 
 from selfspec.budget.predict import fastest
@@ -94,7 +92,7 @@ def limits_of() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """Run folders of all three kinds, whose texts are hostile."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("t", "l", "c"):
@@ -108,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(runs: Path) -> Path:
+def page(runs) -> Path:
     write_page(page_data(PageConfig([str(runs)])), runs / "page.html")
     return runs / "page.html"
 
@@ -143,7 +141,7 @@ def opened(chromium: Any, path: Path, width: int = 1200, scheme: str = "light") 
 
 
 @pytest.fixture
-def tab(chromium: Any, page: Path) -> Iterator[Any]:
+def tab(chromium, page) -> Iterator[Any]:
     tab = opened(chromium, page)
     yield tab
     assert tab.said == []
@@ -153,7 +151,7 @@ def tab(chromium: Any, page: Path) -> Iterator[Any]:
 # -- without a browser
 
 
-def test_from_decode_to_a_page(heads_folder: Path, source_root: Path, tmp_path: Path) -> None:
+def test_from_decode_to_a_page(heads_folder, source_root, tmp_path):
     measured = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=8 dtype=float32 tree.nodes=6 logger=none"
     own = [f"drafter={heads_folder}", f"data.root={source_root}", "decode.traces=1", *measured.split()]
     run_decode(compose_config("eval", *own), tmp_path / "point")
@@ -168,20 +166,20 @@ def test_from_decode_to_a_page(heads_folder: Path, source_root: Path, tmp_path: 
     assert str(tmp_path) not in out.read_text()
 
 
-def test_a_folder_with_a_part_gets_a_page_that_names_the_others(runs: Path) -> None:
+def test_a_folder_with_a_part_gets_a_page_that_names_the_others(runs):
     data = page_data(PageConfig([str(runs / "c")]))
     assert set(data["missing"]) == {"traces", "curves"}
     assert data["missing"]["traces"].startswith("selfspec decode -m ")
     assert page_data(PageConfig([str(runs)]))["missing"] == {}
 
 
-def test_targets_and_drafters_of_runs_are_named_by_their_runs() -> None:
+def test_targets_and_drafters_of_runs_are_named_by_their_runs():
     assert _last("runs/a/target/") == "a/target"
     assert _last("runs/b/drafter+runs/c+prompt_lookup") == "b/drafter+c+prompt_lookup"
     assert _last("/") == "/"
 
 
-def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs: Path, tmp_path: Path) -> None:
+def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs, tmp_path):
     own, saved, path = page_data(PageConfig([str(runs)])), page_data(PageConfig()), tmp_path / "saved.json"
     path.write_text(json.dumps(saved))
     for order in ([str(runs), str(path)], [str(path), str(runs)]):
@@ -194,7 +192,7 @@ def test_what_another_page_shows_stands_behind_what_the_folders_hold(runs: Path,
             page_data(PageConfig([str(path)]))
 
 
-def test_what_comes_with_selfspec_makes_a_page(tmp_path: Path) -> None:
+def test_what_comes_with_selfspec_makes_a_page(tmp_path):
     data = page_data(PageConfig())
     assert 0 < write_page(data, tmp_path / "page.html") <= LARGEST_PAGE
     assert data["missing"] == {}
@@ -216,31 +214,28 @@ def test_what_comes_with_selfspec_makes_a_page(tmp_path: Path) -> None:
         ("other.json", "{}", "in which no run left compare.json, limits.json or traces.jsonl"),
     ],
 )
-def test_damaged_runs_are_named(name: str, content: str, message: str, tmp_path: Path) -> None:
+def test_damaged_runs_are_named(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=re.escape(message)):
         page_data(PageConfig([str(tmp_path)]))
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         page_data(PageConfig([str(tmp_path / "none")]))
     for name in ("out", "data"):
-        with pytest.raises(ValueError, match=f"page.{name}=.* is a folder; give the name of a file"):
-            PageConfig(**{name: str(tmp_path)})  # type: ignore[arg-type]
+        refused(f"page.{name}=.* is a folder; give the name of a file", PageConfig, **{name: str(tmp_path)})
 
 
 @pytest.mark.parametrize("settings", [{"runs": []}, {"shown": 0}, {"out": ""}, {"out": "/none/here/page.html"}])
-def test_settings_are_checked(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"page.{next(iter(settings))}"):
-        PageConfig(**settings)
+def test_settings_are_checked(settings):
+    refused(f"page.{next(iter(settings))}", PageConfig, **settings)
 
 
-def test_a_page_that_would_be_too_large_is_refused(tmp_path: Path) -> None:
+def test_a_page_that_would_be_too_large_is_refused(tmp_path):
     data = page_data(PageConfig()) | {"made_by": "x" * LARGEST_PAGE}
-    with pytest.raises(ValueError, match="fewer traces"):
-        write_page(data, tmp_path / "page.html")
+    refused("fewer traces", write_page, data, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
-def test_acceptance_is_counted_where_walks_came() -> None:
+def test_acceptance_is_counted_where_walks_came():
     trace = trace_of([f"{i}" for i in range(40)])
     (whole,) = [table for table in acceptance_tables([trace]) if table["group"] == "all"]
     assert whole["table"] == [[1.0] + [0.0] * 7]  # the first child of the root, always; deeper there are no children
@@ -254,7 +249,7 @@ def test_acceptance_is_counted_where_walks_came() -> None:
     assert acceptance_tables([trace]) == []  # nothing was drafted, so there is nothing to tell
 
 
-def test_colours_can_be_told_apart_and_read() -> None:
+def test_colours_can_be_told_apart_and_read():
     """WCAG contrast of text (4.5) and of marks (3) on both grounds, in both schemes."""
     style = (PAGE / "page.css").read_text()
     schemes = [
@@ -283,7 +278,7 @@ def test_colours_can_be_told_apart_and_read() -> None:
                 assert (a + 0.05) / (b + 0.05) >= least, (name, ground)
 
 
-def test_the_script_is_whole() -> None:
+def test_the_script_is_whole():
     if (node := shutil.which("node")) is None:
         pytest.skip("there is no Node.js, which would read the script")
     for path in PAGE.glob("*.js"):
@@ -293,7 +288,7 @@ def test_the_script_is_whole() -> None:
 # -- in Chromium
 
 
-def test_the_pages_numbers_are_ours(tab: Any) -> None:
+def test_the_pages_numbers_are_ours(tab):
     """200 random settings: tables, curves (noisy ones too), drafts, nodes, batches, mask rows."""
     made, asked, wanted = Random(0), [], []
     for _ in range(200):
@@ -327,7 +322,7 @@ def test_the_pages_numbers_are_ours(tab: Any) -> None:
     assert len({ours["best"] for ours in wanted}) > 10
 
 
-def test_the_limit_is_that_of_limits(tab: Any) -> None:
+def test_the_limit_is_that_of_limits(tab):
     machine = {"size": 24e6, "products": 24e6, "bandwidth": 30e9, "peak": 200e9}
     for nodes in (1, 7, 8, 64):
         assert tab.evaluate("([n, c]) => fastest(n, c)", [nodes, machine]) == fastest(nodes, **machine)
@@ -335,7 +330,7 @@ def test_the_limit_is_that_of_limits(tab: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
-def test_every_width_and_scheme(chromium: Any, page: Path, width: int, scheme: str) -> None:
+def test_every_width_and_scheme(chromium, page, width, scheme):
     tab = opened(chromium, page, width, scheme)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     dark = tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
@@ -345,7 +340,7 @@ def test_every_width_and_scheme(chromium: Any, page: Path, width: int, scheme: s
     tab.context.close()
 
 
-def test_hostile_texts_are_text(tab: Any) -> None:
+def test_hostile_texts_are_text(tab):
     tab.click("#last")
     for stage in range(6):
         tab.locator("#stages button").nth(stage).click()
@@ -360,7 +355,7 @@ def test_hostile_texts_are_text(tab: Any) -> None:
     assert tab.evaluate("document.querySelectorAll('script').length") == 2
 
 
-def test_steps_show_what_a_pass_did(tab: Any) -> None:
+def test_steps_show_what_a_pass_did(tab):
     tab.select_option("#trace", "1")
     tab.click("#first")
     assert "Pass 1" in tab.text_content("#told")
@@ -383,7 +378,7 @@ def test_steps_show_what_a_pass_did(tab: Any) -> None:
     assert tab.locator("#fast .piece").count() == int(tab.text_content("#fast-count").split(" of ")[1].split()[0])
 
 
-def test_the_race_runs_on_the_measured_clock(tab: Any) -> None:
+def test_the_race_runs_on_the_measured_clock(tab):
     tab.select_option("#trace", "0")
     assert tab.locator("#trace option").count() == 2
     tab.evaluate("at('time').value = 0.0225; at('time').dispatchEvent(new Event('input'))")
@@ -404,7 +399,7 @@ def test_the_race_runs_on_the_measured_clock(tab: Any) -> None:
     assert tab.text_content("#plain-count") == "36 of 36 tokens"
 
 
-def test_every_control_of_the_prediction_moves_it(tab: Any) -> None:
+def test_every_control_of_the_prediction_moves_it(tab):
     def seen() -> str:
         return str(tab.text_content("#figures")) + str(tab.text_content("#answer"))
 
@@ -457,7 +452,7 @@ def test_every_control_of_the_prediction_moves_it(tab: Any) -> None:
     assert "τ is at least 1" in tab.text_content("#know")
 
 
-def test_every_control_of_the_comparison_moves_it(tab: Any) -> None:
+def test_every_control_of_the_comparison_moves_it(tab):
     def rows() -> list[list[str]]:
         return [row.split("\t") for row in tab.locator("#rows-table tbody tr").all_inner_texts()]
 
@@ -498,7 +493,7 @@ def test_every_control_of_the_comparison_moves_it(tab: Any) -> None:
     assert "a <processor>" in tab.text_content("#machine")
 
 
-def test_a_stall_of_the_machine_is_told(tab: Any) -> None:
+def test_a_stall_of_the_machine_is_told(tab):
     """Plain decoding beside itself is 1.0, or what stands beside it means nothing."""
     assert "Doubtful" not in tab.text_content("#compare-told")
     for ratio, doubtful in ((1.04, False), (2.59, True), (0.8, True)):
@@ -512,7 +507,7 @@ def test_a_stall_of_the_machine_is_told(tab: Any) -> None:
         tab.evaluate("DATA.comparisons[0].rows.shift()")
 
 
-def test_the_keyboard_reaches_everything(tab: Any) -> None:
+def test_the_keyboard_reaches_everything(tab):
     wanted = tab.evaluate(
         "[...document.querySelectorAll('main button, main select, main input:not([disabled]), main summary')]"
         ".filter(e => e.checkVisibility()).map(e => e.id || e.outerHTML)"
@@ -530,7 +525,7 @@ def test_the_keyboard_reaches_everything(tab: Any) -> None:
     assert tab.text_content("#told") == before
 
 
-def test_a_screen_reader_is_told_what_is_there(tab: Any) -> None:
+def test_a_screen_reader_is_told_what_is_there(tab):
     """Every control has a name, every picture a description, every table its heads."""
     for stage in range(6):
         tab.locator("#stages button").nth(stage).click()
@@ -549,7 +544,7 @@ def test_a_screen_reader_is_told_what_is_there(tab: Any) -> None:
     assert all(b - a <= 1 for a, b in itertools.pairwise(levels))
 
 
-def test_missing_parts_are_named_with_their_command(chromium: Any, runs: Path, tmp_path: Path) -> None:
+def test_missing_parts_are_named_with_their_command(chromium, runs, tmp_path):
     write_page(page_data(PageConfig([str(runs / "l")])), tmp_path / "page.html")
     tab = opened(chromium, tmp_path / "page.html")
     for section, command in (("explain", "selfspec decode"), ("compare", "selfspec compare")):
@@ -560,7 +555,7 @@ def test_missing_parts_are_named_with_their_command(chromium: Any, runs: Path, t
     tab.context.close()
 
 
-def test_the_page_opens_at_once(chromium: Any, tmp_path: Path) -> None:
+def test_the_page_opens_at_once(chromium, tmp_path):
     write_page(page_data(PageConfig()), tmp_path / "page.html")
     tab = opened(chromium, tmp_path / "page.html")
     took = tab.evaluate("performance.getEntriesByType('navigation')[0].domComplete")

@@ -1,7 +1,5 @@
 """`loop.precision=auto` and `target.dtype=auto`: what a training takes on processors of two kinds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -37,14 +35,12 @@ def chosen(folder: Path, *overrides: str) -> tuple[str, str]:
         (False, ["loop.precision=bf16"], ("bf16", "auto")),
     ],
 )
-def test_choice(
-    faster: bool, overrides: list[str], wanted: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choice(faster, overrides, wanted, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "bfloat16_is_faster", lambda device: faster)
     assert chosen(tmp_path, *overrides) == wanted
 
 
-def test_a_begun_run_keeps_its_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_begun_run_keeps_its_choice(tmp_path, monkeypatch):
     """It may go on on another machine."""
     monkeypatch.setattr(runs, "bfloat16_is_faster", lambda device: True)
     saved = OmegaConf.create({"loop": {"precision": "no"}, "target": {"dtype": "float32"}})
@@ -61,12 +57,12 @@ def test_a_begun_run_keeps_its_choice(tmp_path: Path, monkeypatch: pytest.Monkey
     assert chosen(tmp_path) == ("bf16", "auto")
 
 
-def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+def test_a_device_that_is_not_here(tmp_path):
     with pytest.raises(ValueError, match="device='nowhere' can not be used here"):
         runs.settled(TrainRun, composed("target.device=nowhere"), tmp_path)
 
 
-def test_bfloat16_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_measured(monkeypatch):
     """Slower products of one kind decide, whichever it is."""
     times = {torch.bfloat16: 1.0, torch.float32: 2.0}
     now = [0.0]

@@ -1,7 +1,5 @@
 """Quantized targets in the forms that people have: loaded, decoded as plainly, drafted for, and trained on."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections import namedtuple
@@ -11,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import made, randomize, save_tiny
-from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast, QuantoConfig, TorchAoConfig
+from conftest import made, randomize, refused, save_tiny
+from transformers import BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
@@ -46,7 +44,7 @@ FORMATS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_quantized_target(name: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_quantized_target(name, tmp_path, tokenizer):
     package, config = FORMATS[name]
     if importlib.util.find_spec(package.split(".")[0]) is None:
         pytest.skip(f"{package} is not installed")
@@ -67,9 +65,7 @@ def test_a_quantized_target(name: str, tmp_path: Path, tokenizer: PreTrainedToke
     assert speculative(spec.target, PROMPTS, options, spec.drafter, 8).token_ids == plain
 
 
-def test_what_quanto_makes_is_served_or_refused_by_name(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Any
-) -> None:
+def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, capsys):
     pytest.importorskip("optimum.quanto")
     folder = save_tiny(tmp_path / "target", tokenizer, **SIZES)
     with pytest.raises(ValueError, match=r"quanto's int4 or int2, which .* quanto's int8 and float8 are served"):
@@ -126,9 +122,7 @@ def _write_gguf(gguf: Any, file: Path, kind: Any) -> None:
     writer.close()
 
 
-def test_a_gguf_file_is_a_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_file_is_a_target(tmp_path, monkeypatch, capsys):
     """It is dequantized once, keeps its name, and a drafter that was trained on it finds it again."""
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
@@ -144,11 +138,10 @@ def test_a_gguf_file_is_a_target(
     monkeypatch.setattr(gguf, "GGUFReader", None)  # never read again
     assert repr(selfspec.load(str(tmp_path / "run"))).startswith(f"Spec(target={str(file)!r}, drafter=medusa")
     assert "dequantized" not in capsys.readouterr().err
-    with pytest.raises(FileNotFoundError, match="is not a file"):
-        load_target(str(tmp_path / "missing.gguf"))
+    refused("is not a file", load_target, str(tmp_path / "missing.gguf"), error=FileNotFoundError)
 
 
-def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     _write_gguf(gguf, tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.F16)
@@ -156,15 +149,13 @@ def test_a_gguf_file_in_float16_keeps_its_digits(tmp_path: Path, monkeypatch: py
     assert target.dtype == torch.float32
 
 
-def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_that_is_damaged_or_has_no_room(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF and nothing else")
-    with pytest.raises(ValueError, match=r"target '.*tiny.gguf' is damaged or cut off"):
-        load_target(str(file))
+    refused(r"target '.*tiny.gguf' is damaged or cut off", load_target, str(file))
     assert not list((tmp_path / "cache" / "targets").iterdir())
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 0))
-    with pytest.raises(ValueError, match=r"0 MB are free in .*, tiny.gguf needs"):
-        load_target(str(file))
+    refused(r"0 MB are free in .*, tiny.gguf needs", load_target, str(file))

@@ -3,8 +3,6 @@
 `record.json` was written by version 0.1.0 in float32 on two cores. A part of it is checked here; all of it is slow.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -45,14 +43,14 @@ def check(name: str, temperature: str, nodes: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "temperature", "nodes"), [point for point in POINTS if " ".join(point[1:]) in FEW], ids="-".join
 )
-def test_tokens_and_passes(name: str, temperature: str, nodes: str) -> None:
+def test_tokens_and_passes(name, temperature, nodes):
     check(name, temperature, nodes, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "temperature", "nodes"), POINTS, ids="-".join)
-def test_all_tokens_and_passes(name: str, temperature: str, nodes: str) -> None:
+def test_all_tokens_and_passes(name, temperature, nodes):
     check(name, temperature, nodes, len(RECORD["prompts"]))
     seeds = [RECORD["seed"] + i for i in range(len(RECORD["prompts"]))]
     together = spec(name).generate(
@@ -82,7 +80,7 @@ loop.checkpoint_every=50"""
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_losses(name: str, tmp_path: Path) -> None:
+def test_losses(name, tmp_path):
     assert losses_of(name, tmp_path) == pytest.approx(RECORD["training"][name], rel=2e-6)
 
 

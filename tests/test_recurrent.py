@@ -1,7 +1,5 @@
 """Layers that keep a state: trees over them against transformers' own steps, and what drafts on them."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random
@@ -127,7 +125,6 @@ def compare(model: PreTrainedModel, trees: int, checked: int, commits: int = 0) 
         parents = [-1, *(rng.randrange(max(0, i - 5), i) for i in range(1, nodes))]
         tree = DraftTree(torch.tensor([[rng.randrange(VOCAB) for _ in range(nodes)]]), torch.tensor([parents]))
         logits = target.forward(tree, cache).logits
-        assert logits is not None
         picked = [0, *rng.sample(range(1, nodes), min(checked, nodes - 1))]
         paths = {node: tree.mask[0, node].nonzero()[:, 0].tolist() for node in picked}
         if each >= commits:
@@ -142,7 +139,7 @@ def compare(model: PreTrainedModel, trees: int, checked: int, commits: int = 0) 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_nodes_are_step_by_step_decoding(name: str, scale: float, judge: Any) -> None:
+def test_nodes_are_step_by_step_decoding(name, scale, judge):
     if scale and name not in KINDS:
         pytest.skip("fast decay is tested on one family of each kind")
     assert compare(judge(name, scale), trees=3, checked=2) < BOUND.get(name, 1e-9)
@@ -150,7 +147,7 @@ def test_nodes_are_step_by_step_decoding(name: str, scale: float, judge: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
-def test_nodes_of_many_trees_and_after_many_commits(name: str, judge: Any) -> None:
+def test_nodes_of_many_trees_and_after_many_commits(name, judge):
     assert compare(judge(name, 0.0), trees=50, checked=30, commits=200) < BOUND.get(name, 1e-9)
 
 
@@ -175,7 +172,7 @@ def drafters(target: Target) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("rows", "temperatures"), [(1, (0.0,)), (4, (0.0, 1.0))])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_drafter_gives_plain_text(name: str, rows: int, temperatures: tuple[float, ...]) -> None:
+def test_every_drafter_gives_plain_text(name, rows, temperatures):
     target = Target(build(name, num_hidden_layers=4, **({} if "Falcon" in name else deeper(name))))
     kinds = drafters(target)
     for temperature in temperatures:
@@ -194,7 +191,7 @@ def test_every_drafter_gives_plain_text(name: str, rows: int, temperatures: tupl
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", KINDS)
-def test_twenty_seeds_in_float32(name: str, rows: int) -> None:
+def test_twenty_seeds_in_float32(name, rows):
     target = Target(build(name, dtype=torch.float32, num_hidden_layers=4, **({} if "Falcon" in name else deeper(name))))
     kinds = drafters(target)
     for temperature in (0.0, 1.0):
@@ -214,18 +211,18 @@ def deeper(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_documents_of_a_row_are_as_if_alone(name: str) -> None:
+def test_documents_of_a_row_are_as_if_alone(name):
     """Several documents in one row of training: none sees the state of the one before."""
     target = Target(build(name))
     parts = [torch.randint(1, VOCAB, (1, n), generator=torch.Generator().manual_seed(n)) for n in (7, 90, 5)]
     documents = torch.cat([torch.full_like(part, i) for i, part in enumerate(parts)], 1)
     whole = target.text(torch.cat(parts, 1), documents=documents).logits
-    alone = torch.cat([target.text(part).logits for part in parts], 1)  # type: ignore[misc]
+    alone = torch.cat([target.text(part).logits for part in parts], 1)
     torch.testing.assert_close(whole, alone, atol=2e-4, rtol=0.05)  # transformers computes in float32
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prompts_longer_than_a_piece_are_one_text(name: str) -> None:
+def test_prompts_longer_than_a_piece_are_one_text(name):
     target = Target(build(name, max_position_embeddings=512))
     text = torch.randint(1, VOCAB, (2, 200), generator=torch.Generator().manual_seed(0))
     cache = target.cache(2, 64)
@@ -234,15 +231,13 @@ def test_prompts_longer_than_a_piece_are_one_text(name: str) -> None:
         cache.commit([list(range(len(text[0, start : start + 150])))] * 2)
     logits = target.forward(chain(text[:, :1]), cache).logits
     wanted = target.text(torch.cat([text, text[:, :1]], 1)).logits
-    assert logits is not None
-    assert wanted is not None
     torch.testing.assert_close(logits[:, 0], wanted[:, -1], atol=2e-4, rtol=0.05)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["LFM2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Qwen3.5", "Falcon-H1"))])
 @pytest.mark.parametrize("drafts", ["exits", pytest.param("heads", marks=pytest.mark.slow)])
-def test_compiled_text_is_eager_text(name: str, backend: str, drafts: str) -> None:
+def test_compiled_text_is_eager_text(name, backend, drafts):
     target = Target(build(name, dtype=torch.float32))
     options, prompts = Options(12, Sampling(1.0), seed=5), PROMPTS[:2]
     plain = autoregressive(target, prompts, options).token_ids
@@ -258,7 +253,7 @@ def test_compiled_text_is_eager_text(name: str, backend: str, drafts: str) -> No
     assert result.stats.exact == "in every test"
 
 
-def test_rows_end_and_move() -> None:
+def test_rows_end_and_move():
     """Rows that end at different times leave the states of the others as they are."""
     target = Target(build("Qwen3.5"))
     options = Options(30, Sampling(1.0), seed=2, eos=frozenset(range(0, 61, 9)))
@@ -270,19 +265,17 @@ def test_rows_end_and_move() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Falcon-H1", "Jamba"])
-def test_documents_under_autocast(name: str) -> None:
+def test_documents_under_autocast(name):
     """Training runs the target under autocast; sums of decays must not be rounded to bfloat16."""
     target = Target(build(name, dtype=torch.float32, max_position_embeddings=512))
     tokens = torch.randint(1, VOCAB, (1, 300), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
         plain = target.text(tokens).logits
         packed = target.text(tokens, documents=torch.zeros_like(tokens)).logits
-    assert plain is not None
-    assert packed is not None
     assert float((plain - packed).norm() / (plain - plain.mean()).norm()) < 0.05
 
 
-def test_a_draft_layer_with_a_state_moves_on() -> None:
+def test_a_draft_layer_with_a_state_moves_on():
     """The feature head's own layer is Mamba2's: its state follows what was accepted, as its training expects."""
     target = Target(build("Mamba2"))
     head = made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0)
@@ -299,7 +292,7 @@ def test_a_draft_layer_with_a_state_moves_on() -> None:
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_a_second_pass_over_a_tree_builds_on_the_first(engine: str) -> None:
+def test_a_second_pass_over_a_tree_builds_on_the_first(engine):
     target = Target(build("LFM2"))
     target.use_engine(engine)
     tokens, parents = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 1, 2]])
@@ -309,12 +302,10 @@ def test_a_second_pass_over_a_tree_builds_on_the_first(engine: str) -> None:
     whole = target.forward(DraftTree(tokens, parents), cache).logits
     target.forward(DraftTree(tokens[:, :3], parents[:, :3]), cache)
     rest = target.forward(DraftTree(tokens, parents), cache, ran=3).logits
-    assert whole is not None
-    assert rest is not None
     torch.testing.assert_close(rest, whole[:, 3:])
 
 
-def test_older_transformers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_transformers_are_named(monkeypatch):
     monkeypatch.setattr(support, "_VERSION", "5.16.1")
     with pytest.raises(ValueError, match=r"keep a state: they need transformers 5\.21, here is 5\.16\.1"):
         Target(build(next(iter(RECURRENT))))

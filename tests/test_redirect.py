@@ -1,7 +1,5 @@
 """The kernels in passes that are not compiled, beside torch's own functions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ def random(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     ("heads", "shared", "nodes", "rows", "masks"), [(4, 2, 5, 2, 2), (4, 1, 3, 2, 1), (2, 2, 1, 3, 3), (3, 3, 40, 1, 1)]
 )
-def test_attention_is_torchs(heads: int, shared: int, nodes: int, rows: int, masks: int) -> None:
+def test_attention_is_torchs(heads, shared, nodes, rows, masks):
     """Also over the first entries of longer buffers, and with keys that lie in another order."""
     query, slots, width = random(rows, nodes, heads, 64).transpose(1, 2), 64, 64
     kept = [random(rows, shared, 256, width)[:, :, :slots], random(rows, shared, 256, width)[:, :, :slots]]
@@ -51,7 +49,7 @@ def test_attention_is_torchs(heads: int, shared: int, nodes: int, rows: int, mas
 
 
 @here
-def test_linear_maps_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_maps_are_torchs(monkeypatch):
     monkeypatch.setattr(redirect, "MOST", 8)
     x, weight, bias = random(3, 7, 64), random(40, 64), random(40)
     with Redirected() as mode, torch.inference_mode():
@@ -64,7 +62,7 @@ def test_linear_maps_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @here
-def test_what_the_kernels_do_not_take_is_torchs_and_named() -> None:
+def test_what_the_kernels_do_not_take_is_torchs_and_named():
     class Wrapped(Tensor):
         pass
 
@@ -94,7 +92,7 @@ def test_what_the_kernels_do_not_take_is_torchs_and_named() -> None:
 
 
 @here
-def test_int8_without_its_kernel_is_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_without_its_kernel_is_up_to_rounding(monkeypatch):
     model = tiny_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1).to(torch.bfloat16)
     quantize(model)
     monkeypatch.setattr(redirect, "has_kernel", lambda: False)
@@ -102,9 +100,7 @@ def test_int8_without_its_kernel_is_up_to_rounding(monkeypatch: pytest.MonkeyPat
 
 
 @here
-def test_a_compiler_that_fails_leaves_passes_to_torch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compiler_that_fails_leaves_passes_to_torch(monkeypatch, capsys):
     def fails(name: str) -> None:
         raise RuntimeError(f"Python.h: no such file ({name})")
 
@@ -117,13 +113,13 @@ def test_a_compiler_that_fails_leaves_passes_to_torch(
     assert "run on torch's own kernels" in capsys.readouterr().err
 
 
-def test_only_bfloat16_on_the_cpu_is_redirected() -> None:
+def test_only_bfloat16_on_the_cpu_is_redirected():
     assert redirect.redirected([nn.Linear(64, 64)]) is None
     assert redirect.redirected([nn.Linear(64, 64).half()]) is None
     assert redirect.redirected([]) is None
 
 
-def test_rows_that_stay_grow_alone() -> None:
+def test_rows_that_stay_grow_alone():
     """Only rows of the batch are copied into larger buffers; memory of the old ones lives while something uses it."""
     like = [(torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 1, 3))]
     cache = KVCache(like, 4, 4, 2000, Engine("inductor"), torch.device("cpu"))
@@ -136,11 +132,10 @@ def test_rows_that_stay_grow_alone() -> None:
     assert cache.capacity == 2048
     assert cache._shaped(0).shape == (2, 1, 2, 2048, 3)
     assert cache._shaped(0)[:, 0, :, :2].equal(before)
-    assert kept is not None
     assert kept[0].flat.isfinite().all()
 
 
-def test_a_part_with_a_storage_of_its_own_is_the_same_memory() -> None:
+def test_a_part_with_a_storage_of_its_own_is_the_same_memory():
     whole = torch.zeros(3, 4)
     part = own_storage(whole[1])
     part += 1

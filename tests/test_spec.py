@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import inspect
-import os
 import pydoc
 import re
-import subprocess
 import sys
 import warnings
 from dataclasses import fields
@@ -15,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Watch, made, save_tiny, tiny_model
+from conftest import Watch, made, refused, save_tiny, tiny_model
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
@@ -23,6 +19,7 @@ from selfspec.api import Spec
 from selfspec.checkpoints.embedded import DRAFTERS
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
+from selfspec.cli import main as cli
 from selfspec.core.contract import Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -41,11 +38,11 @@ TEXTS = ["def parse(self):\n    ", "import os\n"]
 
 
 @pytest.fixture(scope="module")
-def spec(heads_folder: Path) -> Spec:
+def spec(heads_folder) -> Spec:
     return selfspec.load(str(heads_folder))
 
 
-def test_generates_texts_and_ids_alike(spec: Spec) -> None:
+def test_generates_texts_and_ids_alike(spec):
     ids = [spec.tokenizer(text)["input_ids"] for text in TEXTS]
     for temperature in (0.0, 1.0):
         by_text = spec.generate(TEXTS, 20, temperature, seed=4)
@@ -55,7 +52,7 @@ def test_generates_texts_and_ids_alike(spec: Spec) -> None:
         assert by_text.texts == oracle.texts == [spec.tokenizer.decode(t) for t in oracle.token_ids]
 
 
-def test_stats_have_the_promised_names(spec: Spec) -> None:
+def test_stats_have_the_promised_names(spec):
     stats = spec.generate(TEXTS, 12).stats
     assert stats.tokens == 24
     assert stats.passes <= 24
@@ -64,12 +61,12 @@ def test_stats_have_the_promised_names(spec: Spec) -> None:
     assert min(stats.seconds_draft, stats.seconds_target, stats.seconds_other) > 0
 
 
-def test_stream_is_the_text_of_generate(spec: Spec) -> None:
+def test_stream_is_the_text_of_generate(spec):
     pieces = list(spec.stream(TEXTS[0], 30, temperature=1.0, seed=2))
     assert "".join(pieces) == spec.generate(TEXTS[:1], 30, temperature=1.0, seed=2).texts[0]
 
 
-def test_two_streams_do_not_disturb_each_other(spec: Spec) -> None:
+def test_two_streams_do_not_disturb_each_other(spec):
     streams = [spec.stream(text, 20, temperature=1.0, seed=6) for text in TEXTS]
     pieces: list[list[str]] = [[], []]
     for turn in range(200):
@@ -79,18 +76,18 @@ def test_two_streams_do_not_disturb_each_other(spec: Spec) -> None:
         assert "".join(parts) == spec.generate([text], 20, temperature=1.0, seed=6).texts[0]
 
 
-def test_target_model_is_stock_and_untouched(spec: Spec, tiny_folder: str) -> None:
+def test_target_model_is_stock_and_untouched(spec, tiny_folder):
     assert type(spec.target.model).__module__.startswith("transformers.models.llama")
     assert weights_hash(spec.target.model) == weights_hash(load_target(tiny_folder)[0].model)
 
 
-def test_run_folders_and_overrides(heads_folder: Path, tiny_folder: str) -> None:
+def test_run_folders_and_overrides(heads_folder, tiny_folder):
     spec = selfspec.load(str(heads_folder.parent), target=tiny_folder, dtype="bfloat16", device="cpu")
     assert spec.target.dtype == torch.bfloat16
     assert len(spec.generate(TEXTS, 8).token_ids[0]) == 8
 
 
-def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
+def test_ends_at_any_eos_of_the_generation_config(heads_folder):
     spec = selfspec.load(str(heads_folder))
     free = spec.generate(TEXTS[:1], 30).token_ids[0]
     spec.target.model.generation_config.eos_token_id = torch.tensor([319, free[9]])
@@ -138,68 +135,40 @@ def test_ends_at_any_eos_of_the_generation_config(heads_folder: Path) -> None:
         ({"prompts": [{1, 2}]}, "prompt 0 is set"),
     ],
 )
-def test_bad_input_is_named(spec: Spec, arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        spec.generate(**{"prompts": TEXTS, "max_new_tokens": 4, **arguments})  # type: ignore[arg-type]
+def test_bad_input_is_named(spec, arguments, message):
+    refused(message, spec.generate, **{"prompts": TEXTS, "max_new_tokens": 4, **arguments})
 
 
-def test_numpy_and_torch_integers_are_integers(spec: Spec) -> None:
+def test_numpy_and_torch_integers_are_integers(spec):
     want = spec.generate(TEXTS, 6, 1.0, seed=[3, 4]).token_ids
     assert spec.generate(TEXTS, np.int64(6), 1.0, seed=torch.tensor([3, 4])).token_ids == want
     assert spec.generate(TEXTS, 6, 1.0, seed=np.int64(3)).token_ids == spec.generate(TEXTS, 6, 1.0, seed=3).token_ids
 
 
-def test_bad_places_are_named(tmp_path: Path, heads_folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no drafter at 'runs/nothing'.*tiny-medusa"):
-        selfspec.load("runs/nothing")
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        selfspec.load(str(heads_folder), target=str(tmp_path))
-    with pytest.raises(ValueError, match="dtype='int4'"):
-        selfspec.load(str(heads_folder), dtype="int4")
+def test_bad_places_are_named(tmp_path, heads_folder):
+    refused(r"no drafter at 'runs/nothing'.*tiny-medusa", selfspec.load, "runs/nothing", error=FileNotFoundError)
+    refused(r"config\.json", selfspec.load, str(heads_folder), target=str(tmp_path), error=FileNotFoundError)
+    refused("dtype='int4'", selfspec.load, str(heads_folder), dtype="int4")
     model = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, num_layers=2, d_ff=32))
     model.save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        load_target(str(tmp_path / "t5"))
+    refused("encoder-decoder", load_target, str(tmp_path / "t5"))
 
 
-def test_without_a_tokenizer_ids_still_work(tmp_path: Path, tokenizer: object) -> None:
+def test_without_a_tokenizer_ids_still_work(tmp_path, tokenizer):
     folder = tmp_path / "bare"
-    save_tiny(folder, tokenizer)  # type: ignore[arg-type]
+    save_tiny(folder, tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
     target, none = load_target(str(folder))
     spec = Spec(target, made(Medusa, target, heads=2, rank=2), none)
     assert none is None
     assert len(spec.generate([[1, 2, 3]], 5).token_ids[0]) == 5
-    with pytest.raises(ValueError, match="no tokenizer"):
-        spec.generate(["text"])
+    refused("no tokenizer", spec.generate, ["text"])
     with pytest.raises(ValueError, match="no tokenizer"):
         next(spec.stream("text"))
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny-medusa", *(pytest.param(f"tiny-{n}", marks=pytest.mark.slow) for n in ("early-exit", "eagle3"))]
-)
-def test_embedded_heads_in_float32_are_exact(name: str) -> None:
-    """The committed target and heads: identity with the oracle and with transformers, at work rather than at random."""
-    spec = selfspec.load(name, dtype="float32")
-    prompts = [
-        "def fibonacci(n):\n",
-        "class Stack:\n    def __init__(self):\n",
-        "import os\nimport sys\n\n",
-        "try:\n    ",
-    ]
-    for temperature in (0.0, 0.7, 1.0):
-        fast = spec.generate(prompts, 48, temperature, seed=3, nodes=16)
-        assert fast.token_ids == spec.autoregressive(prompts, 48, temperature, seed=3).token_ids
-        assert fast.stats.acceptance_length > 1.5
-    for prompt in prompts:
-        ids = torch.tensor([spec.tokenizer(prompt)["input_ids"]])
-        reference = spec.target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48)
-        assert spec.generate([prompt], 48).token_ids[0] == reference[0, ids.shape[1] :].tolist()
-
-
-def test_embedded_assets_are_small() -> None:
+def test_embedded_assets_are_small():
     assets = Path(selfspec.__file__).parent / "assets"
     assert sum(p.stat().st_size for p in (assets / "tiny-target").iterdir()) <= 25e6
     drafters = [folder.parent for folder in assets.glob("*/drafter.json")]
@@ -212,25 +181,26 @@ def test_embedded_assets_are_small() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name.startswith("tiny-")])
-def test_every_embedded_drafter_loads_and_drafts(name: str) -> None:
+def test_every_embedded_drafter_loads_and_drafts(name):
+    """Identity at work rather than at random; at length in tests/test_embedded.py."""
     spec = selfspec.load(name, dtype="float32", engine="eager")
-    plain = spec.autoregressive("def main():", 12)
-    found = spec.generate("def main():", 12, nodes=8)
-    assert found.token_ids == plain.token_ids
-    assert found.stats.calls < plain.stats.calls
+    for temperature in (0.0, 0.7):
+        found = spec.generate("def main():", 24, temperature, seed=3, nodes=8)
+        assert found.token_ids == spec.autoregressive("def main():", 24, temperature, seed=3).token_ids
+        assert found.stats.acceptance_length > 1.3
 
 
-def test_command_line(heads_folder: Path) -> None:
-    call = [sys.executable, "-m", "selfspec", "complete", "--drafter", str(heads_folder), "--max-new-tokens", "12"]
-    plain = subprocess.run([*call, "import os"], capture_output=True, text=True, env=os.environ)
-    assert plain.returncode == 0, plain.stderr
-    assert plain.stdout.startswith("import os")
-    colored = subprocess.run([*call, "--color", "import os"], capture_output=True, text=True, env=os.environ)
-    assert colored.returncode == 0, colored.stderr
-    assert "per pass" in colored.stderr
+def test_command_line(heads_folder, monkeypatch, capsys):
+    call = f"selfspec complete --drafter {heads_folder} --max-new-tokens 12"
+    for more in ([], ["--color"]):
+        monkeypatch.setattr(sys, "argv", [*call.split(), *more, "import os"])
+        cli.main()
+        said = capsys.readouterr()
+        assert "import os" in said.out
+        assert ("per pass" in said.err) == bool(more)
 
 
-def test_one_prompt_is_one_row(spec: Spec) -> None:
+def test_one_prompt_is_one_row(spec):
     """A text, ids and a conversation without a list around them."""
     result = spec.generate(TEXTS[0], 12)
     assert result.token_ids == spec.generate(TEXTS[:1], 12).token_ids
@@ -244,7 +214,7 @@ def test_one_prompt_is_one_row(spec: Spec) -> None:
         next(spec.stream(TEXTS, 2))
 
 
-def test_a_result_says_why_each_row_ended(spec: Spec, heads_folder: Path) -> None:
+def test_a_result_says_why_each_row_ended(spec, heads_folder):
     text = spec.generate("one two three", max_new_tokens=12).text
     assert spec.generate(["one two three"] * 2, max_new_tokens=12).finish_reasons == ["length"] * 2
     assert spec.generate("one two three", max_new_tokens=12, stop=text[:3]).finish_reasons == ["stop"]
@@ -256,7 +226,7 @@ def test_a_result_says_why_each_row_ended(spec: Spec, heads_folder: Path) -> Non
     assert spec.generate([[5, 9, 2]], 4).finish_reasons == ["stop"]
 
 
-def test_editors_see_the_arguments(spec: Spec) -> None:
+def test_editors_see_the_arguments(spec):
     for method in (spec.generate, spec.autoregressive, spec.stream):
         names = list(inspect.signature(method).parameters)
         assert names[1:] == [field.name for field in fields(Request)]
@@ -266,13 +236,12 @@ def test_editors_see_the_arguments(spec: Spec) -> None:
 @pytest.mark.parametrize(
     ("drafter", "target"), [("tiny-meduza", None), ("promt_lookup", None), ("lookahead", "tny-target")]
 )
-def test_embedded_names_are_suggested(drafter: str, target: str | None) -> None:
+def test_embedded_names_are_suggested(drafter, target):
     right = {"tiny-meduza": "tiny-medusa", "promt_lookup": "prompt_lookup", "lookahead": "tiny-target"}[drafter]
-    with pytest.raises(FileNotFoundError, match=f"did you mean '{right}'"):
-        selfspec.load(drafter, target)
+    refused(f"did you mean '{right}'", selfspec.load, drafter, target, error=FileNotFoundError)
 
 
-def test_a_text_that_stops(spec: Spec) -> None:
+def test_a_text_that_stops(spec):
     free = spec.generate(TEXTS[0], 40)
     stop = re.findall(r"[a-z]{2}", free.text)[1]
     for temperature in (0.0, 0.9):
@@ -283,7 +252,7 @@ def test_a_text_that_stops(spec: Spec) -> None:
     assert "".join(spec.stream(TEXTS[0], 40, stop=stop)) == spec.generate(TEXTS[0], 40, stop=stop).text
 
 
-def test_a_generation_config_is_taken(spec: Spec) -> None:
+def test_a_generation_config_is_taken(spec):
     config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.8, top_k=20, stop_strings=["zz"])
     want = spec.generate(TEXTS, 9, 0.8, 20, seed=5).token_ids
     assert spec.generate(TEXTS, generation_config=config, seed=5).token_ids == want
@@ -316,9 +285,7 @@ CONFIGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a call, and of th
 
 
 @pytest.mark.parametrize(("call", "own"), CONFIGS)
-def test_a_generation_config_means_what_transformers_says(
-    call: dict[str, Any], own: dict[str, Any], spec: Spec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generation_config_means_what_transformers_says(call, own, spec, monkeypatch):
     """The tokens that are left to draw from, and how likely they are, by transformers' own warpers; both ways in."""
     model, config = spec.target.model, GenerationConfig(max_new_tokens=12, **call)
     monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=0, pad_token_id=0, **own))
@@ -340,7 +307,7 @@ def test_a_generation_config_means_what_transformers_says(
     assert spec.generate(ids, generation_config=config, seed=3).token_ids[0] == out[0, 4:].tolist()
 
 
-def test_what_a_models_own_config_asks_for_is_not_passed_over(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_models_own_config_asks_for_is_not_passed_over(spec, monkeypatch):
     monkeypatch.setattr(spec.target.model, "generation_config", GenerationConfig(repetition_penalty=1.05))
     with pytest.raises(ValueError, match=r"has repetition_penalty=1.05 of the model's own, which generate does not"):
         spec.generate(TEXTS[0], generation_config=GenerationConfig(max_new_tokens=4))
@@ -348,9 +315,9 @@ def test_what_a_models_own_config_asks_for_is_not_passed_over(spec: Spec, monkey
     assert len(spec.generate(TEXTS[0], generation_config=config).token_ids[0]) <= 4
 
 
-def test_what_is_given_is_not_changed(spec: Spec) -> None:
+def test_what_is_given_is_not_changed(spec):
     count = torch.tensor(8)
-    rows = spec.generate(TEXTS, max_new_tokens=count).token_ids  # type: ignore[arg-type]
+    rows = spec.generate(TEXTS, max_new_tokens=count).token_ids
     assert [len(row) for row in rows] == [8, 8]
     assert int(count) == 8
     end = spec.generate(TEXTS[0], 9).token_ids[0][3]
@@ -362,7 +329,7 @@ def test_what_is_given_is_not_changed(spec: Spec) -> None:
     assert spec.generate(TEXTS, 5, generation_config=own).token_ids == spec.generate(TEXTS, 5).token_ids
 
 
-def test_results_are_shown_in_one_line(spec: Spec) -> None:
+def test_results_are_shown_in_one_line(spec):
     result = spec.generate(["<b>x</b> & y"], 12)
     for shown in (repr(spec), repr(result), repr(result.stats)):
         assert len(shown.splitlines()) == 1
@@ -374,7 +341,7 @@ def test_results_are_shown_in_one_line(spec: Spec) -> None:
     assert "".join(text for text, _ in result.pieces()) == result.text
 
 
-def test_oracle_and_engine_share_signature_and_result() -> None:
+def test_oracle_and_engine_share_signature_and_result():
     import inspect
 
     assert inspect.signature(Spec.generate) == inspect.signature(Spec.autoregressive)
@@ -383,7 +350,7 @@ def test_oracle_and_engine_share_signature_and_result() -> None:
     assert one.return_annotation == other.return_annotation == "Result"
 
 
-def test_without_a_seed_torchs_generator_governs_it_and_calls_differ(spec: Spec) -> None:
+def test_without_a_seed_torchs_generator_governs_it_and_calls_differ(spec):
     torch.manual_seed(5)
     one, other = spec.generate(TEXTS[:1], 12, 1.0), spec.generate(TEXTS[:1], 12, 1.0)
     assert one.seed != other.seed
@@ -398,44 +365,40 @@ def test_without_a_seed_torchs_generator_governs_it_and_calls_differ(spec: Spec)
     assert len(firsts) > 3  # one token 40 times where all calls drew the same noise
 
 
-def test_scalars_arrays_and_ranges_are_taken(spec: Spec) -> None:
+def test_scalars_arrays_and_ranges_are_taken(spec):
     want = spec.generate(TEXTS, 6, 0.5, seed=[3, 4]).token_ids
     for temperature in (np.float32(0.5), torch.tensor(0.5), np.float64(0.5)):
         for seed in (np.array([3, 4]), range(3, 5), (3, 4)):
             assert spec.generate(TEXTS, 6, temperature, seed=seed).token_ids == want
     ids = torch.tensor([[5, 9, 2], [7, 7, 1]])
-    assert spec.generate(ids, 4).token_ids == spec.generate(ids.tolist(), 4).token_ids  # type: ignore[arg-type]
+    assert spec.generate(ids, 4).token_ids == spec.generate(ids.tolist(), 4).token_ids
     one = spec.generate([[5, 9, 2]], 4).token_ids
-    assert spec.generate(torch.tensor([5, 9, 2]), 4).token_ids == spec.generate([5, 9, 2], 4).token_ids == one  # type: ignore[arg-type]
+    assert spec.generate(torch.tensor([5, 9, 2]), 4).token_ids == spec.generate([5, 9, 2], 4).token_ids == one
     with pytest.raises(ValueError, match="prompts has 3 dimensions; give one row of token ids per prompt"):
-        spec.generate(torch.zeros(1, 1, 2, dtype=torch.int64), 4)  # type: ignore[arg-type]
+        spec.generate(torch.zeros(1, 1, 2, dtype=torch.int64), 4)
     with pytest.raises(TypeError, match=r"unknown argument 'temprature' .did you mean 'temperature'"):
         spec.generate(TEXTS, temprature=1.0)
-    with pytest.raises(ValueError, match="lossy='typical' can not be streamed"):
-        spec.stream(TEXTS[0], 4, lossy="typical")
+    refused("lossy='typical' can not be streamed", spec.stream, TEXTS[0], 4, lossy="typical")
 
 
-def test_a_target_that_was_changed_is_named(heads_folder: Path) -> None:
+def test_a_target_that_was_changed_is_named(heads_folder):
     spec = selfspec.load(str(heads_folder))
     before = spec.generate(TEXTS, 6).token_ids
     spec.target.model.train()
-    with pytest.raises(ValueError, match=r"training mode.*call target.model.eval\(\)"):
-        spec.generate(TEXTS, 4)
+    refused(r"training mode.*call target.model.eval\(\)", spec.generate, TEXTS, 4)
     spec.target.model.eval()
     assert spec.generate(TEXTS, 6).token_ids == before
     spec.target.model.config.return_dict = False
     assert spec.generate(TEXTS, 6).token_ids == before
     spec.target.model.config.return_dict = True
     spec.target.model.to(torch.float64)
-    with pytest.raises(ValueError, match=r"changed after loading.*float32.*float64.*load it then"):
-        spec.generate(TEXTS, 4)
+    refused(r"changed after loading.*float32.*float64.*load it then", spec.generate, TEXTS, 4)
     spec.target.model.to(torch.float32)
     spec.target.model.resize_token_embeddings(400)
-    with pytest.raises(ValueError, match=r"changed after loading.*400"):
-        spec.autoregressive(TEXTS, 4)
+    refused(r"changed after loading.*400", spec.autoregressive, TEXTS, 4)
 
 
-def test_what_is_hooked_into_the_target_counts(heads_folder: Path) -> None:
+def test_what_is_hooked_into_the_target_counts(heads_folder):
     """A hook on the stock model (steering, logging) is obeyed from the next call on, and gone when it is removed."""
     spec = selfspec.load(str(heads_folder))
     before = spec.generate(TEXTS[:1], 12).token_ids[0]
@@ -459,7 +422,7 @@ class Recorder:
         self.seen.append(output.shape[1])
 
 
-def test_a_hook_with_a_state_is_called_itself(heads_folder: Path) -> None:
+def test_a_hook_with_a_state_is_called_itself(heads_folder):
     spec, recorder = selfspec.load(str(heads_folder)), Recorder()
     handle = spec.target.layers[0].register_forward_hook(recorder)
     stats = spec.generate([[5, 9, 2]], 6, nodes=4).stats
@@ -467,7 +430,7 @@ def test_a_hook_with_a_state_is_called_itself(heads_folder: Path) -> None:
     assert len(recorder.seen) == 1 + stats.calls
 
 
-def test_a_small_vocabulary_is_drafted_for() -> None:
+def test_a_small_vocabulary_is_drafted_for():
     target = Target(tiny_model(vocab_size=7))
     for kind in (Medusa, Feature, SequentialHeads, EarlyExit):
         drafter = made(kind, target).eval()
@@ -475,7 +438,7 @@ def test_a_small_vocabulary_is_drafted_for() -> None:
         assert speculative(target, [[1, 2, 3]], Options(20, Sampling(1.0), 2), drafter, 16).token_ids == plain.token_ids
 
 
-def test_a_session_serves_one_call(spec: Spec) -> None:
+def test_a_session_serves_one_call(spec):
     class Keeps:
         reads = spec.drafter.reads
 
@@ -492,20 +455,20 @@ def test_a_session_serves_one_call(spec: Spec) -> None:
     watch = Watch(spec.drafter)
     contexts: list[Context] = []
     propose = watch.propose
-    watch.propose = lambda context: contexts.append(context) or propose(context)  # type: ignore[method-assign, func-returns-value]
+    watch.propose = lambda context: contexts.append(context) or propose(context)
     speculative(spec.target, [[5, 9, 2]], Options(4), watch, 4)
     context = contexts[-1]
     with pytest.raises(ValueError, match="this call of generate has ended"):
         spec.target.forward(chain(context.roots[:, None]), context.cache)
 
 
-def test_the_last_position_is_told(spec: Spec) -> None:
+def test_the_last_position_is_told(spec):
     prompt = [[5] * 250]
     with pytest.warns(UserWarning, match="row 0 ends after 6 new tokens instead of 20.*256 positions"):
         assert len(spec.generate(prompt, 20).token_ids[0]) == 6
 
 
-def test_words_of_other_libraries(llama: Target) -> None:
+def test_words_of_other_libraries(llama):
     spec = Spec(llama, made(PromptLookup, llama))
     wanted = spec.generate([[5, 9, 2]], max_new_tokens=6)
     assert spec.generate([[5, 9, 2]], max_tokens=6, do_sample=False, top_k=0).token_ids == wanted.token_ids
@@ -521,13 +484,12 @@ def test_words_of_other_libraries(llama: Target) -> None:
         ({"num_beams": 4}, "beam search is not served"),
         ({"bogus": 4}, "unknown argument 'bogus'"),
     ):
-        with pytest.raises(TypeError, match=way):
-            spec.generate([[5, 9, 2]], **word)
+        refused(way, spec.generate, [[5, 9, 2]], **word, error=TypeError)
     with pytest.raises(ValueError, match=r"do_sample=True and temperature=0.0 contradict"):
         spec.generate([[5, 9, 2]], do_sample=True, temperature=0.0)
 
 
-def test_keywords_win_over_a_generation_config(llama: Target) -> None:
+def test_keywords_win_over_a_generation_config(llama):
     spec = Spec(llama, made(PromptLookup, llama))
     greedy = GenerationConfig(max_new_tokens=9, do_sample=False)
     warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
@@ -536,9 +498,8 @@ def test_keywords_win_over_a_generation_config(llama: Target) -> None:
     assert warm.__bool__()
 
 
-def test_a_prompt_that_fills_the_context_is_no_short_answer(llama: Target) -> None:
+def test_a_prompt_that_fills_the_context_is_no_short_answer(llama):
     spec = Spec(llama, made(PromptLookup, llama))
-    assert llama.max_positions is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"prompt 0 has .* tokens; the target is served up to"):

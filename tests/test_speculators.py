@@ -3,10 +3,7 @@
 `make test` installs it without what it needs to train (`pip install --no-deps speculators==0.9.0 hs-connectors`).
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ P_EAGLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", P_EAGLES)
 @torch.no_grad()
-def test_p_eagle_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_eagle_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
     drafter = Eagle3(target, Eagle3Config(layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form]))
     randomize(drafter)
@@ -83,7 +80,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", BLOCKS)
 @torch.no_grad()
-def test_dspark_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dspark_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
     drafter = BlockDrafter(target, BlockConfig(size=5, layers=[0, 2], **BLOCKS[form]))
     randomize(drafter)
@@ -132,7 +129,7 @@ def test_dspark_drafts_as_speculators_trains_it(form: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("form", P_EAGLES)
 @torch.no_grad()
-def test_p_eagle_decodes_what_it_was_trained_for(form: str) -> None:
+def test_p_eagle_decodes_what_it_was_trained_for(form):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
     drafter = Eagle3(target, Eagle3Config(layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form]))
     randomize(drafter)

@@ -6,8 +6,6 @@ Arms run in one process on the embedded target, batch 1, T=0, bfloat16, prompts 
 range, in two minutes.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -42,7 +40,6 @@ def ratios(rounds: int = ROUNDS) -> dict[str, list[float]]:
     fast = selfspec.load("tiny-medusa", engine="compiled")
     lookup = selfspec.load("prompt_lookup", target=fast.target.model, engine="compiled")
     eager = selfspec.load("prompt_lookup", target=fast.target.model, engine="eager")
-    assert fast.tokenizer is not None
     lookup.tokenizer = eager.tokenizer = fast.tokenizer
     ids = torch.tensor([fast.encode(WRITING)[0]])
 
@@ -79,7 +76,7 @@ def ratios(rounds: int = ROUNDS) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="passes are compiled by a C++ compiler")
-def test_no_arm_became_slow_beside_another() -> None:
+def test_no_arm_became_slow_beside_another():
     found = {name: middle for name, (_, middle, _) in ratios(rounds=5).items()}
     assert found.keys() == LEAST.keys()
     assert not {name: (ratio, LEAST[name]) for name, ratio in found.items() if ratio < LEAST[name]}

@@ -1,7 +1,5 @@
 """Conversations that a target writes itself: from a template alone, resumable, without duplicates."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import refused
 from families import build
 from transformers import PreTrainedTokenizerFast
 
@@ -26,14 +25,13 @@ from tests.conftest import compose_config, tiny_model
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, tiny_folder: str) -> tuple[Target, PreTrainedTokenizerFast]:
+def pair(tmp_path_factory, tiny_folder) -> tuple[Target, PreTrainedTokenizerFast]:
     target, tokenizer = load_target(tiny_folder)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return target, tokenizer
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch) -> None:
     """No compiler, and questions that end: random weights rarely write the template's tokens."""
 
     def none(self: Target, name: str) -> None:
@@ -60,17 +58,17 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(folder: Path, **changes: object) -> Synthetic:
     few = {"conversations": 8, "batch": 4, "question_tokens": 8, "new_tokens": 12, "validation_share": 0.3}
-    return Synthetic(folder=str(folder), **{**few, **changes})  # type: ignore[arg-type]
+    return Synthetic(folder=str(folder), **{**few, **changes})
 
 
-def test_a_template_is_cut_at_its_turns(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_is_cut_at_its_turns(tokenizer):
     template = Template.of(ChatTemplate(tokenizer))
     assert tokenizer.decode(template.opening) == "<user>"
     assert tokenizer.decode(template.answer) == "</user>\n<assistant>"
     assert tokenizer.decode(template.again) == "</assistant>\n<user>"
 
 
-def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match=r"data=synthetic: a conversation needs a chat template, .* has none"):
         Template.of(ChatTemplate(plain))
@@ -82,7 +80,7 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenize
         Template.of(ChatTemplate(plain))
 
 
-def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+def test_conversations_are_the_targets_own_text(tmp_path, pair):
     target, tokenizer = pair
     train, validation = synthetic(settings(tmp_path), target, tokenizer, quiet=True)
     template = Template.of(ChatTemplate(tokenizer))
@@ -100,19 +98,18 @@ def test_conversations_are_the_targets_own_text(tmp_path: Path, pair: tuple[Targ
     assert max(begins) == 2  # answers, one for each turn
 
 
-def test_a_greedy_answer_is_what_the_target_says(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+def test_a_greedy_answer_is_what_the_target_says(tmp_path, pair):
     target, tokenizer = pair
     train, _ = synthetic(settings(tmp_path, sampled=0.0, turns=1), target, tokenizer, quiet=True)
     document = train.document(0)
     start = int(document.mask.int().argmax())
     logits = target.text(document.tokens[None]).logits
-    assert logits is not None
     said = document.tokens[start:-1]
     assert logits[0, start - 1 : -2].argmax(-1).equal(said)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3.5"])
-def test_a_row_begins_anew_where_a_conversation_ended(family: str) -> None:
+def test_a_row_begins_anew_where_a_conversation_ended(family):
     """Greedy texts are those of conversations held one at a time, also where layers keep a state."""
     target = Target(build(family))
     template = Template([1, 2], [3, 4], [5, 6, 7])
@@ -129,7 +126,7 @@ def test_a_row_begins_anew_where_a_conversation_ended(family: str) -> None:
     assert any(alone.values())
 
 
-def test_sampled_tokens_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(4000, -1)
     rows = [Conversation(i, [1], [False], 0.5, 0, asks=False) for i in range(4000)]
     rules = Rules(Template([1], [1], [1]), 1, 9, 9, frozenset(), frozenset(), 1.0, bool)
@@ -137,9 +134,7 @@ def test_sampled_tokens_follow_the_distribution() -> None:
     assert (found - (logits[0] / 0.5).softmax(-1)).abs().max() < 0.02
 
 
-def test_an_interrupted_call_goes_on(
-    tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_goes_on(tmp_path, pair, monkeypatch):
     target, tokenizer = pair
     whole, calls, write = synthetic(settings(tmp_path / "a"), target, tokenizer, quiet=True), [0], module.write
 
@@ -167,25 +162,22 @@ def test_an_interrupted_call_goes_on(
     assert card["usable"] == sum(len(c.is_chat) for c in more)
 
 
-def test_equal_questions_are_kept_once() -> None:
+def test_equal_questions_are_kept_once():
     mask = torch.tensor([False, False, True])
     texts = [(torch.tensor(tokens, dtype=torch.int32), mask) for tokens in ([1, 2, 3], [1, 2, 4], [1, 5, 6])]
-    with pytest.raises(ValueError, match="of 1 usable conversations none is left"):
-        module._divided(texts[:2], 1, 1e-9, ())
+    refused("of 1 usable conversations none is left", module._divided, texts[:2], 1, 1e-9, ())
     train, validation = module._divided(texts, 1, 1e-9, (7,))  # chance alone gives validation none
     assert (len(train.is_chat), len(validation.is_chat)) == (1, 1)
 
 
-def test_questions_need_letters_and_no_template_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_questions_need_letters_and_no_template_tokens(tokenizer):
     assert usable(list(tokenizer("What is a queue in Python?")["input_ids"]), tokenizer)
     assert not usable(list(tokenizer("1 + 2")["input_ids"]), tokenizer)
     special = tokenizer.all_special_ids[0]
     assert not usable([*tokenizer("What is a queue in Python?")["input_ids"], special], tokenizer)
 
 
-def test_conversations_longer_than_the_positions_are_refused(
-    tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]
-) -> None:
+def test_conversations_longer_than_the_positions_are_refused(tmp_path, pair):
     with pytest.raises(ValueError, match=r"2 turns of 8 \+ 300 tokens may take .* 256 positions"):
         synthetic(settings(tmp_path, new_tokens=300), *pair, quiet=True)
 
@@ -204,12 +196,12 @@ def test_conversations_longer_than_the_positions_are_refused(
         ("folder", 3),
     ],
 )
-def test_bad_settings_are_named(tmp_path: Path, name: str, value: Any) -> None:
+def test_bad_settings_are_named(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"data.{name}="):
-        replace(settings(tmp_path), **{name: value})  # type: ignore[arg-type]
+        replace(settings(tmp_path), **{name: value})
 
 
-def test_a_training_on_them(tmp_path: Path, tiny_folder: str) -> None:
+def test_a_training_on_them(tmp_path, tiny_folder):
     overrides = ["name=x", f"target.name={tiny_folder}", "data=synthetic", f"data.folder={tmp_path / 'texts'}"]
     overrides += ["data.conversations=8", "data.batch=8", "data.question_tokens=8", "data.new_tokens=32"]
     overrides += ["data.validation_share=0.3", "drafter.heads=2", "drafter.rank=2", "loop.steps=2", "loop.batch_size=1"]
@@ -226,18 +218,16 @@ def test_a_training_on_them(tmp_path: Path, tiny_folder: str) -> None:
 
 
 @pytest.mark.parametrize("openings", ["Explain", None, [], [1], [["Explain"]]])
-def test_openings_must_list_texts(openings: Any) -> None:
-    with pytest.raises(ValueError, match="must list texts"):
-        Synthetic(openings=openings)
+def test_openings_must_list_texts(openings):
+    refused("must list texts", Synthetic, openings=openings)
 
 
 @pytest.mark.parametrize("temperature", [0, -1, 3, float("nan"), "warm"])
-def test_the_temperature_of_questions_is_checked(temperature: Any) -> None:
-    with pytest.raises(ValueError, match=r"data\.question_temperature="):
-        Synthetic(question_temperature=temperature)
+def test_the_temperature_of_questions_is_checked(temperature):
+    refused(r"data\.question_temperature=", Synthetic, question_temperature=temperature)
 
 
-def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+def test_first_questions_begin_with_the_openings(tmp_path, pair):
     target, tokenizer = pair
     train, validation = synthetic(settings(tmp_path, openings=["def", ""]), target, tokenizer, quiet=True)
     words = tokenizer("def", add_special_tokens=False)["input_ids"]
@@ -250,9 +240,7 @@ def test_first_questions_begin_with_the_openings(tmp_path: Path, pair: tuple[Tar
     assert found.count(True) >= len(found) // 2
 
 
-def test_edits_are_asked_as_they_are_and_answered(
-    tmp_path: Path, source_root: Path, pair: tuple[Target, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_are_asked_as_they_are_and_answered(tmp_path, source_root, pair, monkeypatch):
     monkeypatch.setattr(module, "PythonSource", lambda: PythonSource(str(source_root)))
     vocab = pair[0].vocab_size
     target = Target(tiny_model(dtype=torch.float32, vocab_size=vocab, max_position_embeddings=2048))
@@ -274,14 +262,12 @@ def test_edits_are_asked_as_they_are_and_answered(
         ("1.\n\n", False),
     ],
 )
-def test_a_question_ends_with_a_paragraph_that_leaves_nothing_open(
-    text: str, ends: bool, pair: tuple[Target, PreTrainedTokenizerFast]
-) -> None:
+def test_a_question_ends_with_a_paragraph_that_leaves_nothing_open(text, ends, pair):
     ids = pair[1](text, add_special_tokens=False)["input_ids"]
     assert (first_paragraph(pair[1])(ids) is not None) is ends
 
 
-def test_a_question_that_a_paragraph_ended_keeps_its_words(pair: tuple[Target, PreTrainedTokenizerFast]) -> None:
+def test_a_question_that_a_paragraph_ended_keeps_its_words(pair):
     template, tokenizer = Template.of(ChatTemplate(pair[1])), pair[1]
     rules = Rules(template, 1, 99, 9, frozenset(), frozenset(), 1.0, lambda question: True, first_paragraph(tokenizer))
     words = tokenizer("Write a function.\n\n", add_special_tokens=False)["input_ids"]
@@ -295,6 +281,6 @@ def test_a_question_that_a_paragraph_ended_keeps_its_words(pair: tuple[Target, P
     assert len(conversation.mask) == len(conversation.tokens)
 
 
-def test_they_are_not_measured_with() -> None:
+def test_they_are_not_measured_with():
     with pytest.raises(ValueError, match=r"data=synthetic is for training.*decode.questions"):
         Synthetic().evaluation()

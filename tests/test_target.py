@@ -1,10 +1,6 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import RandomTrees, tiny_model
+from conftest import RandomTrees, refused, tiny_model
 from families import build
 from transformers import (
     AutoModel,
@@ -60,7 +56,7 @@ def check_branches(target: Target, atol: float = 1e-7) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) -> None:
+def test_every_node_sees_its_own_branch_alone(target, attention):
     target.model.set_attn_implementation(attention)
     target.check()  # as every call does: parts follow
     check_branches(target, 1e-7 if attention == "sdpa" else 1e-5)  # whose softmax is in float32
@@ -69,7 +65,7 @@ def test_every_node_sees_its_own_branch_alone(target: Target, attention: str) ->
 
 
 @pytest.mark.parametrize("stop", [1, 2])
-def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
+def test_a_pass_can_be_split_between_layers(target, stop):
     with torch.no_grad():
         whole_cache, split_cache = target.cache(1, 16), target.cache(1, 16)
         for cache in (whole_cache, split_cache):
@@ -101,7 +97,7 @@ def test_a_pass_can_be_split_between_layers(target: Target, stop: int) -> None:
         assert torch.equal(a[1].flat, b[1].flat)
 
 
-def test_parts_are_built_once_and_leave_the_model_alone(llama: Target) -> None:
+def test_parts_are_built_once_and_leave_the_model_alone(llama):
     layers, names = list(llama.layers), [name for name, _ in llama.model.named_modules()]
     with torch.no_grad(), pytest.raises(RuntimeError):
         llama.forward(chain(TOKENS), llama.cache(1, 16), layers=(1, 3), hidden=torch.zeros(1, 7, 5))
@@ -114,13 +110,13 @@ def test_parts_are_built_once_and_leave_the_model_alone(llama: Target) -> None:
     assert {p.data_ptr() for p in part.parameters()} <= own
 
 
-def test_layer_ranges_are_checked(llama: Target) -> None:
+def test_layer_ranges_are_checked(llama):
     for layers, hidden in [((0, 4), None), ((2, 2), None), ((1, 3), None), ((0, 3), torch.zeros(1, 7, 32))]:
         with pytest.raises(ValueError, match="start < stop"):
             llama.forward(chain(TOKENS), llama.cache(1, 16), layers=layers, hidden=hidden)
 
 
-def test_sliding_window_is_by_position() -> None:
+def test_sliding_window_is_by_position():
     settings = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
     torch.manual_seed(0)
@@ -157,20 +153,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_what_a_tree_cannot_serve(name: str) -> None:
+def test_refuses_what_a_tree_cannot_serve(name):
     build, reason = REFUSED[name]
     with pytest.raises(ValueError, match=reason):
         Target(build())
 
 
-def test_refuses_attention_without_tree_masks(llama: Target) -> None:
+def test_refuses_attention_without_tree_masks(llama):
     model = tiny_model()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"flash_attention_2.*sdpa"):
-        Target(model)
+    refused(r"flash_attention_2.*sdpa", Target, model)
 
 
-def test_the_weights_hash_sees_the_smallest_change_and_rounded_no_dtype() -> None:
+def test_the_weights_hash_sees_the_smallest_change_and_rounded_no_dtype():
     target, other = Target(tiny_model(dtype=torch.float32)), Target(tiny_model(dtype=torch.float32))
     assert weights_hash(target.model) == weights_hash(other.model)
     with torch.no_grad():
@@ -188,7 +183,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_e
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(family: str) -> None:
+def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(family):
     """The model picks its factors by the largest position of a pass, so drafts, rows and prefill parts would too."""
     if family == "llama":
         model = tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE))
@@ -215,17 +210,16 @@ def test_longrope_is_exact_up_to_its_original_length_and_refused_behind_it(famil
         autoregressive(target, [prompts[0], [1] * 33], Options(4))
 
 
-def test_the_probe_finds_rows_that_change_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_rows_that_change_each_other(monkeypatch):
     monkeypatch.setattr("selfspec.core.target.longest_context", lambda model: (128, "nothing"))
     target = Target(tiny_model(max_position_embeddings=128, rope_parameters=dict(LONGROPE)))
-    with pytest.raises(ValueError, match="a row's logits depend on the largest position of the pass"):
-        probe(target)
+    refused("a row's logits depend on the largest position of the pass", probe, target)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     monkeypatch.undo()
     probe(Target(tiny_model(max_position_embeddings=32, rope_parameters=dynamic)))
 
 
-def test_a_model_of_known_form_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_known_form_is_probed_once(tmp_path, monkeypatch):
     """By name, until its config changes; and a model from the caller's hands always."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
     probed: list[Target] = []
@@ -246,7 +240,7 @@ def test_a_model_of_known_form_is_probed_once(tmp_path: Path, monkeypatch: pytes
         assert len(probed) == count
 
 
-def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama: Target) -> None:
+def test_a_forward_that_was_replaced_is_followed_and_autocast_is_refused(llama):
     options, prompts = Options(12), [[5, 9, 2, 7]]
     before = autoregressive(llama, prompts, options).token_ids
     mlp = llama.layers[1].mlp

@@ -1,9 +1,8 @@
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
+from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +23,7 @@ def ancestors(parents: list[int], node: int) -> set[int]:
 
 @given(parent_rows())
 @settings(max_examples=60, deadline=None)
-def test_mask_depth_and_children_follow_from_parents(rows: list[list[int]]) -> None:
+def test_mask_depth_and_children_follow_from_parents(rows):
     parents = torch.tensor(rows)
     tree = DraftTree(torch.zeros_like(parents), parents)
     for b, row in enumerate(rows):
@@ -35,7 +34,7 @@ def test_mask_depth_and_children_follow_from_parents(rows: list[list[int]]) -> N
             assert tree.children[b][node] == [c for c in range(len(row)) if row[c] == node]
 
 
-def test_with_tokens_shares_the_structure_and_not_the_tokens() -> None:
+def test_with_tokens_shares_the_structure_and_not_the_tokens():
     tree = chain(torch.tensor([[1, 2, 3]]))
     other = tree.with_tokens(torch.tensor([[4, 5, 6]]))
     assert other.mask is tree.mask
@@ -44,17 +43,16 @@ def test_with_tokens_shares_the_structure_and_not_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 0, 3], [-1, -2]])
-def test_parents_must_precede_their_children(parents: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must precede.*row 0"):
-        DraftTree(torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]))
+def test_parents_must_precede_their_children(parents):
+    refused(r"must precede.*row 0", DraftTree, torch.zeros(1, len(parents), dtype=torch.long), torch.tensor([parents]))
 
 
-def test_shapes_must_agree() -> None:
+def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"\[1, 2\], \[1, 3\]"):
         DraftTree(torch.zeros(1, 2, dtype=torch.long), torch.full((1, 3), -1))
 
 
-def test_prints_itself_with_tokens_and_scores() -> None:
+def test_prints_itself_with_tokens_and_scores():
     parents = torch.tensor([[-1, 0, 0, 1]])
     tree = DraftTree(torch.tensor([[7, 8, 9, 10]]), parents, torch.tensor([[1.0, 0.5, 0.25, 0.125]]))
     assert str(tree) == "[0] 7\n  [1] 8  0.500\n    [3] 10  0.125\n  [2] 9  0.250"
@@ -62,7 +60,7 @@ def test_prints_itself_with_tokens_and_scores() -> None:
 
 @given(st.lists(st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
-def test_grow_finds_the_best_tree(table: list[list[float]], nodes: int) -> None:
+def test_grow_finds_the_best_tree(table, nodes):
     table = [sorted(row, reverse=True) for row in table]
     parents, ranks, chance = static_tree(table, nodes)
     assert parents[0] == -1

@@ -1,8 +1,6 @@
 """Weights laid out for few rows: the products, in the same bits whatever rows are beside, and never of weights that are
 no longer there."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path
@@ -31,7 +29,7 @@ SERVED = [kernel for kernel in KERNELS if kernel.serves(96, 64)]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Choices of this test alone."""
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_choices", {})
@@ -48,7 +46,7 @@ def linear(outputs: int, width: int) -> nn.Linear:
 @pytest.mark.parametrize("kernel", SERVED, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("outputs", [16, 48, 64, 80, 96, 208])
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_kernel_gives_the_products(kernel: Kernel, outputs: int, bias: bool) -> None:
+def test_every_kernel_gives_the_products(kernel, outputs, bias):
     torch.manual_seed(0)
     weight, more = torch.randn(outputs, 64).bfloat16(), torch.randn(outputs).bfloat16() if bias else None
     ready = kernel.lay_out(weight)
@@ -60,7 +58,7 @@ def test_every_kernel_gives_the_products(kernel: Kernel, outputs: int, bias: boo
         torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-6)
 
 
-def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out() -> None:
+def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out():
     torch.manual_seed(0)
     left = torch.randn(64, 1536).bfloat16()
     weight = torch.randn(80, 1536).bfloat16()
@@ -76,7 +74,7 @@ def test_ours_is_row_invariant_and_a_kernel_that_is_not_is_found_out() -> None:
     assert not row_invariant(planted, weight, left, 80)
 
 
-def test_a_choice_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_is_measured_once_and_kept(folder, monkeypatch):
     chosen = choose(96, 64)
     assert list((folder / "kernels").glob("*.json"))
     monkeypatch.setattr(module, "_choices", {})
@@ -85,7 +83,7 @@ def test_a_choice_is_measured_once_and_kept(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not served(), reason="needs a processor with AVX2 or AVX-512")
-def test_beside_other_work_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_other_work_nothing_is_measured(folder, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * (os.cpu_count() or 1), 0.0, 0.0), raising=False)
     monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
     chosen = choose(96, 64)
@@ -95,7 +93,7 @@ def test_beside_other_work_nothing_is_measured(folder: Path, monkeypatch: pytest
     assert not list(folder.rglob("*.json"))
 
 
-def test_only_row_invariant_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_row_invariant_kernels_are_chosen(monkeypatch):
     monkeypatch.setattr(module, "row_invariant", lambda *_: False)
     figures = measure(96, 64)
     assert figures["kernel"] is None
@@ -108,7 +106,7 @@ in_panels = pytest.mark.skipif(PANELS is None, reason="needs a processor with AV
 
 
 @in_panels
-def test_frozen_weights_are_laid_out_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_weights_are_laid_out_and_others_are_not(monkeypatch):
     monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     part, left = linear(96, 64), torch.randn(3, 64).bfloat16()
     assert laid_out([part.weight]) is None
@@ -135,7 +133,7 @@ def test_frozen_weights_are_laid_out_and_others_are_not(monkeypatch: pytest.Monk
 
 @in_panels
 @pytest.mark.skipif(not int8.has_kernel(), reason="the kernel in 8 bits needs AVX2 and a C++ compiler")
-def test_drafts_multiply_in_8_bits_and_the_target_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_multiply_in_8_bits_and_the_target_does_not(monkeypatch):
     monkeypatch.setattr(module, "LEAST", 0)
     first, second, exact = linear(64, 96), linear(32, 96), linear(64, 96)
     freeze(exact, 0)
@@ -149,7 +147,7 @@ def test_drafts_multiply_in_8_bits_and_the_target_does_not(monkeypatch: pytest.M
     assert module.laid_out_bytes() >= 96 * 96
 
 
-def test_what_was_laid_out_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_laid_out_goes_with_its_weight(monkeypatch):
     monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     part = linear(96, 64)
     freeze(part, 0)
@@ -163,7 +161,7 @@ def test_what_was_laid_out_goes_with_its_weight(monkeypatch: pytest.MonkeyPatch)
 
 
 @in_panels
-def test_weights_that_are_read_as_they_are_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_read_as_they_are_take_no_more_memory(monkeypatch):
     monkeypatch.setattr(module, "choose", lambda *_: module.IN_PLACE)
     part, before = linear(96, 64), module.laid_out_bytes()
     freeze(part, 0)
@@ -172,7 +170,7 @@ def test_weights_that_are_read_as_they_are_take_no_more_memory(monkeypatch: pyte
 
 
 @pytest.mark.skipif(not has_tiles(), reason="needs a processor with AMX")
-def test_tiles_and_products_agree() -> None:
+def test_tiles_and_products_agree():
     torch.manual_seed(0)
     left, weights = torch.randn(2, 69, 96).bfloat16(), [torch.randn(2, n, 96).bfloat16() for n in (16, 83, 48)]
     outs = []
@@ -183,7 +181,7 @@ def test_tiles_and_products_agree() -> None:
 
 
 @in_panels
-def test_weights_that_change_past_their_version_are_laid_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_past_their_version_are_laid_out_anew(monkeypatch):
     monkeypatch.setattr(module, "choose", lambda *_: PANELS)
     one, x = linear(96, 64), torch.randn(3, 64).bfloat16()
     freeze(one, least=0)

@@ -1,7 +1,5 @@
 """The wheel, unpacked beside nothing of a clone: what travels in it, and that it works from any folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -24,7 +22,7 @@ def built(source: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     wheel = built(ROOT, folder)
     assert wheel.stat().st_size < 2e6
@@ -38,7 +36,7 @@ def run(place: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=env, timeout=200)
 
 
-def test_what_travels(unpacked: Path) -> None:
+def test_what_travels(unpacked):
     own = unpacked / "selfspec"
     there = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*") if path.is_file()}
     assert {path.relative_to(own / "configs") for path in (own / "configs").rglob("*") if path.is_file()} == there
@@ -81,12 +79,12 @@ SHORT = {  # a short call of every command
 SERVED = {"states", "acceptance"}  # need a server or what one wrote: see test_states.py
 
 
-def test_every_command_has_a_short_call() -> None:
+def test_every_command_has_a_short_call():
     assert set(SHORT) == set(COMMANDS) - SERVED
 
 
 @pytest.mark.slow
-def test_every_command_from_another_folder(unpacked: Path, tmp_path: Path, tiny_folder: str) -> None:
+def test_every_command_from_another_folder(unpacked, tmp_path, tiny_folder):
     """Composes from the wheel's own configs, and says how to get the embedded models, which it does not hold."""
     (tmp_path / "text").mkdir()
     for i in range(3):
@@ -117,7 +115,7 @@ except FileNotFoundError as error:
 
 
 @pytest.mark.slow
-def test_the_embedded_models_are_a_wheel_of_their_own(unpacked: Path, tmp_path: Path) -> None:
+def test_the_embedded_models_are_a_wheel_of_their_own(unpacked, tmp_path):
     wheel = built(ROOT / "selfspec" / "assets", tmp_path)
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     env = {**os.environ, "PYTHONPATH": f"{unpacked}{os.pathsep}{tmp_path / 'site'}"}
@@ -127,7 +125,7 @@ def test_the_embedded_models_are_a_wheel_of_their_own(unpacked: Path, tmp_path: 
     assert done.stdout.startswith("import os")
 
 
-def test_from_the_folder_above_a_clone(tmp_path: Path) -> None:
+def test_from_the_folder_above_a_clone(tmp_path):
     """There the clone's own folder has the package's name."""
     (tmp_path / "selfspec").symlink_to(ROOT, target_is_directory=True)
     code = "import selfspec; print(selfspec.__version__)"

@@ -1,7 +1,5 @@
 """Chain decoding as vLLM does it: one path of K drafted tokens in every pass, each the drafter's first choice."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +39,7 @@ class Chain:
                 counts[depth] += 1
         return counts
 
-    def session(self, target: Target, rows: int) -> ChainSession:
+    def session(self, target: Target, rows: int) -> "ChainSession":
         assert rows == 1, "one row at a time"
         return ChainSession(self)
 
@@ -69,12 +67,10 @@ class ChainSession:
     def _chain(self, context: Context) -> Tensor:
         drafter, tokens = self.owner.drafter, context.roots[:, None]
         if isinstance(drafter, Medusa):
-            assert self.hidden is not None
             best = drafter(self.hidden, self.owner.length).argmax(-1)  # [K, 1]
             return torch.cat([tokens, best.T], 1)
         if isinstance(drafter, BlockDrafter):
             assert isinstance(self.cache, BlockCache)
-            assert drafter.stack.ready is not None
             rows = self.cache.rows(context, False, self.owner.length, drafter.config.size)
             block = forecast(drafter, tokens[:, 0], drafter.stack.ready, rows)
             state = drafter.start(block.hidden[:, 0])
@@ -97,7 +93,6 @@ class ChainSession:
         for step in range(self.owner.length):
             if step > 0:
                 logits, _, states = drafter.layer.step(root, states, chain(tokens[:, 1:]), 1)
-            assert logits is not None
             best = logits[:, -1].argmax(-1)
             if drafter.vocabulary is not None:
                 best = drafter.vocabulary[drafter.of_vocabulary(logits[:, -1]).argmax(-1)]

@@ -1,8 +1,6 @@
 """Write what `make serving` measured into notebooks/results/serving.md: python tests/serving/table.py
 runs/serving/results.json FILE"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A real vLLM on the CPU writes text and hands out hidden states: docs/large_targets.md command by command, and what it
 gives beside what the trainer computes itself. `make serving` installs vLLM."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -121,7 +119,7 @@ def run(command: str, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_page(tmp_path: Path) -> None:
+def test_the_page(tmp_path):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/large_targets.md").read_text(), re.DOTALL)
     commands = [block.strip().replace("\\\n", " ") for block in blocks][1:]
     dry, plain, write, states, train, record, check, offline, export, serve, accept = commands
@@ -170,7 +168,7 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def states_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def states_server(tmp_path_factory) -> Iterator[str]:
     folder, port = tmp_path_factory.mktemp("server"), 8011
     words = [*SELFSPEC, "serve-target", TARGET, "--folder", str(folder / "states"), "--port", str(port)]
     with served([*words, "--length", "512", "--dtype", "float32", "--run"], port, folder):
@@ -191,7 +189,7 @@ def talks(folder: Path, count: int) -> str:
     return write_lines(folder / "chat.jsonl", lines)
 
 
-def test_states_of_64_texts_are_the_trainers_own(states_server: str, tmp_path: Path) -> None:
+def test_states_of_64_texts_are_the_trainers_own(states_server, tmp_path):
     target, tokenizer = load_target(TARGET, "float32", "cpu")
     parts, _ = load_parts(TARGET, "float32", "cpu")
     data = JsonLines(path=talks(tmp_path, 64), tokenizer=tokenizer)
@@ -211,7 +209,7 @@ def test_states_of_64_texts_are_the_trainers_own(states_server: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_losses_from_a_server_a_folder_and_the_target(kind: str, states_server: str, tmp_path: Path) -> None:
+def test_losses_from_a_server_a_folder_and_the_target(kind, states_server, tmp_path):
     parts, tokenizer = load_parts(TARGET, "float32", "cpu")
     torch.manual_seed(0)
     small = {"llama": {"intermediate_size": 256}} if kind == "eagle3" else {"rank": 4}
@@ -265,7 +263,7 @@ def counted(folder: Path, chat: str, length: int = 3) -> None:
     assert [drafts, *ours] == [*theirs["drafts"], *theirs["accepted"]]
 
 
-def test_200_questions_with_a_kill(tmp_path: Path) -> None:
+def test_200_questions_with_a_kill(tmp_path):
     port = 8012
     words = [*SELFSPEC, "serve-target", TARGET, "--plain", "--port", str(port), "--length", "512", "--run"]
     questions(tmp_path, 200)

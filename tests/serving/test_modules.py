@@ -5,8 +5,6 @@ Targets are tiny and random; a token of their text follows mostly from the one b
 minute. `make serving` runs this; anywhere else it is skipped.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,7 +95,7 @@ def trained(target: Target, kind: type[Kind], config: Any, steps: int) -> Kind:
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_a_written_drafter_is_served(method: str, tmp_path: Path) -> None:
+def test_a_written_drafter_is_served(method, tmp_path):
     torch.set_num_threads(1)
     family, kind, config, steps, lengths = CASES[method]
     target = tiny(tmp_path / "target", family)

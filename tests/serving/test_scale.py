@@ -1,8 +1,6 @@
 """A trainer of a 70B target, by shapes: what it holds of a checkpoint without its layers, and how its memory stays over
 100,000 sequences of states that a simulated server hands out."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -99,7 +97,7 @@ print(json.dumps({"begin": begin, "loaded": loaded, "built": rss(), "trained": t
 """
 
 
-def test_a_70b_checkpoint_without_its_layers(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_70b_checkpoint_without_its_layers(tmp_path, tokenizer):
     checkpoint(tmp_path / "llama-70b", tokenizer)
     size = sum(path.stat().st_size for path in (tmp_path / "llama-70b").glob("*.safetensors"))
     assert size > 140e9
@@ -141,7 +139,7 @@ class Simulated:
         }
 
 
-def test_memory_stays_over_100_000_sequences(tmp_path: Path) -> None:
+def test_memory_stays_over_100_000_sequences(tmp_path):
     from selfspec.core.target import Target
     from selfspec.data.store import joined
     from selfspec.data.windows import Packed
@@ -156,7 +154,7 @@ def test_memory_stays_over_100_000_sequences(tmp_path: Path) -> None:
     place = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     folder = place / f"selfspec-states-{os.getpid()}"
     server = Simulated(folder, 4, 1e-5)
-    states = FromServer(target, (1, 39, 76), server, None, 0.2)  # type: ignore[arg-type]
+    states = FromServer(target, (1, 39, 76), server, None, 0.2)
     batches, read, most = Ahead(Packed(corpus, 64, 8, 0), states, 10**6), 0, list[float]()
     begun = time.perf_counter()
     step, on_disk = 0, 0

@@ -5,8 +5,6 @@ notebooks/results/serving.md from what it found; anywhere else it is skipped. Wi
 Qwen2.5-Coder is served too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -143,7 +141,7 @@ def of_transformers(target: str, asked: dict[str, list[list[int]]], dtype: str) 
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(tmp_path_factory) -> dict[str, Path]:
     folder, names = tmp_path_factory.mktemp("exports"), [name for drafters in CASES.values() for name in drafters]
     for name in names:
         export(name, "vllm", folder / name)
@@ -175,7 +173,7 @@ class Kept:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -> dict[str, Any]:
+def served(tmp_path_factory, exports) -> dict[str, Any]:
     """Everything that is measured; see `Kept`."""
     torch.set_num_threads(THREADS)
     folder = tmp_path_factory.mktemp("judge")
@@ -205,7 +203,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, exports: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("target", CASES)
-def test_tokens_are_those_of_transformers(target: str, served: dict[str, Any]) -> None:
+def test_tokens_are_those_of_transformers(target, served):
     """In float32, whoever decodes and whoever drafts."""
     found = served["targets"][target]["float32"]
     for group, wanted in found["transformers"].items():
@@ -226,16 +224,14 @@ def rates(counted: dict[str, Any], groups: tuple[str, ...] = GROUPS) -> list[flo
 
 
 @pytest.mark.parametrize(("target", "dtype"), PAIRS)
-def test_acceptance_is_that_of_our_own_chains(target: str, dtype: str, served: dict[str, Any]) -> None:
+def test_acceptance_is_that_of_our_own_chains(target, dtype, served):
     for name, value in served["targets"][target][dtype]["chains"].items():
         ours, theirs = rates(value["selfspec"]), rates(value["vllm"])
         assert ours[0] > 0.3, "a drafter that is not accepted proves nothing"
         assert all(abs(a - b) <= CLOSE for a, b in zip(ours, theirs, strict=True)), (name, ours, theirs)
 
 
-def test_swapped_layers_are_seen_in_acceptance(
-    served: dict[str, Any], exports: dict[str, Path], tmp_path: Path
-) -> None:
+def test_swapped_layers_are_seen_in_acceptance(served, exports, tmp_path):
     """The check above would notice a file whose features are in the wrong order."""
     source, out = exports["tiny-eagle3"], tmp_path / "swapped"
     out.mkdir()
