@@ -27,13 +27,13 @@ from selfspec.checkpoints.loading import load_pair
 from selfspec.core.contract import Drafts
 from selfspec.core.generate import Added, Result, autoregressive, speculative, speculative_steps
 from selfspec.core.lossy import Lossy
-from selfspec.core.options import Options, limited
+from selfspec.core.options import Options, check, limited
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.detokenize import Detokenizer, text_of
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.encode import Ids, Messages, Prompts, encode
-from selfspec.hf_generate import SpeculativeOutput, decode
+from selfspec.hf_generate import SpeculativeOutput, arguments_of_generate, options_of, refuse, returned, stopping, unpad
 from selfspec.output import Generated
 from selfspec.request import WORDS, Request, taking
 from selfspec.trace import Tracer
@@ -170,39 +170,43 @@ class Spec:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> SpeculativeOutput | torch.Tensor:
-        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: see `selfspec.hf_generate`.
+        """`model.generate(..., custom_generate=spec)` for `model` = `spec.target.model`: what generate's own decoding
+        methods do, with their arguments, prompts padded on either side (see `selfspec.hf_generate`).
 
-        `seed`, `nodes` and `lossy` may be given to generate as further arguments. Raises ValueError for what can not be
-        served.
+        `seed`, `nodes` and `lossy` may be given to generate as further arguments. Noise comes from `seed`, or else from
+        torch's global generator; every row, so every return sequence, has its own. Raises ValueError for modes,
+        arguments and processors that can not be served, naming them.
         """
-        config = generation_config or self.target.model.generation_config
-        asked = Request(2**31, float(bool(config and config.do_sample)), nodes=nodes, lossy=lossy)
+        target, config = self.target, generation_config or self.target.model.generation_config
         rule = None if lossy is None else Lossy(lossy)
-        start = 0.0
-
-        def budget() -> tuple[Drafts, int]:
-            nonlocal start
-            drafter, most, _ = self._budget(asked, len(input_ids))
-            start = time.perf_counter()  # what it may have measured is no decoding
-            return drafter, most
-
-        output = decode(
-            self.target,
-            budget,
-            self.tokenizer,
-            rule,
-            model,
-            input_ids,
-            config,
-            seed,
-            logits_processor,
-            stopping_criteria,
-            stop_strings,  # named here, since generate hands over what it finds named and checks the rest itself
-            streamer,
-            **model_kwargs,
-        )
+        outer = arguments_of_generate(model)
+        streamer = streamer or outer.get("streamer")
+        refuse(target, model, config, logits_processor, outer, model_kwargs)
+        rows, width = input_ids.shape
+        if streamer is not None and rows > 1:
+            raise ValueError(
+                f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one"
+            )
+        prompts, pads = unpad(input_ids, model_kwargs.get("attention_mask"))
+        if stop_strings:  # named above, since generate hands over what it finds named and checks the rest itself
+            if self.tokenizer is None:
+                why = "set it: transformers does not hand over the tokenizer that generate was given"
+                raise ValueError(f"stop_strings={stop_strings!r} needs spec.tokenizer, which is None; {why}")
+            stopping_criteria = [*stopping_criteria, stopping("stop_strings", self.tokenizer, stop_strings)]
+        options = options_of(config, seed, width, logits_processor, stopping_criteria, pads, rule)
+        if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
+            warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=3)
+        check(target, prompts, options)
+        # Who drafts is asked once nothing is left to refuse: it may have to measure, which is no decoding
+        drafter, most, _ = self._budget(Request(2**31, float(bool(config.do_sample)), nodes=nodes), rows)
+        start, result = time.perf_counter(), Result.of(rows)
+        for added in speculative_steps(target, prompts, options, drafter, most, result):
+            for _, tokens, _ in added if streamer is not None else ():
+                streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
         self._decoded += time.perf_counter() - start
-        return output
+        return returned(input_ids, result, config)
 
     def _asked(
         self, prompts: Prompts, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -7,8 +7,7 @@ cache of trees is selfspec's own and ends with the call.
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,8 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from selfspec.core.contract import Drafts
-from selfspec.core.generate import Result, speculative_steps
-from selfspec.core.options import Options, as_seed, check, integer, limited
+from selfspec.core.generate import Result
+from selfspec.core.options import Options, as_seed, integer
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.support import CACHE_NAMES
@@ -61,65 +59,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     from_draft: Tensor | None = None
 
 
-def decode(
-    target: Target,
-    budget: Callable[[], tuple[Drafts, int]],
-    tokenizer: Tokenizer | None,
-    relaxed: Relaxed | None,
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    config: GenerationConfig,
-    seed: int | Sequence[int] | None,
-    logits_processor: Sequence[LogitsProcessor],
-    stopping_criteria: Sequence[StoppingCriteria],
-    stop_strings: str | list[str] | None,
-    streamer: Any,
-    **model_kwargs: Any,
-) -> SpeculativeOutput | Tensor:
-    """What generate's own decoding methods do, with their arguments, prompts padded on either side. budget: who drafts,
-    with how many nodes; asked once nothing is left to refuse, since it may have to measure. Noise comes from
-    `seed`, or else from torch's global generator; every row, so every return sequence, has its own.
-
-    Raises ValueError for modes, arguments and processors that can not be served, naming them.
-    """
-    outer = _arguments_of_generate(model)
-    streamer = streamer or outer.get("streamer")
-    _refuse(target, model, config, logits_processor, outer, model_kwargs)
-    rows, width = input_ids.shape
-    if streamer is not None and rows > 1:
-        raise ValueError(f"streamer: a streamer takes one sequence, here are {rows}; drop it or generate one by one")
-    prompts, pads = _unpad(input_ids, model_kwargs.get("attention_mask"))
-    if stop_strings:
-        if tokenizer is None:
-            why = "set it: transformers does not hand over the tokenizer that generate was given"
-            raise ValueError(f"stop_strings={stop_strings!r} needs spec.tokenizer, which is None; {why}")
-        stopping_criteria = [*stopping_criteria, stopping("stop_strings", tokenizer, stop_strings)]
-    options = _options(config, seed, width, logits_processor, stopping_criteria, pads, relaxed)
-    if (warning := limited(target, prompts, options.max_new_tokens)) is not None:
-        warnings.warn(f"{warning}; transformers' own decoding may go on", stacklevel=4)
-    check(target, prompts, options)
-    result = Result.of(rows)
-    for added in speculative_steps(target, prompts, options, *budget(), result):
-        for _, tokens, _ in added if streamer is not None else ():
-            streamer.put(torch.tensor(tokens))
-    if streamer is not None:
-        streamer.end()
-    sequences, records = _joined(input_ids, result.token_ids, config), result.records
-    if not config.return_dict_in_generate:
-        return sequences
-    longest = sequences.shape[1] - width
-    return SpeculativeOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
-        scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
-        stats=result.stats,
-        from_draft=torch.tensor(
-            [row + [False] * (longest - len(row)) for row in result.from_draft], device=input_ids.device
-        ),
-    )
-
-
-def _options(
+def options_of(
     config: GenerationConfig,
     seed: int | Sequence[int] | None,
     width: int,
@@ -152,17 +92,27 @@ def _options(
     )
 
 
-def _joined(input_ids: Tensor, new: list[list[int]], config: GenerationConfig) -> Tensor:
-    """Prompts and new tokens, padded behind as transformers pads them."""
-    eos = config.eos_token_id
+def returned(input_ids: Tensor, result: Result, config: GenerationConfig) -> SpeculativeOutput | Tensor:
+    """What generate returns: prompts and new tokens, padded behind as transformers pads them."""
+    eos, new, records = config.eos_token_id, result.token_ids, result.records
     first = eos[0] if isinstance(eos, list) and eos else eos  # what it pads with where there is no pad token
     pad = config.pad_token_id if config.pad_token_id is not None else (first or 0)
     longest = max(map(len, new))
     tail = torch.tensor([row + [pad] * (longest - len(row)) for row in new], device=input_ids.device)
-    return torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
+    sequences = torch.cat([input_ids, tail.to(input_ids.dtype)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    drafted = [row + [False] * (longest - len(row)) for row in result.from_draft]
+    return SpeculativeOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        logits=_per_step(records, 0, longest) if config.output_logits else None,  # type: ignore[arg-type]
+        scores=_per_step(records, 1, longest) if config.output_scores else None,  # type: ignore[arg-type]
+        stats=result.stats,
+        from_draft=torch.tensor(drafted, device=input_ids.device),
+    )
 
 
-def _arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:
+def arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:
     """The arguments of the `generate` we were called from: it keeps streamer and assistant_model to itself on the way
     to a custom method, after it has already put the prompt into the streamer."""
     frame = sys._getframe(1)
@@ -173,7 +123,7 @@ def _arguments_of_generate(model: PreTrainedModel) -> dict[str, Any]:
     return {}
 
 
-def _refuse(
+def refuse(
     target: Target,
     model: PreTrainedModel,
     config: GenerationConfig,
@@ -227,7 +177,7 @@ def _plain_positions(positions: Tensor, mask: Tensor | None) -> bool:
     return positions.shape == visible.shape and bool(((positions == visible.cumsum(-1) - 1) | (visible == 0)).all())
 
 
-def _unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
+def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
     """Each row's own tokens, and the padding that stood beside them."""
     if mask is None:
         return input_ids.tolist(), [[] for _ in input_ids]

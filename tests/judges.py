@@ -6,8 +6,8 @@ import reference_formats as reference
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats import block, eagle3, medusa
-from selfspec.checkpoints.formats.files import hold, read_config, read_tensors
+from selfspec.checkpoints.formats import medusa
+from selfspec.checkpoints.formats.files import read_config, read_tensors
 from selfspec.core.target import Target
 from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.eagle3 import Eagle3
@@ -20,13 +20,8 @@ _EXACT, _FOLDED, _ROUGH = 1e-4, 0.03, 0.1
 
 @torch.no_grad()
 def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, to: str = "vllm") -> str:
-    """Hold a written EAGLE-3 folder against its contract and the drafter. Raises ValueError naming what differs."""
-    path = folder / "model.safetensors"
-    config, tensors = eagle3.flat(read_config(folder)), eagle3.named(read_tensors(path))
-    layers = eagle3.layers_read(config, target.n_layers, folder)
-    head = ["lm_head.weight"] if drafter.layer.lm_head is not None or drafter.vocabulary is not None else []
-    own = {name.removeprefix("layer.") for name in drafter.trained()}
-    hold(tensors, eagle3.contract(config, len(layers), own.union(head), folder), path)
+    """Hold a written EAGLE-3 folder against the drafter. Raises ValueError naming what differs."""
+    tensors = read_tensors(folder / "model.safetensors")
     tokens, steps = tokens.to(target.device), max(1, min(drafter.depth, tokens.shape[1] - 3))
     out = target.text(tokens, False, reads=drafter.reads)
     root = tokens.shape[1] - steps - 2
@@ -50,12 +45,9 @@ def check_eagle3(folder: Path, drafter: Eagle3, target: Target, tokens: Tensor, 
 
 @torch.no_grad()
 def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Tensor) -> str:
-    """Hold a written DFlash or DSpark folder against its contract and the drafter. Raises ValueError naming what
+    """Hold a written DFlash or DSpark folder against the drafter. Raises ValueError naming what
     differs."""
-    path = folder / "model.safetensors"
-    tensors = read_tensors(path)
-    own = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    hold(own, block.contract(block.flat(read_config(folder)), folder), path)
+    tensors = read_tensors(folder / "model.safetensors")
     tokens, root = tokens.to(target.device), tokens.shape[1] - drafter.depth - 1
     stacked = drafter.stack.stacked(target.text(tokens, False, reads=drafter.reads).features)
     ours = drafter.along(
@@ -74,13 +66,9 @@ def check_block(folder: Path, drafter: BlockDrafter, target: Target, tokens: Ten
 
 @torch.no_grad()
 def check_medusa(folder: Path, drafter: Medusa, target: Target, tokens: Tensor) -> str:
-    """Hold a written Medusa folder against its contract and the drafter. Raises ValueError naming what differs."""
-    config = read_config(folder)
-    if "medusa_num_heads" in config:
-        tensors = read_tensors(folder / medusa.FILE)
-    else:
-        tensors = read_tensors(folder / "model.safetensors")
-        hold(tensors, medusa.contract(config, folder), folder / "model.safetensors")
+    """Hold a written Medusa folder against the drafter. Raises ValueError naming what differs."""
+    file = medusa.FILE if "medusa_num_heads" in read_config(folder) else "model.safetensors"
+    tensors = read_tensors(folder / file)
     root = tokens.shape[1] - 1
     hidden = target.text(tokens.to(target.device), False).hidden[0, root:]
     ours, theirs = drafter(hidden)[:, 0].float().cpu(), reference.medusa(folder, target.model, tokens, root)

@@ -239,7 +239,7 @@ def test_an_export_is_held_to_a_reading_of_its_own(form, tmp_path):
         ({"layer_types": ["sliding_attention"]}, "must list full_attention or sliding_attention 2 times"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None; give positions"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' must be one of vanilla, gated, rnn"),
-        ({"num_hidden_layers": 3}, "missing tensors"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "missing tensors"),
         ({"draft_vocab_size": 900}, "draft_vocab_size=900 must lie between 1 and 61"),
     ],
 )

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.load_target import load_target
-from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
+from selfspec.checkpoints.target_files import Shards
+from selfspec.checkpoints.target_parts import layer_by_layer, load_parts
 from selfspec.checkpoints.weights_hash import parts_hash
 from selfspec.cli import servers as commands
 from selfspec.cli.training_runs import run_training

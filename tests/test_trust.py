@@ -18,8 +18,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from selfspec.checkpoints.card import card
-from selfspec.checkpoints.formats.eagle3 import named
-from selfspec.checkpoints.formats.files import read_tensors
+from selfspec.checkpoints.formats import eagle3
+from selfspec.checkpoints.formats.files import read_tensors, renamed
 from selfspec.checkpoints.hub import push
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.loading import find_drafter, load_pair
@@ -128,7 +128,7 @@ def test_a_file_that_grows_when_it_is_read(tmp_path):
 
 def test_two_tensors_of_one_name():
     with pytest.raises(ValueError, match=r"two tensors are called 'fc.weight', one of them as 'model.fc.weight'"):
-        named({"fc.weight": torch.zeros(1), "model.fc.weight": torch.ones(1)})
+        renamed({"fc.weight": torch.zeros(1), "model.fc.weight": torch.ones(1)}, eagle3._ours, "x")
 
 
 class Evil:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
-from peft.functional import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.functional import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.card import card
 from selfspec.checkpoints.embedded import TARGETS
-from selfspec.checkpoints.formats.files import compare_names, read_tensors
+from selfspec.checkpoints.formats.files import fill, read_tensors
 from selfspec.checkpoints.named import same_model
 from selfspec.checkpoints.weights_hash import parts_hash, same_weights, target_hash, tokenizer_hash
 from selfspec.core.support import quantized_by
@@ -201,13 +201,12 @@ def load_drafter(folder: Path, target: Target, tokenizer: Tokenizer | None = Non
         drafter = build(kind, target, config)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {one_line(error):.400}") from error
-    _copy(read_tensors(folder / "drafter.safetensors"), own_state(drafter), folder / "drafter.safetensors")
+    weights = folder / "drafter.safetensors"
+    fill(own_state(drafter), read_tensors(weights), weights)
     for name, module in adapters(drafter).items():
         part = folder / "lora" / name / "adapter_model.safetensors"
         state = {key.removeprefix(_PREFIX): t for key, t in read_tensors(part).items()}
-        expected = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
-        _compare(state, expected, part)
-        set_peft_model_state_dict(module, state, adapter_name=name)
+        fill(get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False), state, part)
     drafter.calibration = _read_calibration(meta["calibration"], drafter.calibration, path)
     return drafter.eval()
 
@@ -233,18 +232,6 @@ def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) ->
             f"the drafter in {folder} was trained with another tokenizer (vocabulary {meta['tokenizer'][:12]}) than "
             f"{tokenizer.name_or_path!r} (vocabulary {str(tokenizer_hash(tokenizer))[:12]})"
         )
-
-
-def _compare(found: dict[str, Tensor], expected: dict[str, Tensor], path: Path) -> None:
-    compare_names(found, expected, path)
-    for name, tensor in found.items():
-        wanted = expected[name]
-        if tensor.is_floating_point() != wanted.is_floating_point():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {wanted.dtype}")
-        if not tensor.to(wanted.dtype).isfinite().all():
-            raise ValueError(f"{path}: {name} holds numbers that are not finite; train again")
-        if tensor.shape != expected[name].shape:
-            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, expected {list(expected[name].shape)}")
 
 
 def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
@@ -276,10 +263,3 @@ def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Pa
             )
         result[mode] = Calibration(table, saved["inverse_temperature"])
     return result
-
-
-def _copy(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None:
-    _compare(found, into, path)
-    with torch.no_grad():
-        for name, tensor in found.items():
-            into[name].copy_(tensor)

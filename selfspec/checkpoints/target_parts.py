@@ -3,103 +3,23 @@ trained on hidden states which come from elsewhere."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
-from selfspec.checkpoints.formats.files import weight_map
-from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.load_target import load_tokenizer
-from selfspec.checkpoints.target_files import check_config
+from selfspec.checkpoints.target_files import Shards, check_config
 from selfspec.checkpoints.weights_hash import parts_of
 from selfspec.core.support import layer_stack
 from selfspec.core.target import Target
 from selfspec.utils.machine import default_device, dtype_name
-
-_BESIDE = ["*.json", "*.txt", "*.model", "*.jinja"]  # a checkpoint's weights: config, tokenizer, index
-_BESIDE_TEXT = re.compile(r"vis|audio|mtp")  # in names of modules beside a text model
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error})") from error
-
-
-class Shards:
-    """A checkpoint's safetensors files by the tensors they hold; of a hub id, each file is fetched when it is read."""
-
-    def __init__(self, name: str, revision: str | None = None) -> None:
-        """Raises FileNotFoundError where there are none."""
-        check_target_name(name, resolve(name))
-        self.name, self.revision, place = name, revision, Path(resolve(name))
-        self.hub = None if place.is_dir() else name
-        if self.hub is not None:
-            place = fetch(self.hub, revision, _BESIDE)
-        self.folder, index = place, place / SAFE_WEIGHTS_INDEX_NAME
-        single = self._path(SAFE_WEIGHTS_NAME)
-        if single.is_file():  # where there are both, transformers reads this one
-            with _opened(single) as file:
-                self.files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
-        elif index.is_file():
-            self.files = weight_map(index)
-        else:
-            raise FileNotFoundError(f"target {name!r} has no safetensors files in {place}, from which parts are read")
-
-    def _path(self, file: str) -> Path:
-        if self.hub is not None:
-            fetch(self.hub, self.revision, file)
-        return self.folder / file
-
-    def find(self, parameter: str) -> str | None:
-        """A parameter's name in the files, which may have another prefix there: of several the one of the text model,
-        which has most layers; others are of modules beside them, such as mtp."""
-        if parameter in self.files:
-            return parameter
-        end, short = parameter.removeprefix("model."), ".".join(parameter.split(".")[-2:])
-        found, shortly = ([name for name in self.files if f".{name}".endswith(f".{tail}")] for tail in (end, short))
-        if len(found) > 1:
-            found.sort(key=lambda name: self._layers.get(name.removesuffix(end), 0))
-        return found[-1] if found else shortly[0] if len(shortly) == 1 else None
-
-    @cached_property
-    def _layers(self) -> dict[str, int]:
-        """How many layers stand behind each prefix, in `layers`, `h` or another list of text models' names."""
-        layers: dict[str, set[str]] = {}
-        for name in self.files:
-            match = re.match(r"((?:.+\.)?)(?:layers|h|blocks)\.(\d+)\.", name)
-            if match and not _BESIDE_TEXT.search(match[1]):
-                layers.setdefault(match[1], set()).add(match[2])
-        return {prefix: len(numbers) for prefix, numbers in layers.items()}
-
-    def read(self, name: str) -> Tensor:
-        """Raises FileNotFoundError for a missing file, ValueError for one that is not whole."""
-        path = self._path(self.files[name])
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing, which the checkpoint's index names; copy it again")
-        with _opened(path) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    @property
-    def bytes(self) -> int:
-        """Of all files that are here."""
-        paths = [self.folder / file for file in set(self.files.values())]
-        return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def load_parts(
@@ -107,6 +27,7 @@ def load_parts(
 ) -> tuple[Target, Tokenizer]:
     """A target of which all but the layers is in memory; these stay on the meta device. Raises ValueError for a model
     whose parts are not found by their names, FileNotFoundError for a checkpoint without safetensors files."""
+    check_target_name(name, resolve(name))
     shards = Shards(name, revision)
     check_config(str(shards.folder), {"trust_remote_code": False}, False)
     config = AutoConfig.from_pretrained(shards.folder)

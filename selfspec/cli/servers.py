@@ -132,7 +132,8 @@ def _check_states(args: argparse.Namespace) -> None:
 
     check_target_name(args.target)
 
-    from selfspec.checkpoints.target_parts import Shards, load_parts
+    from selfspec.checkpoints.target_files import Shards
+    from selfspec.checkpoints.target_parts import load_parts
     from selfspec.training.states import plausible
     from selfspec.training.states_folder import FromFolder
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.embedded import resolve
-from selfspec.checkpoints.target_parts import Shards, layer_by_layer, load_parts
+from selfspec.checkpoints.target_files import Shards
+from selfspec.checkpoints.target_parts import layer_by_layer, load_parts
 from selfspec.core.target import Target
 from selfspec.data.questions import Question
 from selfspec.drafters.base import Drafter

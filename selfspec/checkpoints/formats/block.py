@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
-    Contract,
-    Sizes,
-    check_map,
     check_plain,
-    hold,
+    fill,
     number,
     read_config,
     read_torch,
     read_weights,
     renamed,
     settle,
-    token_ids,
+    vocabulary,
     write_files,
 )
 from selfspec.core.target import Target
@@ -92,25 +89,6 @@ def markov_names(form: str) -> list[str]:
     return [*_MARKOV, *(f"{name}.{part}" for name in _JOINT[form] for part in ("weight", "bias"))]
 
 
-def contract(config: Figures, folder: Path) -> Contract:
-    """Names and shapes of a drafter's tensors, from its flat config; without embeddings and lm_head."""
-    sizes = Sizes.of(config, folder)
-    H, V = sizes.hidden, sizes.vocab
-    shapes = {"fc.weight": [H, len(config[_IDS]) * H], "hidden_norm.weight": [H], "norm.weight": [H]}
-    layer = sizes.layer(H, bool(config.get("attention_bias")), normed=True)
-    for i in range(number(config, "num_hidden_layers", folder)):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    few = config.get("draft_vocab_size") or V
-    rank, form = config.get("markov_rank") or 0, config.get("markov_head_type", "vanilla")
-    if rank:
-        shapes |= dict(zip(markov_names(form), markov.shapes(form, rank, H, V, few), strict=True))
-    if config.get("enable_confidence_head"):
-        with_markov = config.get("confidence_head_with_markov", False)
-        shapes |= dict(zip(_SURE, ([1, H + (rank if with_markov else 0)], [1]), strict=True))
-    tensors: Contract = {name: (shape, None) for name, shape in shapes.items()}
-    return tensors | ({"d2t": ([few], torch.int64)} if few < V else {})
-
-
 def read(folder: Path, target: Target) -> BlockDrafter:
     """A published drafter of this target, in either form. It is not calibrated.
 
@@ -118,19 +96,17 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     exist, tensors that are missing or too many.
     """
     config, (found, path) = flat(read_config(folder)), read_weights(folder)
-    where, V = f"{folder}/config.json", target.vocab_size
-    tensors = renamed(found, lambda name: name.removeprefix("model."))
-    few = settle(config, target, folder)
+    where = f"{folder}/config.json"
+    tensors = renamed(found, lambda name: name.removeprefix("model."), path)
     _refuse(config, target, folder)
+    few = settle(config, tensors, target, folder)
     form = config.get("markov_head_type", "vanilla")
-    tensors = _without_copies(tensors, target, few, path)
-    config["enable_confidence_head"] = _SURE[0] in tensors  # as engines do, which need none
+    ids = vocabulary(tensors, few, target, path)
+    _drop_copies(tensors, target, ids, path)
     if _SURE[0] in tensors:
         tensors.setdefault(_SURE[1], torch.zeros(1))
     with_markov = bool(config.get("confidence_head_with_markov", "speculators_model_type" in config))
-    config["confidence_head_with_markov"] = with_markov
     sure = None if _SURE[0] not in tensors else "parents" if with_markov else "rows"
-    hold(tensors, contract(config, folder), path)
     drafter = BlockDrafter(
         target,
         BlockConfig(
@@ -141,22 +117,15 @@ def read(folder: Path, target: Target) -> BlockDrafter:
             correction=config.get("markov_rank") or 0,
             correction_form=form if config.get("markov_rank") else "vanilla",
             confidence=sure,
-            draft_vocab=few if few < V else None,
+            draft_vocab=None if ids is None else few,
             llama=own_settings(config),
             **attention(config, where),
         ),
     )
-    with torch.no_grad():
-        parameters = drafter.trained()
-        if "d2t" in tensors:
-            drafter.drafts_only(tensors.pop("d2t") + torch.arange(few))
-        for part, names in (("corrections", markov_names(form)), ("confidence", _SURE)):
-            for place, name in enumerate(names):
-                if name in tensors:
-                    parameters[f"{part}.{place}"].copy_(tensors.pop(name))
-        for name, tensor in tensors.items():
-            parameters[f"stack.trained_stack.{name}"].copy_(tensor)
-        parameters["stack.trained_stack.mask"].copy_(_mask(config, target, folder))
+    if ids is not None:
+        drafter.drafts_only(ids)
+    fill(_parts(drafter), tensors, path)
+    fill({"mask": drafter.stack.trained_stack.mask}, {"mask": _mask(config, target, folder)}, path)
     return drafter.eval()
 
 
@@ -200,22 +169,23 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
     return mask.flatten()
 
 
-def _without_copies(tensors: dict[str, Tensor], target: Target, few: int, path: Path) -> dict[str, Tensor]:
-    """Without the copies of the target's embeddings and lm_head that files may hold. Raises
-    ValueError for embeddings or a head of a drafter's own, and for a map of the draft vocabulary that leads nowhere."""
-    own, ids = {name: tensor for name, tensor in tensors.items() if name != "t2d"}, None
-    if "d2t" in own:
-        check_map(own["d2t"], path)
-        own["d2t"] = own["d2t"].to(torch.int64)
-        ids = token_ids(own["d2t"], target, path)
+def _drop_copies(tensors: dict[str, Tensor], target: Target, ids: Tensor | None, path: Path) -> None:
+    """Take out the copies of the target's embeddings and lm_head that files may hold. Raises ValueError for others."""
     head = next(target.lm_head.parameters())
     theirs = {"embed_tokens.weight": target.model.get_input_embeddings().weight}
     theirs["lm_head.weight"] = head if ids is None else head[ids.to(head.device)]
     for name, wanted in theirs.items():
-        copied = own.pop(name, None)
+        copied = tensors.pop(name, None)
         if copied is not None and (copied.shape != wanted.shape or not torch.equal(copied.to(wanted), wanted)):
             raise ValueError(f"{path}: {name} differs from the target's; selfspec drafts with the target's own")
-    return own
+
+
+def _parts(drafter: BlockDrafter) -> dict[str, Tensor]:
+    """A drafter's parameters by their names in files, without the mask, which has a file of its own."""
+    stack = drafter.stack.trained_stack.named_parameters()
+    corrections = zip(markov_names(drafter.config.correction_form), drafter.corrections, strict=False)
+    parts = dict([*stack, *corrections, *zip(_SURE, drafter.confidence, strict=False)])
+    return {name: part for name, part in parts.items() if name != "mask"}
 
 
 def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
@@ -224,11 +194,7 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
     a draft vocabulary."""
     config, dtype, stack = drafter.config, target.saved_dtype, drafter.stack.trained_stack
     shape = drafter.stack.config
-    tensors = {name: p.detach().to(dtype) for name, p in stack.named_parameters() if name != "mask"}
-    if config.correction:
-        names = zip(markov_names(config.correction_form), drafter.corrections, strict=True)
-        tensors |= {name: p.detach().to(dtype) for name, p in names}
-    tensors |= {name: p.detach().to(dtype) for name, p in zip(_SURE, drafter.confidence, strict=False)}
+    tensors = {name: part.detach().to(dtype) for name, part in _parts(drafter).items()}
     if drafter.vocabulary is not None:
         ids = drafter.vocabulary.cpu()
         tensors["lm_head.weight"] = drafter.head.weight.detach()[drafter.vocabulary].to(dtype)

@@ -9,25 +9,12 @@ layers (v - 1; SGLang, SpecForge, ModelOpt).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from selfspec.checkpoints.formats.files import (
-    Contract,
-    Sizes,
-    check_map,
-    hold,
-    read_config,
-    read_weights,
-    renamed,
-    settle,
-    token_ids,
-    write_files,
-)
+from selfspec.checkpoints.formats.files import fill, read_config, read_weights, renamed, settle, vocabulary, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
@@ -169,32 +156,6 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
     return [v - 1 for v in states]
 
 
-def contract(config: Figures, aux: int, held: Collection[str], folder: Path) -> Contract:
-    """Names, shapes and dtypes of a draft model's tensors, by the names of `named`, from its flat config. held: names
-    in the file, of which it may have some or not: a head, embeddings, norms of queries and keys, masks' features."""
-    sizes = Sizes.of(config, folder)
-    H, V = sizes.hidden, sizes.vocab
-    few = config.get("draft_vocab_size") or V
-    shapes: dict[str, list[int]] = {"fc.weight": [H, aux * H], "norm.weight": [H], "midlayer.hidden_norm.weight": [H]}
-    for layer in ["midlayer", *(f"further.{i}" for i in range(config.get("num_hidden_layers", 1) - 1))]:
-        own = sizes.layer(2 * H if layer == "midlayer" else H, bool(config.get("attention_bias")), _QUERY_NORM in held)
-        shapes |= {f"{layer}.{name}": shape for name, shape in own.items()}
-    if EMBEDDINGS in held:
-        shapes[EMBEDDINGS] = [V, H]
-    if MASK in held:
-        shapes[MASK] = [1, 1, aux * H]
-    if config["norm_before_fc"]:
-        shapes["input_norm.weight"] = [aux * H]
-    if config["fc_norm"]:
-        shapes |= {f"fc_norm.{i}.weight": [H] for i in range(aux)}
-    if "lm_head.weight" in held or few < V:
-        shapes["lm_head.weight"] = [few, H]
-    shapes_wanted: Contract = {name: (shape, None) for name, shape in shapes.items()}
-    if few < V:
-        shapes_wanted |= {"d2t": ([few], torch.int64), "t2d": ([V], torch.bool)}
-    return shapes_wanted
-
-
 def read(folder: Path, target: Target) -> Eagle3:
     """The draft model of a folder as a drafter, in either form, with `midlayer.` or `layers.0.` names: P-EAGLE's where
     it holds `mask_hidden`. It is not calibrated: `selfspec calibrate` does that.
@@ -202,25 +163,24 @@ def read(folder: Path, target: Target) -> Eagle3:
     Raises ValueError for what is no EAGLE-3 layer on this target: other layers, sizes, activations or keys.
     """
     config, (found, path) = flat(read_config(folder)), read_weights(folder)
-    tensors = {name: t for name, t in named(found).items() if not name.endswith("rotary_emb.inv_freq")}
+    tensors = {name: t for name, t in renamed(found, _ours, path).items() if not name.endswith("rotary_emb.inv_freq")}
     parallel = MASK in tensors
     if not parallel and any(config.get(name) is not None for name in _MASK_TOKENS):
         raise ValueError(
             f"{path}: {MASK} is missing, and {folder}/config.json names a mask token; copy the folder again"
         )
-    few = settle(config, target, folder)
     _check_values(config, folder)
+    few = settle(config, tensors, target, folder)
     layers = layers_read(config, target.n_layers, folder)
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy
-    if parallel and tensors[MASK].numel() == len(layers) * target.hidden_size:
-        tensors[MASK] = tensors[MASK].view(1, 1, -1)
-    tensors = _with_map(tensors, target, few, path)
-    hold(tensors, contract(config, len(layers), tensors, folder), path)
+    ids = vocabulary(tensors, few, target, path)
+    if ids is not None and "lm_head.weight" not in tensors:
+        raise ValueError(f"{path}: missing tensors ['lm_head.weight'], of a draft vocabulary of {few} tokens")
     settings: dict[str, Any] = {
         "layers": layers,
-        "draft_vocab": few if few < target.vocab_size else None,
+        "draft_vocab": None if ids is None else few,
         "head": "own" if "lm_head.weight" in tensors else "shared",
         "embeddings": "own" if EMBEDDINGS in tensors else "shared",
         "qk_norm": _QUERY_NORM in tensors,
@@ -233,14 +193,9 @@ def read(folder: Path, target: Target) -> Eagle3:
         settings |= {"depth": config.get(DEPTH) or Eagle3Config.depth, "unroll": 1}
         tensors[MASK] = tensors[MASK].flatten()
     drafter = Eagle3(target, Eagle3Config(**settings))
-    d2t = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    with torch.no_grad():
-        parameters = drafter.trained()
-        for name, tensor in tensors.items():
-            parameters[f"layer.{name}"].copy_(tensor)
-        if d2t is not None and drafter.vocabulary is not None:
-            drafter.vocabulary.copy_(d2t + torch.arange(few))
+    if ids is not None:
+        drafter.drafts_only(ids)
+    fill({name.removeprefix("layer."): part for name, part in drafter.trained().items()}, tensors, path)
     return drafter.eval()
 
 
@@ -268,36 +223,6 @@ def _check_values(config: Figures, folder: Path) -> None:
         )
 
 
-def _with_map(tensors: dict[str, Tensor], target: Target, few: int, path: Path) -> dict[str, Tensor]:
-    """With d2t and t2d of a draft vocabulary of `few` tokens, in the dtypes that engines read, or with neither. Raises
-    ValueError for maps that were not written, that contradict each other, or lead nowhere."""
-    if "d2t" not in tensors:
-        return {n: t.bool() if n == "t2d" else t for n, t in tensors.items() if n != "t2d" or few < target.vocab_size}
-    check_map(tensors["d2t"], path)
-    if few == target.vocab_size:
-        if tensors["d2t"].any():
-            raise ValueError(
-                f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of "
-                "the two is wrong"
-            )
-        return {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
-    ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
-    kept = tensors["t2d"].flatten().bool().nonzero()[:, 0] if "t2d" in tensors else None
-    if not tensors["d2t"].any() and (kept is None or not torch.equal(kept, ids)):
-        raise ValueError(
-            f"{path}: d2t is all zero, so that only the first {few} of {target.vocab_size} tokens could be "
-            "drafted; the map was not written: copy or convert the drafter again"
-        )
-    if kept is not None and not torch.equal(kept, ids.sort().values):
-        raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
-    if kept is None:  # which engines ignore
-        ids = token_ids(tensors["d2t"], target, path)
-        every = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    else:
-        every = tensors["t2d"].bool()
-    return {**tensors, "d2t": tensors["d2t"].to(torch.int64), "t2d": every}
-
-
 def _mask_token(config: Figures, target: Target, folder: Path) -> int:
     """The token that masks are embedded as. Raises ValueError for one that does not exist."""
     token = next((config[name] for name in _MASK_TOKENS if config.get(name) is not None), None)
@@ -306,11 +231,6 @@ def _mask_token(config: Figures, target: Target, folder: Path) -> int:
             f"{folder}/config.json: mask_token_id={token!r} must be a token of the target, 0 to {target.vocab_size - 1}"
         )
     return token
-
-
-def named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a file by the names that the drafter has for them."""
-    return renamed(tensors, _ours)
 
 
 def _ours(name: str) -> str:

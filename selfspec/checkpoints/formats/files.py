@@ -1,4 +1,4 @@
-"""Draft models as other engines keep them: config.json beside one safetensors file, held to an exact contract."""
+"""Draft models as other engines keep them: config.json beside one safetensors file, held to the drafter they make."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +17,9 @@ from selfspec.core.target import Target
 from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
+_BUILT = 2**26  # numbers of layers that are built whatever a file holds
 _MOST = 5  # names that an error lists
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-Contract = dict[str, tuple[list[int], torch.dtype | None]]  # shape and dtype (None: any float) by name
 
 
 def write_files(folder: Path, config: Figures, tensors: dict[str, Tensor], name: str = "model.safetensors") -> None:
@@ -103,12 +103,12 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
     raise FileNotFoundError(f"{folder}/model.safetensors is missing, and so are its shards and pytorch_model.bin")
 
 
-def renamed(tensors: Mapping[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Tensors by other names. Raises ValueError where two would have the same one."""
+def renamed(tensors: Mapping[str, Tensor], name_of: Callable[[str], str], path: Path | str) -> dict[str, Tensor]:
+    """Tensors of a file by other names. Raises ValueError where two would have the same one."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if (ours := name_of(name)) in result:
-            raise ValueError(f"two tensors are called {ours!r:.200}, one of them as {name!r:.200}; keep one")
+            raise ValueError(f"{path}: two tensors are called {ours!r:.200}, one of them as {name!r:.200}; keep one")
         result[ours] = tensor
     return result
 
@@ -119,24 +119,7 @@ def few(names: Collection[str]) -> str:
     return ", ".join(f"{name!r:.200}" for name in sorted(names)[:_MOST]) + more
 
 
-def check_map(d2t: Tensor, path: Path) -> None:
-    """Raises ValueError for a map of a draft vocabulary that is no list of whole numbers."""
-    if d2t.ndim != 1 or not len(d2t) or d2t.is_floating_point() or d2t.dtype == torch.bool:
-        raise ValueError(f"{path}: d2t is {list(d2t.shape)} of {d2t.dtype}; it must list whole numbers")
-
-
-def token_ids(d2t: Tensor, target: Target, path: Path) -> Tensor:
-    """The target's tokens, int64, that a map leads to. Raises ValueError for one that does not exist."""
-    ids = d2t.long() + torch.arange(len(d2t))
-    if not 0 <= int(ids.min()) <= int(ids.max()) < target.vocab_size:
-        raise ValueError(
-            f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft token's "
-            f"distance to a token of the target, 0 to {target.vocab_size - 1}"
-        )
-    return ids
-
-
-def compare_names(found: Collection[str], wanted: Collection[str], path: Path) -> None:
+def compare_names(found: Collection[str], wanted: Collection[str], path: Path | str) -> None:
     """Raises ValueError for names that are missing or too many."""
     missing, unknown = set(wanted) - set(found), set(found) - set(wanted)
     if missing or unknown:
@@ -144,17 +127,22 @@ def compare_names(found: Collection[str], wanted: Collection[str], path: Path) -
         raise ValueError(f"{path}: {', '.join(odd)}; expected {len(wanted)} tensors, found {len(found)}")
 
 
-def hold(found: dict[str, Tensor], contract: Contract, path: Path) -> None:
-    """Raises ValueError for keys that are missing or too many, and for tensors of another shape or dtype."""
-    compare_names(found, contract, path)
-    for name, (shape, dtype) in contract.items():
+@torch.no_grad()
+def fill(
+    into: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path | str, dtype: torch.dtype | None = None
+) -> None:
+    """Copy a file's tensors into those of the same names. dtype: in which they have to be finite (None: in their own).
+    Raises ValueError for names that are missing or too many, and for tensors of another shape or kind."""
+    compare_names(found, into, path)
+    for name, part in into.items():
         tensor = found[name]
-        if list(tensor.shape) != shape:
-            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, its config says {shape}")
-        if tensor.dtype != dtype if dtype is not None else not tensor.is_floating_point():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {dtype or 'floating point'}")
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise ValueError(f"{path}: {name} holds numbers that are not finite")
+        if tensor.shape != part.shape:
+            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, its config says {list(part.shape)}")
+        if tensor.is_floating_point() != part.is_floating_point():
+            raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {part.dtype}")
+        if not tensor.to(dtype or part.dtype).isfinite().all():
+            raise ValueError(f"{path}: {name} holds numbers that are not finite in {dtype or part.dtype}")
+        part.copy_(tensor)
 
 
 def number(config: Figures, name: str, folder: Path, file: str = "config.json") -> int:
@@ -168,7 +156,7 @@ def number(config: Figures, name: str, folder: Path, file: str = "config.json") 
 # -- draft models of Llama's form
 
 
-def settle(config: Figures, target: Target, folder: Path) -> int:
+def settle(config: Figures, tensors: Mapping[str, Tensor], target: Target, folder: Path) -> int:
     """Fill in Llama's own defaults, where a key is missing or null. Returns the number of tokens that can be drafted.
     Raises ValueError for sizes that do not fit the target."""
     for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
@@ -181,44 +169,44 @@ def settle(config: Figures, target: Target, folder: Path) -> int:
         )
     heads = number(config, "num_attention_heads", folder)
     usual = {"head_dim": target.hidden_size // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6}
+    usual["num_hidden_layers"] = 1
     config |= {name: value for name, value in usual.items() if config.get(name) is None}
+    layers, inner = (number(config, name, folder) for name in ("num_hidden_layers", "intermediate_size"))
+    asked = layers * target.hidden_size * max(inner, heads * number(config, "head_dim", folder))
+    if asked > max(_BUILT, sum(tensor.numel() for tensor in tensors.values())):
+        raise ValueError(f"{folder}/config.json: {layers} layers of {inner} can not lie in its file; copy it again")
     return few
 
 
-class Sizes(NamedTuple):
-    """Of a draft model's layers: hidden and MLP widths, heads, key heads, numbers of a head, tokens."""
-
-    hidden: int
-    inner: int
-    heads: int
-    keys: int
-    width: int
-    vocab: int
-
-    @classmethod
-    def of(cls, config: Figures, folder: Path) -> Sizes:
-        names = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
+def vocabulary(tensors: dict[str, Tensor], few: int, target: Target, path: Path) -> Tensor | None:
+    """The tokens, int64, of a draft vocabulary of `few` tokens (None: it is the target's), by the maps d2t and t2d,
+    which are taken out. Raises ValueError for maps that are missing, were not written, contradict each other, or lead
+    nowhere."""
+    d2t, t2d, every = tensors.pop("d2t", None), tensors.pop("t2d", None), target.vocab_size
+    if d2t is None and few == every:
+        return None
+    if d2t is None or d2t.ndim != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool or len(d2t) != few:
+        is_ = "missing" if d2t is None else f"{list(d2t.shape)} of {d2t.dtype}"
+        raise ValueError(f"{path}: d2t is {is_}; it must list {few} whole numbers, as draft_vocab_size says")
+    if few == every:
+        if d2t.any():
+            raise ValueError(
+                f"{path}: d2t leads to other tokens, though draft_vocab_size={few} is the whole vocabulary; one of the "
+                "two is wrong"
+            )
+        return None
+    ids = d2t.long() + torch.arange(few)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < every:
+        raise ValueError(
+            f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft token's "
+            f"distance to a token of the target, 0 to {every - 1}"
         )
-        return cls(*(number(config, name, folder) for name in names))
-
-    def layer(self, read: int, biased: bool, normed: bool) -> dict[str, list[int]]:
-        """Shapes of a decoder layer's tensors by their names in it. read: numbers that queries, keys and values read;
-        biased: whether the maps of attention have a bias; normed: whether queries and keys have norms."""
-        attended = self.heads * self.width
-        outputs = {"q_proj": attended, "k_proj": self.keys * self.width, "v_proj": self.keys * self.width}
-        shapes = {f"self_attn.{name}.weight": [out, read] for name, out in outputs.items()}
-        shapes["self_attn.o_proj.weight"] = [self.hidden, attended]
-        if biased:
-            biases = {**outputs, "o_proj": self.hidden}
-            shapes |= {f"self_attn.{name}.bias": [out] for name, out in biases.items()}
-        if normed:
-            shapes |= {f"self_attn.{name}.weight": [self.width] for name in ("q_norm", "k_norm")}
-        shapes |= {f"mlp.{name}.weight": [self.inner, self.hidden] for name in ("gate_proj", "up_proj")}
-        shapes["mlp.down_proj.weight"] = [self.hidden, self.inner]
-        return shapes | {f"{name}.weight": [self.hidden] for name in ("input_layernorm", "post_attention_layernorm")}
+    kept = None if t2d is None else t2d.flatten().bool().nonzero()[:, 0]
+    if not d2t.any() and (kept is None or not torch.equal(kept, ids)):
+        raise ValueError(
+            f"{path}: d2t is all zero, so that only the first {few} of {every} tokens could be drafted; the map was "
+            "not written: copy or convert the drafter again"
+        )
+    if kept is not None and not torch.equal(kept, ids.sort().values):
+        raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
+    return ids

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors, renamed, write_files
+from selfspec.checkpoints.formats.files import fill, number, read_config, read_tensors, renamed, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa, MedusaConfig
-from selfspec.utils.files import Figures
 
 FILE = "medusa_lm_head.safetensors"  # of TGI and FasterDecoding
+_VLLM = "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"  # names of a block and of a projection
 
 
 def write_vllm(drafter: Medusa, target: Target, folder: Path) -> None:
@@ -32,7 +32,7 @@ def write_vllm(drafter: Medusa, target: Target, folder: Path) -> None:
         "original_lm_head": False,
         "torch_dtype": str(target.saved_dtype).removeprefix("torch."),
     }
-    write_files(folder, config, _tensors(drafter, target, "blocks.{i}.layers.{j}", "lm_heads.{i}.weight"))
+    write_files(folder, config, _tensors(drafter, target, *_VLLM))
 
 
 def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -> None:
@@ -50,40 +50,28 @@ def write_tgi(drafter: Medusa, target: Target, folder: Path, target_name: str) -
 @torch.no_grad()
 def _tensors(drafter: Medusa, target: Target, block: str, head: str) -> dict[str, Tensor]:
     """All tensors of the heads, in the target's saved dtype; LoRA is folded into a full projection for each head."""
-    tensors, dtype = dict[str, Tensor](), target.saved_dtype
     if drafter.vocabulary is not None:
         raise ValueError(
             f"heads of a reduced vocabulary (drafter.draft_vocab={len(drafter.vocabulary)}) can not be written in this "
             "form, which has a row for each token; export heads that were trained with drafter.draft_vocab=null"
         )
-    lora = None if drafter.shared is None else drafter.shared.weights()  # [K, H, r], [K, r, V]
+    parts = _parts(drafter, block, head)
+    if (shared := drafter.shared) is not None:
+        for i, (narrow, wide) in enumerate(zip(*shared.weights(), strict=True)):  # [H, r], [r, V]
+            parts[head.format(i=i)] = shared.base.weight.float() + (narrow.float() @ wide.float()).T
+    return {name: part.to(target.saved_dtype) for name, part in parts.items()}
+
+
+def _parts(drafter: Medusa, block: str, head: str) -> dict[str, Tensor]:
+    """What is trained, as views by a file's names of blocks and of projections; LoRA has none."""
+    parts: dict[str, Tensor] = {}
     for i in range(drafter.config.heads):
-        if lora is None:
-            projection = drafter.full[i]
-        else:
-            assert drafter.shared is not None
-            projection = drafter.shared.base.weight.float() + (lora[0][i].float() @ lora[1][i].float()).T
         for j in range(drafter.config.blocks):
             name = block.format(i=i, j=j)
-            tensors[f"{name}.weight"] = drafter.weight[j, i].to(dtype)
-            tensors[f"{name}.bias"] = drafter.bias[j, i, 0].to(dtype)
-        tensors[head.format(i=i)] = projection.to(dtype)
-    return tensors
-
-
-def contract(config: Figures, folder: Path) -> Contract:
-    """Names and shapes of vLLM's folder, from its config."""
-    H, V, heads, layers = (
-        number(config, n, folder) for n in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers")
-    )
-    shapes: Contract = {}
-    for i in range(heads):
-        for j in range(layers):
-            shapes[f"blocks.{i}.layers.{j}.weight"] = [H, H], None
-            if config.get("medusa_fc_bias"):
-                shapes[f"blocks.{i}.layers.{j}.bias"] = [H], None
-        shapes[f"lm_heads.{i}.weight"] = [V, H], None
-    return shapes
+            parts |= {f"{name}.weight": drafter.weight[j, i], f"{name}.bias": drafter.bias[j, i, 0]}
+        if drafter.shared is None:
+            parts[head.format(i=i)] = drafter.full[i]
+    return parts
 
 
 def read(folder: Path, target: Target) -> Medusa:
@@ -93,8 +81,7 @@ def read(folder: Path, target: Target) -> Medusa:
     Raises ValueError for keys, shapes and sizes that do not fit this target; FileNotFoundError where there is no file.
     """
     config = read_config(folder)
-    tensors = renamed(_found(folder), _plain)
-    V, H = target.vocab_size, target.hidden_size
+    tensors = renamed(_found(folder), _plain, folder)
     key = "medusa_num_heads" if "medusa_num_heads" in config else "num_heads"
     heads = number(config, key, folder)
     held = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
@@ -102,36 +89,22 @@ def read(folder: Path, target: Target) -> Medusa:
         where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
-    if max(heads, layers) > len(tensors):
+    if heads * layers > len(tensors):
         where = f"{folder}/config.json: {heads} heads of {layers} layers"
         raise ValueError(f"{where} can not lie in a file of {len(tensors)} tensors; copy the folder again")
     biased = any(name.endswith(".bias") for name in tensors)
-    if config.get("truncated_vocab_size") not in (None, V):
-        raise ValueError(f"{folder}: truncated_vocab_size={config['truncated_vocab_size']}: heads need all {V} tokens")
+    if config.get("truncated_vocab_size") not in (None, target.vocab_size):
+        few = config["truncated_vocab_size"]
+        raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")
     whole = tensors.pop("lm_head.weight", None) if config.get("original_lm_head") else None  # one for all heads
     if whole is not None and not torch.equal(whole.to(target.lm_head.weight), target.lm_head.weight):
         tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}
     has_heads = any(name.startswith("lm_heads.") for name in tensors)
-    as_vllm = {
-        "hidden_size": H,
-        "vocab_size": V,
-        "num_heads": heads,
-        "num_hidden_layers": layers,
-        "medusa_fc_bias": biased,
-    }
-    wanted = contract(as_vllm, folder)
-    if not has_heads:  # heads that read through the target's lm_head
-        wanted = {name: shape for name, shape in wanted.items() if not name.startswith("lm_heads.")}
-    hold(tensors, wanted, folder)
+    # Heads without a projection read through the target's lm_head
     drafter = Medusa(target, MedusaConfig(heads, layers, "full" if has_heads else "lora", 1))
+    parts = _parts(drafter, *_VLLM).items()
     with torch.no_grad():
-        for i in range(heads):
-            for j in range(layers):
-                drafter.weight[j, i] = tensors[f"blocks.{i}.layers.{j}.weight"]
-                if biased:
-                    drafter.bias[j, i, 0] = tensors[f"blocks.{i}.layers.{j}.bias"]
-            if has_heads:
-                drafter.full[i] = tensors[f"lm_heads.{i}.weight"]
+        fill({name: part for name, part in parts if biased or not name.endswith(".bias")}, tensors, folder)
     return drafter.eval()
 
 

@@ -11,22 +11,19 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from selfspec.checkpoints.find import is_path
-from selfspec.checkpoints.formats.files import weight_map
+from selfspec.checkpoints.formats.files import fill, renamed
 from selfspec.checkpoints.formats.mtp_families import FAMILIES, Family
+from selfspec.checkpoints.target_files import Shards
 from selfspec.core.target import Target
 from selfspec.drafters.mtp import Mtp, MtpConfig, MtpLayer
 from selfspec.utils.files import read_json
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _FIRST = "model-00001.safetensors"  # of a checkpoint with a module beside it
 _FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 # As transformers holds them.
@@ -43,7 +40,9 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
     """
     model_type = target.model.config.get_text_config().model_type
     place = str(source or target.model.config.name_or_path)
-    index = _Index(place, None if source else getattr(target.model.config, "_commit_hash", None))
+    if not place:
+        raise FileNotFoundError("mtp reads the module from the target's own safetensors; load the target by its folder")
+    index = Shards(place, None if source else getattr(target.model.config, "_commit_hash", None))
     if (family := FAMILIES.get(model_type)) is None:
         odd = sorted(name for name in index.files if "mtp" in name or "nextn" in name)
         hint = f" (it holds {', '.join(odd[:4])}, ...)" if odd else ""
@@ -78,11 +77,12 @@ def read(target: Target, source: str | Path | None = None) -> Mtp:
         ),
     )
     for layer, prefix, names in zip(drafter.draft_layers, prefixes, parts, strict=True):
-        _fill(layer, family, index.tensors(names, prefix), place)
+        tensors = index.tensors(prefix + name for name in names)
+        _fill(layer, family, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, place)
     return drafter.eval()
 
 
-def _prefixes(family: Family, target: Target, index: _Index) -> list[str]:
+def _prefixes(family: Family, target: Target, index: Shards) -> list[str]:
     """Of the names of every module that a checkpoint holds; of the first, where it holds none."""
     prefixes = [family.module(target, 0)]
     while (more := family.module(target, len(prefixes))) not in prefixes:
@@ -90,52 +90,6 @@ def _prefixes(family: Family, target: Target, index: _Index) -> list[str]:
             break
         prefixes.append(more)
     return prefixes
-
-
-class _Index:
-    """Which file of a checkpoint holds which tensor. place: a folder or hub id; revision: of the hub's. Raises
-    FileNotFoundError where there is no checkpoint."""
-
-    def __init__(self, place: str, revision: str | None) -> None:
-        self.place, self.revision = place, revision
-        if whole := self._path(_WHOLE):  # where there are both, transformers reads this one
-            with _opened(whole) as file:
-                self.files: dict[str, str] = dict.fromkeys(file.keys(), _WHOLE)
-        elif index := self._path(_INDEX):
-            self.files = weight_map(index)
-        else:
-            raise FileNotFoundError(
-                f"{place or 'a target without a checkpoint'} has neither {_WHOLE} nor {_INDEX}; mtp reads the module "
-                "from the target's own safetensors, so load the target by the path of a folder that has them"
-            )
-
-    def _path(self, name: str) -> Path | None:
-        if Path(self.place).is_dir() or is_path(self.place) or not self.place:
-            local = Path(self.place) / name
-            return local if self.place and local.is_file() else None
-        path = cached_file(self.place, name, revision=self.revision, _raise_exceptions_for_missing_entries=False)
-        return None if path is None else Path(path)
-
-    def tensors(self, parts: set[str], prefix: str) -> dict[str, Tensor]:
-        """Those of the names `parts` behind a prefix."""
-        tensors: dict[str, Tensor] = {}
-        for name in sorted({self.files[prefix + part] for part in parts}):
-            if (path := self._path(name)) is None:
-                raise FileNotFoundError(f"{self.place}/{name} is missing, which {_INDEX} names")
-            with _opened(path) as file:
-                for part in (part for part in parts if self.files[prefix + part] == name):
-                    try:
-                        tensors[part] = file.get_tensor(prefix + part)
-                    except SafetensorError as error:
-                        raise ValueError(f"{path} lacks {prefix + part}, which {_INDEX} looks for there") from error
-        return tensors
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _parts(layer: MtpLayer, family: Family) -> dict[str, Tensor]:
@@ -160,28 +114,8 @@ def _fill(layer: MtpLayer, family: Family, tensors: dict[str, Tensor], place: st
                 f"{place}: {name} of its MTP module is {tensor.dtype}; quantized modules are not read, so give a "
                 "checkpoint in bfloat16"
             )
-    for published, name in family.renamed:
-        if both := sorted(part for part in tensors if published in part and part.replace(published, name) in tensors):
-            raise ValueError(f"{place}: its MTP module holds {both[0]} twice, the other time as {name!r}")
-        tensors = {part.replace(published, name): tensor for part, tensor in tensors.items()}
-    tensors = _fused(tensors, wanted)
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    if missing or unknown:
-        sides = {"lacks": missing, "holds besides": unknown}
-        odd = "; it ".join(f"{what} {len(names)}: {', '.join(names[:4])}" for what, names in sides.items() if names)
-        raise ValueError(f"{place}: its MTP module does not fit the target's config, it {odd}")
-    for name, part in wanted.items():
-        tensor = tensors[name]
-        if part.shape != tensor.shape:
-            raise ValueError(
-                f"{place}: {name} of its MTP module is {list(tensor.shape)}, the target's layers have "
-                f"{list(part.shape)}"
-            )
-        part.copy_(tensor)
-        if not part.to(layer.tail.dtype).isfinite().all():
-            raise ValueError(
-                f"{place}: {name} of its MTP module holds numbers that are not finite in {layer.tail.dtype}"
-            )
+    where = f"{place}, its MTP module"
+    fill(wanted, _fused(renamed(tensors, family.ours, where), wanted), where, layer.tail.dtype)
 
 
 def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
@@ -238,7 +172,7 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
         raise ValueError(
             f"drafter.modules={len(prefixes)}: {model_type!r} has one module; train with drafter.modules=1"
         )
-    index = _Index(str(source), None)
+    index = Shards(str(source))
     replaced = tuple({*prefixes, *_prefixes(family, target, index)})
     folder.mkdir()
     files: dict[str, str] = {}
@@ -246,11 +180,9 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
         name for i in itertools.count() if (name := f"model-mtp{i or ''}.safetensors") not in index.files.values()
     )
     for name in sorted(set(index.files.values())):
-        to = _FIRST if name == _WHOLE else name  # loaders that find the whole file look for no other
+        to = _FIRST if name == SAFE_WEIGHTS_NAME else name  # loaders that find the whole file look for no other
         kept = [key for key, file in index.files.items() if file == name and not key.startswith(replaced)]
-        with _opened(source / name) as file:
-            tensors = {key: file.get_tensor(key) for key in kept}
-        save_file(tensors, folder / to, {"format": "pt"})
+        save_file(index.tensors(kept), folder / to, {"format": "pt"})
         files |= dict.fromkeys(kept, to)
     modules: dict[str, Tensor] = {}
     for prefix, layer in zip(prefixes, drafter.draft_layers, strict=True):
@@ -262,7 +194,9 @@ def write(drafter: Mtp, target: Target, source: Path, folder: Path) -> None:
     save_file(modules, folder / own, {"format": "pt"})
     files |= dict.fromkeys(modules, own)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n")
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1) + "\n"
+    )
     config = read_json(source / "config.json")
     for part in (config, config.get("text_config")):  # readers differ in which of them they read
         if isinstance(part, dict):

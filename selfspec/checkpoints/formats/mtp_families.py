@@ -33,6 +33,12 @@ class Family:
         """The prefix of module k."""
         return self.prefix.format(at=target.n_layers + k, k=k)
 
+    def ours(self, name: str) -> str:
+        """A published tensor's name behind the prefix, as transformers has it."""
+        for published, known in self.renamed:
+            name = name.replace(published, known)
+        return name
+
     def layer_form(self, target: Target) -> tuple[str, ...] | None:
         """What a module's layer is, as the target's config or the family says; None where it is as the target's last
         one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import Contract, hold, number, read_config, read_tensors
+from selfspec.checkpoints.formats.files import fill, number, read_config, read_tensors
 from selfspec.core.target import Target
 from selfspec.drafters.mask import Mask, MaskConfig
 from selfspec.drafters.parts.views import lora_of
@@ -48,19 +48,15 @@ def read(folder: Path, target: Target) -> Mask:
         raise ValueError(f"{folder}/{NAME}: r={rank}, its tensors are of rank {longest}")
     names = sorted({name.rsplit(".", 1)[-1] for name in modules})
     drafter = Mask(target, MaskConfig(masks=_ROWS, passes=2, rank=rank, maps=names, correction=0))
-    maps = list(zip(drafter.gated.paths, drafter.gated.maps, strict=True))
-    wanted: Contract = {}
-    for place, module in maps:
-        for part, weight in zip("AB", lora_of(module, drafter.gated.adapter)[:2], strict=True):
-            wanted[f"{place}.lora_{part}.weight"] = list(weight.shape), None
-    hold(tensors, wanted, path)
+    maps = zip(drafter.gated.paths, drafter.gated.maps, strict=True)
+    loras = {place: lora_of(module, drafter.gated.adapter) for place, module in maps}
+    pairs = [{f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b} for place, (a, b, _) in loras.items()]
+    fill({name: part for pair in pairs for name, part in pair.items()}, tensors, path)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     noise = torch.randint(1, target.vocab_size, (_ROWS,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for place, module in maps:
-            a, b, own = lora_of(module, drafter.gated.adapter)
-            a.copy_(tensors[f"{place}.lora_A.weight"])
-            b.copy_(tensors[f"{place}.lora_B.weight"].float() * (scale / own))
+        for _, b, own in loras.values():
+            b.mul_(scale / own)
         embeddings: Tensor = target.model.get_input_embeddings().weight
         drafter.gated.masks.copy_(embeddings[noise.to(embeddings.device)])
     return drafter.eval()
