@@ -18,7 +18,10 @@ class Command:
 
 
 COMMANDS = {
-    "complete": Command("complete a prompt by speculative decoding", "'Once upon a time' --color"),
+    "complete": Command(
+        "complete a prompt by speculative decoding",
+        "'Which is larger, 9 or 7?' --chat --drafter tiny-medusa+prompt_lookup --color",
+    ),
     "train": Command(
         "train a drafter on a frozen target", "+experiment=demo name=mine", "train/heads.py", "train", trains=True
     ),
@@ -74,7 +77,9 @@ COMMANDS = {
     "report": Command(
         "one table and the plots of all runs of a sweep", "sweep=runs/decode/<date>", "eval/report.py", "report"
     ),
-    "compile": Command("compile what a drafter needs, for later processes", "--drafter tiny-medusa --nodes 8 16"),
+    "compile": Command(
+        "compile what a drafter needs, for later processes", "--drafter prompt_lookup --target smollm2 --nodes 16"
+    ),
     "export": Command("write a drafter in the form that another engine serves", "runs/mine --to vllm --out mine-vllm"),
     "serve-target": Command(
         "the command of a vLLM that hands a target's hidden states to a trainer",
@@ -84,5 +89,5 @@ COMMANDS = {
     "acceptance": Command(
         "what a vLLM server accepts of its drafter", "http://localhost:8000 --questions chat.jsonl --target smollm2"
     ),
-    "push": Command("upload a drafter to the hub", "runs/mine user/mine --dry-run card"),
+    "push": Command("upload a drafter to the hub", "runs/mine user/mine --results runs/mine-measured"),
 }

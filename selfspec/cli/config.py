@@ -65,7 +65,7 @@ class TrainRun(Logged):
 
 
 @dataclass
-class PretrainRun(Logged):
+class TargetRun(Logged):
     """data: what to train on, below."""
 
     data: Any = MISSING

@@ -13,18 +13,7 @@ import yaml
 from selfspec.cli.commands import COMMANDS, Command
 from selfspec.cli.source import PACKAGE, names_of
 
-SCHEMAS = {  # of configs/NAME.yaml
-    "train": "TrainRun",
-    "target": "PretrainRun",
-    "eval": "EvalRun",
-    "compare": "CompareRun",
-    "show": "ShowRun",
-    "audit": "AuditRun",
-    "calibrate": "CalibrateRun",
-    "limits": "LimitsRun",
-    "page": "PageRun",
-    "report": "ReportRun",
-}
+SCHEMAS = {c.config: f"{c.config.title()}Run" for c in COMMANDS.values() if c.config}  # of configs/NAME.yaml
 _AT, _WIDTH = 38, 118  # columns where descriptions begin and end
 _YAML = {"None": "null", "True": "true", "False": "false"}
 _HYDRA = """Options are given as key=value. Behind -m, values with commas make a sweep over every combination.

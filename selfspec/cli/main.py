@@ -12,6 +12,7 @@ import textwrap
 
 from selfspec import __version__
 from selfspec.cli.commands import COMMANDS
+from selfspec.utils.errors import one_line_errors
 from selfspec.utils.exactness import STORY
 
 
@@ -65,7 +66,8 @@ def _start(name: str) -> None:
         from selfspec.cli import servers, terminal
 
         called = name.replace("-", "_")
-        getattr(terminal if hasattr(terminal, called) else servers, called)(arguments)
+        with one_line_errors():
+            getattr(terminal if hasattr(terminal, called) else servers, called)(arguments)
     elif "--help" in arguments or "-h" in arguments:
         from selfspec.cli.help import text
 

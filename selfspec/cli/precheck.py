@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -86,19 +85,6 @@ def store(schemas: Mapping[str, Any], drafters: Mapping[str, Any] | None) -> Non
         known.store(name=f"{config}_schema", node=schemas[schema])
 
 
-@contextmanager
-def _schemas(trains: bool) -> Iterator[None]:
-    """Schemas that are read from source, in the place of the package's own."""
-    known = ConfigStore.instance()
-    ours = ("drafter", *(f"{config}_schema.yaml" for config in SCHEMAS))
-    before = {key: known.repo[key] for key in ours if key in known.repo}
-    try:
-        store(names_of("selfspec.cli.config"), drafter_schemas() if trains else None)
-        yield
-    finally:
-        known.repo = {**{key: value for key, value in known.repo.items() if key not in ours}, **before}
-
-
 def miscomposed(name: str, arguments: list[str]) -> str | None:
     """Why options, as `selfspec.cli.arguments.taken` gives them, make no config of a command; None if they do, or if
     only imports can tell."""
@@ -135,16 +121,13 @@ def check_composed(command: Command, arguments: list[str]) -> None:
         constant(typed)
     else:
         _one_point(parsed)
-    added = [o for o in parsed if _adds_a_key(o)]
-    lines = {str(o.input_line) for o in added}
-    with _schemas(command.trains), initialize_config_dir(str(config_folder()), version_base="1.3"):
+    store(names_of("selfspec.cli.config"), drafter_schemas() if command.trains else None)
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         for point in _points(parsed):
             config = compose(command.config, [*search, *point])
             if any(flag.partition("=")[0] in ("--cfg", "-c", "--info", "-i") for flag in flags):
                 continue  # only to be looked at
-            if added:
-                before = compose(command.config, [*search, *(line for line in point if line not in lines)])
-                _check_added(before, added, command.config)
+            _check_keys(config, command.config)
             if "name" in config and not OmegaConf.is_missing(config, "name"):
                 names_of("selfspec.cli.run_folders")["check_name"](config.name)
             _check_data(config.get("data"))
@@ -211,30 +194,20 @@ def _own_drafter(parsed: list[Override]) -> bool:
     )
 
 
-def _adds_a_key(override: Override) -> bool:
-    key = override.key_or_group
-    elsewhere = override.package is not None or "/" in key or key.startswith("hydra.") or key in _GROUPS
-    return not elsewhere and (override.is_add() or override.is_force_add())
-
-
-def _check_added(config: DictConfig, added: list[Override], composed: str) -> None:
-    """Raises ValueError for a key that was added and that nothing reads. config: without them."""
-    schema = schema_of(composed)
-    for override in added:
-        key = override.key_or_group
-        head, _, last = key.rpartition(".")
-        place = OmegaConf.select(config, head) if head else config
-        while place is None and head:  # below what there is, which must take any keys
-            head, _, last = head.rpartition(".")
-            place = OmegaConf.select(config, head) if head else config
-        known, kind = list[str](), OmegaConf.get_type(place) if place is not None else None
-        if kind is not None and is_dataclass(kind):
-            known = [part.name for part in fields(kind)]
-        elif isinstance(place, DictConfig):
-            continue  # of data, which `_check_data` knows, or of another package
-        if last not in known:
-            every = [*(f"{head}.{k}".lstrip(".") for k in known), *key_names(schema), *(f"+{g}" for g in _GROUPS)]
+def _check_keys(node: DictConfig, composed: str, place: str = "") -> None:
+    """Raises ValueError for a key that was added and that nothing reads; where no schema is, any may be added."""
+    kind = OmegaConf.get_type(node)
+    known = [part.name for part in fields(kind)] if is_dataclass(kind) else [*node]
+    for name in map(str, node):
+        inner, key = None if OmegaConf.is_missing(node, name) else node[name], f"{place}{name}"
+        if name not in known:
+            while isinstance(inner, DictConfig) and len(inner) == 1:  # as it was typed
+                last = str(next(iter(inner)))
+                inner, key = inner[last], f"{key}.{last}"
+            every = [*(f"{place}{k}" for k in known), *key_names(schema_of(composed)), *(f"+{g}" for g in _GROUPS)]
             raise ValueError(f"there is no {key}{meant(key, every)}")
+        if isinstance(inner, DictConfig):
+            _check_keys(inner, composed, f"{key}.")
 
 
 def _check_data(data: DictConfig | None, place: str = "data") -> None:

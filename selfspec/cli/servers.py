@@ -8,7 +8,6 @@ from pathlib import Path
 
 from selfspec.cli.source import names_of
 from selfspec.cli.terminal import as_temperature, new_parser, positive
-from selfspec.utils.errors import one_line_errors
 from selfspec.utils.files import parse_json
 from selfspec.utils.openai_client import server_urls
 
@@ -29,7 +28,6 @@ def _server_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "serve-target",
         "Print the command of a vLLM that hands out a target's hidden states to a trainer (train.states=server).",
-        "smollm2 --drafter eagle3 --folder states",
     )
     parser.add_argument("target", help="folder or hub id")
     parser.add_argument("--drafter", default="eagle3", choices=_KINDS, help="the kind to be trained")
@@ -56,49 +54,48 @@ def _server_parser() -> argparse.ArgumentParser:
 def serve_target(arguments: list[str]) -> None:
     """selfspec serve-target TARGET --drafter eagle3 --folder states"""
     args = _server_parser().parse_args(arguments)
-    with one_line_errors():
-        names_of("selfspec.utils.machine")["dtype_name"](args.dtype)
-        if args.dry_run is not None and Path(args.dry_run).exists():
-            raise ValueError(f"--dry-run {args.dry_run} exists; give a new folder")
+    names_of("selfspec.utils.machine")["dtype_name"](args.dtype)
+    if args.dry_run is not None and Path(args.dry_run).exists():
+        raise ValueError(f"--dry-run {args.dry_run} exists; give a new folder")
 
-        from selfspec.checkpoints.find import check_target_name
+    from selfspec.checkpoints.find import check_target_name
 
-        check_target_name(args.target)
+    check_target_name(args.target)
 
-        from selfspec.core.target import Target
-        from selfspec.integrations import serve_target as server
-        from selfspec.integrations.export import spoken, write_engine_files
-        from selfspec.training.states import wanted_layers, write_about
+    from selfspec.core.target import Target
+    from selfspec.integrations import serve_target as server
+    from selfspec.integrations.export import spoken, write_engine_files
+    from selfspec.training.states import wanted_layers, write_about
 
-        plan = server.ServerPlan(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
-        if args.plain or args.serve is not None:
-            environment, words = plan.command(None, None if args.serve is None else parse_json(args.serve))
+    plan = server.ServerPlan(args.target, Path(args.folder), args.python, args.port, args.length, args.dtype)
+    if args.plain or args.serve is not None:
+        environment, words = plan.command(None, None if args.serve is None else parse_json(args.serve))
+    else:
+        target, _, drafter = server.untrained(args.target, args.drafter, args.layers, args.draft_vocab)
+        assert isinstance(target, Target)
+        layers = wanted_layers(drafter.reads, target.n_layers)
+        environment, words = plan.command(layers)
+        if args.dry_run is not None:
+            written = write_engine_files(drafter.eval(), target, None, "vllm", Path(args.dry_run))
+            print("\n".join(written[:-1]))
+            environment, words = plan.command(None, spoken(drafter, Path(args.dry_run)))
         else:
-            target, _, drafter = server.untrained(args.target, args.drafter, args.layers, args.draft_vocab)
-            assert isinstance(target, Target)
-            layers = wanted_layers(drafter.reads, target.n_layers)
-            environment, words = plan.command(layers)
-            if args.dry_run is not None:
-                written = write_engine_files(drafter.eval(), target, None, "vllm", Path(args.dry_run))
-                print("\n".join(written[:-1]))
-                environment, words = plan.command(None, spoken(drafter, Path(args.dry_run)))
-            else:
-                if args.run:
-                    write_about(Path(args.folder), layers, args.target)
-                print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
-                print(
-                    f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl"
-                    f" train.states=server train.states_url=http://localhost:{args.port} name=mine"
-                )
-        print(server.shown_command(environment, words), flush=True)
-        if args.run:
-            server.start(environment, words)
+            if args.run:
+                write_about(Path(args.folder), layers, args.target)
+            print(f"states of layers {layers} (0 is the embeddings) go to {args.folder}; train with")
+            print(
+                f"  selfspec train drafter={args.drafter} target.name={args.target} data=jsonl data.path=chat.jsonl"
+                f" train.states=server train.states_url=http://localhost:{args.port} name=mine"
+            )
+    print(server.shown_command(environment, words), flush=True)
+    if args.run:
+        server.start(environment, words)
 
 
 def states(arguments: list[str]) -> None:
     """selfspec states --check FOLDER --target TARGET"""
     what = "Folders of hidden states: have a server write one, or say what it holds and whether they are a target's."
-    parser = new_parser("states", what, "--check states --target smollm2")
+    parser = new_parser("states", what)
     does = parser.add_mutually_exclusive_group(required=True)
     does.add_argument("--check", metavar="FOLDER", help="of files as vLLM and speculators write them")
     does.add_argument("--write", metavar="FOLDER", help="have a server write it, for the texts of --path")
@@ -109,11 +106,10 @@ def states(arguments: list[str]) -> None:
     parser.add_argument("--path", help="with --write: texts or conversations, as data=jsonl takes them")
     parser.add_argument("--length", type=positive, default=2048, help="with --write: tokens of a text, at most")
     args = parser.parse_args(arguments)
-    with one_line_errors():
-        if args.write is not None:
-            _write_states(args)
-        else:
-            _check_states(args)
+    if args.write is not None:
+        _write_states(args)
+    else:
+        _check_states(args)
 
 
 def _check_states(args: argparse.Namespace) -> None:
@@ -170,11 +166,7 @@ def _write_states(args: argparse.Namespace) -> None:
 
 def acceptance(arguments: list[str]) -> None:
     """selfspec acceptance http://localhost:8000 --questions questions.jsonl --target TARGET"""
-    parser = new_parser(
-        "acceptance",
-        "How many drafted tokens a vLLM server accepts, by its own counters.",
-        "http://localhost:8000 --questions chat.jsonl --target smollm2",
-    )
+    parser = new_parser("acceptance", "How many drafted tokens a vLLM server accepts, by its own counters.")
     parser.add_argument("url", help="of a server with a drafter")
     parser.add_argument("--questions", required=True, help="a file that selfspec decode takes, or human_eval")
     parser.add_argument("--target", required=True, help="whose tokenizer reads the questions")
@@ -183,15 +175,14 @@ def acceptance(arguments: list[str]) -> None:
     parser.add_argument("--temperature", type=as_temperature, default=0.0, help="0 is greedy")
     parser.add_argument("--at-once", type=positive, default=1, help="requests at a time")
     args = parser.parse_args(arguments)
-    with one_line_errors():
-        url = server_urls("URL", args.url)[0]
-        names_of("selfspec.data.questions")["file_of"](args.questions)
+    url = server_urls("URL", args.url)[0]
+    names_of("selfspec.data.questions")["file_of"](args.questions)
 
-        from selfspec.checkpoints.load_target import load_tokenizer
-        from selfspec.data.questions import Asking, read_questions
-        from selfspec.integrations import serve_target as server
+    from selfspec.checkpoints.load_target import load_tokenizer
+    from selfspec.data.questions import Asking, read_questions
+    from selfspec.integrations import serve_target as server
 
-        asking = Asking(questions=args.questions, prompts=args.prompts)
-        questions = read_questions(asking, load_tokenizer(args.target), list)
-        figures = server.acceptance(url, questions, args.max_new_tokens, args.temperature, args.at_once)
-        print("\n".join(server.acceptance_lines(figures)))
+    asking = Asking(questions=args.questions, prompts=args.prompts)
+    questions = read_questions(asking, load_tokenizer(args.target), list)
+    figures = server.acceptance(url, questions, args.max_new_tokens, args.temperature, args.at_once)
+    print("\n".join(server.acceptance_lines(figures)))

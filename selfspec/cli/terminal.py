@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from selfspec import __version__
+from selfspec.cli.commands import COMMANDS
 from selfspec.cli.source import names_of
-from selfspec.utils.errors import one_line_errors
 
 DIM, RESET = "\033[2m", "\033[0m"
 COLORS = ("\033[32m", "\033[36m", "\033[35m", "\033[33m")  # green, cyan, magenta, yellow
@@ -67,11 +67,11 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if nothing else super()._get_help_string(action)
 
 
-def new_parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
+def new_parser(name: str, what: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"selfspec {name}",
         description=what,
-        epilog=f"Example: selfspec {name} {example}",
+        epilog=f"Example: selfspec {name} {COMMANDS[name].example}",
         formatter_class=_Formatter,
         allow_abbrev=False,
     )
@@ -81,11 +81,7 @@ def new_parser(name: str, what: str, example: str) -> argparse.ArgumentParser:
 
 def export(arguments: list[str]) -> None:
     """selfspec export DIR --to vllm --out DIR"""
-    parser = new_parser(
-        "export",
-        "Write a trained drafter in the form that another engine serves.",
-        "runs/mine --to vllm --out mine-vllm",
-    )
+    parser = new_parser("export", "Write a trained drafter in the form that another engine serves.")
     parser.add_argument("drafter", help="run folder, drafter's folder, embedded name or hub id")
     parser.add_argument("--to", required=True, choices=("vllm", "sglang", "speculators", "medusa", "transformers"))
     parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
@@ -93,21 +89,18 @@ def export(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="float32", help="in which it is checked")
     parser.add_argument("--nodes", type=_nodes, help="of the draft tree, with --to transformers")
     args = parser.parse_args(arguments)
-    with one_line_errors():
-        _named(args.drafter, args.target, args.dtype)
-        if Path(args.out).exists():
-            raise ValueError(f"--out {args.out} exists; give a folder that does not")
+    _named(args.drafter, args.target, args.dtype)
+    if Path(args.out).exists():
+        raise ValueError(f"--out {args.out} exists; give a folder that does not")
 
-        from selfspec.integrations.export import export
+    from selfspec.integrations.export import export
 
-        print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
+    print("\n".join(export(args.drafter, args.to, args.out, args.target, args.dtype, args.nodes)))
 
 
 def push(arguments: list[str]) -> None:
     """selfspec push DIR user/repo"""
-    parser = new_parser(
-        "push", "Upload a trained drafter to the hub.", "runs/mine user/mine --results runs/mine-measured"
-    )
+    parser = new_parser("push", "Upload a trained drafter to the hub.")
     parser.add_argument("drafter", help="run folder or drafter's folder")
     parser.add_argument("repo", help="user/name; made where there is none")
     parser.add_argument("--results", nargs="*", default=[], help="run folders of selfspec decode, for the card")
@@ -115,20 +108,19 @@ def push(arguments: list[str]) -> None:
     parser.add_argument("--revision", help="a branch")
     parser.add_argument("--dry-run", metavar="DIR", help="write what would be uploaded to this new folder instead")
     args = parser.parse_args(arguments)
-    with one_line_errors():
-        _named(args.drafter, None, "auto")
-        if missing := [place for place in args.results if not Path(place).exists()]:
-            raise FileNotFoundError(f"--results {missing[0]}: there is no such file or folder")
+    _named(args.drafter, None, "auto")
+    if missing := [place for place in args.results if not Path(place).exists()]:
+        raise FileNotFoundError(f"--results {missing[0]}: there is no such file or folder")
 
-        from selfspec.checkpoints.find import drafter_folder
-        from selfspec.checkpoints.hub import measured, push
+    from selfspec.checkpoints.find import drafter_folder
+    from selfspec.checkpoints.hub import measured, push
 
-        folder = drafter_folder(args.drafter)
-        if not (folder / "drafter.json").is_file():
-            raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
-        points = measured([Path(place) for place in args.results], folder, drafter_folder)
-        dry_run = None if args.dry_run is None else Path(args.dry_run)
-        print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
+    folder = drafter_folder(args.drafter)
+    if not (folder / "drafter.json").is_file():
+        raise ValueError(f"{args.drafter!r} is no drafter of selfspec's own form; push the folder as it is")
+    points = measured([Path(place) for place in args.results], folder, drafter_folder)
+    dry_run = None if args.dry_run is None else Path(args.dry_run)
+    print(push(folder, args.repo, points, args.private, args.revision, dry_run=dry_run))
 
 
 def compile(arguments: list[str]) -> None:
@@ -137,7 +129,6 @@ def compile(arguments: list[str]) -> None:
         "compile",
         "Compile what a drafter and its target need for texts of up to 900 tokens, and keep it on disk: later "
         "processes read it in a second.",
-        "--drafter prompt_lookup --target smollm2 --nodes 16",
     )
     parser.add_argument("--drafter", default="tiny-medusa", help="as selfspec.load takes it")
     parser.add_argument("--target", help="for drafters that name none, and to override theirs")
@@ -146,45 +137,40 @@ def compile(arguments: list[str]) -> None:
     parser.add_argument("--temperatures", type=as_temperature, nargs="+", default=[0.0, 1.0], help="0 is greedy")
     parser.add_argument("--rows", type=positive, default=1, help="prompts of a batch, at most")
     args = parser.parse_args(arguments)
-    with one_line_errors():
-        _named(args.drafter, args.target, args.dtype)
+    _named(args.drafter, args.target, args.dtype)
 
-        import time
+    import time
 
-        from transformers.utils import logging
+    from transformers.utils import logging
 
-        import selfspec
-        from selfspec.core.generate import autoregressive, speculative
-        from selfspec.core.options import Options
-        from selfspec.core.sampling import Sampling
-        from selfspec.utils.progress import progress
+    import selfspec
+    from selfspec.core.generate import autoregressive, speculative
+    from selfspec.core.options import Options
+    from selfspec.core.sampling import Sampling
+    from selfspec.utils.progress import progress
 
-        logging.disable_progress_bar()
-        spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
-        target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
-        room = (target.max_positions or 2**62) - 2
-        batches = [2**i for i in range((args.rows - 1).bit_length() + 1)]  # rows that ended leave sizes of these
-        settings = [*itertools.product(batches, args.temperatures, args.nodes)]
-        for rows, temperature, nodes in (bar := progress(settings, desc="compile")):
-            bar.set_postfix(rows=rows, T=temperature, nodes=nodes)
-            options = Options(min(most, room), Sampling(temperature), 0, frozenset())  # no end token
-            prompts = [[row % target.vocab_size, (row + 1) % target.vocab_size] for row in range(rows)]
-            autoregressive(target, prompts, options)
-            speculative(target, prompts, options, spec.drafter, nodes)
-        for how in ("compiled", "read", "not compiled"):
-            seconds = [took for _, took, done in target.engine.made if done == how]
-            if seconds:
-                print(f"{how}: {len(seconds)} functions, {sum(seconds):.1f} s")
-        place = "not kept" if target.engine.folder is None else f"kept in {target.engine.folder}"
-        print(f"{time.perf_counter() - start:.0f} s in all; {place}")
+    logging.disable_progress_bar()
+    spec = selfspec.load(args.drafter, args.target, args.dtype, engine="compiled")
+    target, start, most = spec.target, time.perf_counter(), 2 * max(args.nodes)
+    room = (target.max_positions or 2**62) - 2
+    batches = [2**i for i in range((args.rows - 1).bit_length() + 1)]  # rows that ended leave sizes of these
+    settings = [*itertools.product(batches, args.temperatures, args.nodes)]
+    for rows, temperature, nodes in (bar := progress(settings, desc="compile")):
+        bar.set_postfix(rows=rows, T=temperature, nodes=nodes)
+        options = Options(min(most, room), Sampling(temperature), 0, frozenset())  # no end token
+        prompts = [[row % target.vocab_size, (row + 1) % target.vocab_size] for row in range(rows)]
+        autoregressive(target, prompts, options)
+        speculative(target, prompts, options, spec.drafter, nodes)
+    for how in ("compiled", "read", "not compiled"):
+        seconds = [took for _, took, done in target.engine.made if done == how]
+        if seconds:
+            print(f"{how}: {len(seconds)} functions, {sum(seconds):.1f} s")
+    place = "not kept" if target.engine.folder is None else f"kept in {target.engine.folder}"
+    print(f"{time.perf_counter() - start:.0f} s in all; {place}")
 
 
 def _complete_parser() -> argparse.ArgumentParser:
-    parser = new_parser(
-        "complete",
-        "Complete a prompt by speculative decoding.",
-        "'Which is larger, 9 or 7?' --chat --drafter tiny-medusa+prompt_lookup --color",
-    )
+    parser = new_parser("complete", "Complete a prompt by speculative decoding.")
     parser.add_argument("prompt", help="text to go on from")
     parser.add_argument(
         "--drafter",
@@ -228,45 +214,44 @@ def _check_complete(args: argparse.Namespace) -> None:
 def complete(arguments: list[str]) -> None:
     """selfspec complete "def fib(n):\""""
     args = _complete_parser().parse_args(arguments)
-    with one_line_errors():
-        _check_complete(args)
+    _check_complete(args)
 
-        from transformers.utils import logging
+    from transformers.utils import logging
 
-        import selfspec
-        from selfspec.utils.errors import visible
+    import selfspec
+    from selfspec.utils.errors import visible
 
-        logging.disable_progress_bar()  # of loading weights
-        spec = selfspec.load(
-            args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
-        )
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed", "nodes")
-        options = {key: getattr(args, key) for key in names}
-        prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
-        dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
-        shown = "" if args.chat else f"{dim}{visible(args.prompt)}{reset}"
-        if not args.color and args.trace is None:
-            pieces = spec.stream(prompt, **options)
-            first = next(pieces, "")  # messages of compiling come before the prompt
-            print(shown + visible(first), end="", flush=True)
-            for piece in pieces:
-                print(visible(piece), end="", flush=True)
-            print()
-            print(f"{dim}{spec.target.exactness}{reset}", file=sys.stderr)
-            return
-        result = spec.generate(prompt, **options, trace=True)
-        assert result.trace is not None
-        if args.trace is not None:
-            result.trace.write(args.trace)
-        if not args.color:
-            print(f"{shown}{visible(result.text)}")
-            return
-        colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
-        parts = [
-            (visible(token.text), colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()
-        ]
-        print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
-        legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
-        print(f"{DIM}{result.stats}; drafted by {legend}\n{spec.target.exactness}{RESET}", file=sys.stderr)
-        if result.forecast is not None:
-            print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)
+    logging.disable_progress_bar()  # of loading weights
+    spec = selfspec.load(
+        args.drafter, args.target, args.dtype, args.device, engine=args.engine, trust_code=args.trust_code
+    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "seed", "nodes")
+    options = {key: getattr(args, key) for key in names}
+    prompt = [{"role": "user", "content": args.prompt}] if args.chat else args.prompt
+    dim, reset = (DIM, RESET) if sys.stdout.isatty() or args.color else ("", "")
+    shown = "" if args.chat else f"{dim}{visible(args.prompt)}{reset}"
+    if not args.color and args.trace is None:
+        pieces = spec.stream(prompt, **options)
+        first = next(pieces, "")  # messages of compiling come before the prompt
+        print(shown + visible(first), end="", flush=True)
+        for piece in pieces:
+            print(visible(piece), end="", flush=True)
+        print()
+        print(f"{dim}{spec.target.exactness}{reset}", file=sys.stderr)
+        return
+    result = spec.generate(prompt, **options, trace=True)
+    assert result.trace is not None
+    if args.trace is not None:
+        result.trace.write(args.trace)
+    if not args.color:
+        print(f"{shown}{visible(result.text)}")
+        return
+    colors = dict(zip(result.trace.header["sources"], itertools.cycle(COLORS)))
+    parts = [
+        (visible(token.text), colors[token.sources[0]] if token.sources else "") for token in result.trace.tokens()
+    ]
+    print(shown + "".join(f"{color}{text}{RESET}" if color else text for text, color in parts))
+    legend = ", ".join(f"{color}{name}{RESET}{DIM}" for name, color in colors.items())
+    print(f"{DIM}{result.stats}; drafted by {legend}\n{spec.target.exactness}{RESET}", file=sys.stderr)
+    if result.forecast is not None:
+        print(f"{DIM}{result.forecast}{RESET}", file=sys.stderr)

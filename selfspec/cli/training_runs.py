@@ -19,7 +19,7 @@ from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.load_target import load_target, load_tokenizer
 from selfspec.checkpoints.loading import find_drafter
 from selfspec.checkpoints.target_parts import load_parts
-from selfspec.cli.config import PretrainRun, TrainRun, drafter_of
+from selfspec.cli.config import TargetRun, TrainRun, drafter_of
 from selfspec.cli.run_folders import FREE, as_plain, check_same, finished, run_folder, typed
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
@@ -220,7 +220,7 @@ def _opened(run: TrainRun, config: DictConfig) -> tuple[Target, Tokenizer, Any]:
 def run_pretrain(config: DictConfig, folder: Path) -> Figures:
     """Train a target; see `selfspec.training.pretrain`. Its second stage lies in the run folder; the first, where there
     are two, in its folder `source`."""
-    run, config = settled(PretrainRun, config, folder)
+    run, config = settled(TargetRun, config, folder)
     first = folder / "source" if run.pretrain.instruct.steps else folder
     begun = checkpoint_path(first if run.pretrain.init is None else folder)
     # A first stage of other length would not be what a finished second one began from.

@@ -146,7 +146,7 @@ def hf_generate(
     pad = [width - len(row) for row in batch]
     ids = torch.tensor([[0] * n + row for n, row in zip(pad, batch, strict=True)], device=spec.target.device)
     mask = torch.tensor([[0] * n + [1] * (width - n) for n in pad], device=spec.target.device)
-    eos = end_tokens(spec.target)
+    eos = method.pop("eos", end_tokens(spec.target))
     sampled: Figures = {"do_sample": False}
     if sampling.temperature > 0:
         sampled = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}

@@ -28,7 +28,7 @@ from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.support import cache_name
 from selfspec.core.verify import Relaxed
 from selfspec.data.questions import Asking
-from selfspec.evaluation.arms import without_defaults
+from selfspec.evaluation.arms import hf_generate
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
@@ -343,20 +343,26 @@ def distribution_tests(
     best = entropies.index(max(entropies))
     exact, prompt = distributions[best], prompts[best]
     wanted = torch.tensor(list(exact.values()), dtype=torch.float64) * samples
+    parts = [range(first, min(first + 100, samples)) for first in range(0, samples, 100)]
 
     def drafted(relaxed: Relaxed | None) -> Tensor:
         texts = []
-        for first in range(0, samples, 100):
-            seeds = [seed + first + i for i in range(min(100, samples - first))]
-            options = Options(3, Sampling(1.0), seeds, relaxed=relaxed)
-            texts += speculative(spec.target, [prompt] * len(seeds), options, spec.drafter, nodes).token_ids
+        for part in parts:
+            options = Options(3, Sampling(1.0), [seed + i for i in part], relaxed=relaxed)
+            texts += speculative(spec.target, [prompt] * len(part), options, spec.drafter, nodes).token_ids
+        return _counted(texts, exact)
+
+    def of_transformers() -> Tensor:
+        """Their own sampling, which no end token ends."""
+        texts = []
+        for part in parts:
+            texts += hf_generate(spec, [prompt] * len(part), 3, Sampling(1.0), seed + part[0], eos=()).token_ids
         return _counted(texts, exact)
 
     def unseen(logits: Tensor, picks: list[int], below: list[list[int]]) -> list[int]:
         return [children[0] if children else pick for pick, children in zip(picks, below, strict=True)]
 
-    ours, biased = drafted(None), drafted(unseen)
-    theirs = _counted(_of_transformers(spec, prompt, samples, seed), exact)
+    ours, biased, theirs = drafted(None), drafted(unseen), of_transformers()
     tests = []
     for name, observed in (("speculative", ours), ("transformers", theirs), ("biased on purpose", biased)):
         statistic, p, bins = chi_square(observed, wanted)
@@ -373,28 +379,6 @@ def _counted(texts: Sequence[Sequence[int]], exact: dict[tuple[int, ...], float]
         other = next((n for n in range(len(text)) if text[: n + 1] not in known), None)
         counts[text if other is None else (*text[:other], -1)] += 1
     return torch.tensor(list(counts.values()), dtype=torch.float64)
-
-
-def _of_transformers(spec: Spec, prompt: list[int], samples: int, seed: int) -> list[list[int]]:
-    """`samples` continuations of three tokens, sampled by transformers."""
-    torch.manual_seed(seed)
-    texts = list[list[int]]()
-    ids = torch.tensor([prompt], device=spec.target.device)
-    for first in range(0, samples, 100):
-        with without_defaults(spec.target.model):
-            out = spec.target.model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=3,
-                do_sample=True,
-                top_k=0,
-                temperature=1.0,
-                eos_token_id=None,
-                pad_token_id=0,
-                num_return_sequences=min(100, samples - first),
-            )
-        texts += out[:, len(prompt) :].tolist()
-    return texts
 
 
 def distribution_verdict(tests: list[DistributionTest], level: float = 1e-4) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import Arm, Call, Prompt, drafted, of_transformers, plain
-from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, over_plain, right, tau, texts, total
+from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, grouped, over_plain, right, tau, texts, total
 from selfspec.evaluation.measure import BETWEEN, measure, points_of
 from selfspec.evaluation.peers import answering, started
 from selfspec.evaluation.records import METHODS, PEERS, Record, ours, read_records
@@ -163,9 +164,7 @@ def common(records: list[Record]) -> list[Record]:
 
 def summarize_comparison(records: list[Record], costs: dict[float, list[float]]) -> list[Figures]:
     """One row per temperature, arm and size: over all prompts and by group. costs: of passes, by temperature."""
-    by_size: dict[tuple[float, str, str], list[Record]] = {}
-    for record in records:
-        by_size.setdefault((record.temperature, record.arm, record.nodes), []).append(record)
+    by_size = grouped(records, attrgetter("temperature", "arm", "nodes"))
     order = _order(records)
     sizes = sorted(by_size, key=lambda key: (key[0], order[key[1]], len(key[2]), key[2]))
     return [_row(*key, by_size[key], costs.get(key[0])) for key in sizes]
@@ -174,18 +173,13 @@ def summarize_comparison(records: list[Record], costs: dict[float, list[float]])
 def best_sizes(records: list[Record]) -> list[Figures]:
     """One row per temperature and arm at its best size. The questions are cut into two halves; each half uses the size
     that was fastest on the other, so no size is chosen on the questions it is reported on."""
-    arms: dict[tuple[float, str], list[Record]] = {}
-    for record in records:
-        arms.setdefault((record.temperature, record.arm), []).append(record)
-    order, rows = _order(records), []
+    arms, order, rows = grouped(records, attrgetter("temperature", "arm")), _order(records), []
     for (temperature, arm), of_arm in sorted(arms.items(), key=lambda item: (item[0][0], order[item[0][1]])):
         sizes, chosen_records = [], []
         halves = _halves(of_arm)
         for half in (0, 1):
             others = [r for r in of_arm if halves[_question(r)] != half] or of_arm
-            by_size = {
-                nodes: [r for r in others if r.nodes == nodes] for nodes in dict.fromkeys(r.nodes for r in others)
-            }
+            by_size = grouped(others, attrgetter("nodes"))
             chosen = max(by_size, key=lambda nodes: over_plain(by_size[nodes])["ratio"])
             in_half = [r for r in of_arm if halves[_question(r)] == half and r.nodes == chosen]
             chosen_records += in_half
@@ -210,10 +204,7 @@ def by_questions(records: list[Record]) -> dict[str, list[Figures]]:
 
 def regimes(records: Iterable[Record]) -> list[Figures]:
     """What the text of plain decoding is like, by temperature and group; see `texts`."""
-    groups: dict[tuple[float, str], list[Record]] = {}
-    for record in records:
-        if record.regime is not None:
-            groups.setdefault((record.temperature, record.group), []).append(record)
+    groups = grouped((r for r in records if r.regime is not None), attrgetter("temperature", "group"))
     return [{"T": t, "group": group, "prompts": len(rows), **texts(rows)} for (t, group), rows in groups.items()]
 
 
@@ -237,8 +228,7 @@ def _order(records: Iterable[Record]) -> dict[str, int]:
 def _row(temperature: float, arm: str, nodes: str, records: list[Record], costs: list[float] | None) -> Figures:
     row: Figures = {"T": temperature, "arm": arm, "nodes": nodes, **_part(records)}
     row["tokens_per_second"] = texts(records)["tokens_per_second"]
-    groups = dict.fromkeys(r.group for r in records)
-    row["groups"] = {group: _part([r for r in records if r.group == group]) for group in groups}
+    row["groups"] = {group: _part(rows) for group, rows in grouped(records, attrgetter("group")).items()}
     if arm == "plain" or not records[0].ours:
         return row
     pooled = total([r.stats for r in records])

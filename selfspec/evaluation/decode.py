@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from operator import mul
+from operator import attrgetter, mul
 from pathlib import Path
 
 from selfspec.api import Spec
@@ -19,10 +19,10 @@ from selfspec.evaluation.arms import Arm, Prompt, drafted, of_transformers, plai
 from selfspec.evaluation.figures import (
     PARTS,
     against,
-    by_arm,
     decode_speedup,
     drift,
     forecast,
+    grouped,
     over_plain,
     tau,
     texts,
@@ -139,11 +139,8 @@ def write_traces(
 ) -> None:
     """Traces of the first prompts of each group: of each prompt plain decoding, then speculative decoding, each the
     median of _TRACED calls by its time. name: of the drafter."""
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(prompt.group, []).append(prompt)
-    lines = []
-    for prompt in progress([p for group in groups.values() for p in group[: config.traces]], desc="traces"):
+    groups, lines = grouped(prompts, lambda prompt: prompt.group).values(), []
+    for prompt in progress([p for group in groups for p in group[: config.traces]], desc="traces"):
         arguments = {**config.arguments(), "seed": [prompt.seed], "trace": True}
         for call in (
             partial(spec.autoregressive, [prompt.ids], **arguments),
@@ -183,7 +180,7 @@ def host_overhead(spec: Spec, prompts: Sequence[Prompt], config: DecodeConfig, n
 
 def summarize(records: list[Record]) -> Figures:
     """All figures of one benchmark point, as plain data: over all prompts, and by group."""
-    arms = by_arm(records)
+    arms = grouped(records, attrgetter("arm"))
     summary: Figures = {"arms": {arm: texts(rows) for arm, rows in arms.items()}, "speedup": {}, "identical": {}}
     if "autoregressive" in arms:
         summary["drift"] = drift(arms["autoregressive"])
@@ -206,10 +203,8 @@ def summarize(records: list[Record]) -> Figures:
                 summary["identical"][slow] = {"rows": sum(a == b for a, b in pairs), "of": len(pairs)}
         if "hf_generate" in arms:
             summary["speedup"]["hf_generate"] = against(fast, arms["hf_generate"])
-    summary["groups"] = {
-        group: _group(by_arm(r for r in records if r.group == group))
-        for group in dict.fromkeys(record.group for record in records)
-    }
+    groups = grouped(records, attrgetter("group"))
+    summary["groups"] = {group: _group(grouped(rows, attrgetter("arm"))) for group, rows in groups.items()}
     return summary
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from selfspec.evaluation.records import Record, Regime
 from selfspec.utils.exactness import EXACT, ROUNDED, TESTED
 from selfspec.utils.files import NOTHING, Figures, mean
 
+T = TypeVar("T")
+K = TypeVar("K")
 PARTS = ("draft", "target", "other")  # of a pass
 
 
@@ -90,11 +93,12 @@ def tau(records: Sequence[Record]) -> tuple[float, list[float]]:
 # -- of the records of one arm
 
 
-def by_arm(records: Iterable[Record]) -> dict[str, list[Record]]:
-    arms: dict[str, list[Record]] = {}
-    for record in records:
-        arms.setdefault(record.arm, []).append(record)
-    return arms
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by a key, in the order in which its values come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def right(records: Sequence[Record]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from selfspec.api import Spec
 from selfspec.budget.cost import pass_costs
 from selfspec.core.sampling import Sampling, warp
 from selfspec.evaluation.arms import Arm, Call, Prompt
-from selfspec.evaluation.figures import interval, over_plain
+from selfspec.evaluation.figures import grouped, interval, over_plain
 from selfspec.evaluation.records import Beside, Record, Regime, lines_of, ours, point_of, read_records
 from selfspec.output import Generated
 from selfspec.utils.files import append_text, write_text
@@ -59,9 +59,7 @@ class Point:
 def points_of(prompts: Sequence[Prompt], samplings: Sequence[Sampling], size: int = 1) -> list[Point]:
     """Batches of so many prompts, one of each group in turn, each at every sampling; what fills no batch is left out
     where there is a whole one."""
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(prompt.group, []).append(prompt)
+    groups = grouped(prompts, lambda prompt: prompt.group)
     turns = [prompt for each in zip_longest(*groups.values()) for prompt in each if prompt is not None]
     firsts = range(0, max(1, len(turns) - size + 1), size)
     return [Point(first, turns[first : first + size], s) for first in firsts for s in samplings]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
 
+from selfspec.evaluation.figures import grouped
 from selfspec.utils.files import Figures, disk_room
 
 matplotlib.use("Agg")
@@ -22,23 +24,19 @@ Line = list[tuple[float, float, bool]]  # nodes, value, and whether `auto` chose
 # -- what is drawn
 
 
-def _saved(
-    path: Path,
-    draw: Callable[..., None],
-    *data: object,
-    height: float = 3.6,
-    width: float = 6.4,
-    metadata: dict[str, str] | None = None,
-) -> Path:
-    """height and width in inches, the legend included; metadata: kept in the file."""
+@contextmanager
+def _figure(
+    path: Path, height: float = 3.6, width: float = 6.4, metadata: dict[str, str] | None = None
+) -> Iterator[Axes]:
+    """Axes to draw on, which are then saved. height and width in inches, the legend included; metadata: kept in the
+    file."""
     figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
-    draw(axes, *data)
+    yield axes
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with disk_room(path):
         figure.savefig(path, dpi=120, metadata=metadata)
     plt.close(figure)
-    return path
 
 
 def _rows_height(count: int) -> float:
@@ -109,10 +107,11 @@ def plot_points(rows: Sequence[Figures], folder: Path) -> dict[str, Path]:
         drawings["tau_by_nodes"] = _tau
     high, width = _rows_height(len(rows)), 6.4 + 0.07 * max(len(row["label"]) for row in rows)
     lines = 3.6 if len(rows) < 20 else 5.4
-    return {
-        name: _saved(folder / f"{name}.png", draw, rows, width=width, height=lines if draw is _tau else high)
-        for name, draw in drawings.items()
-    }
+    paths = {name: folder / f"{name}.png" for name in drawings}
+    for name, draw in drawings.items():
+        with _figure(paths[name], lines if draw is _tau else high, width) as axes:
+            draw(axes, rows)
+    return paths
 
 
 def plot_comparison(rows: Sequence[Figures], folder: Path) -> dict[str, Path]:
@@ -127,7 +126,9 @@ def plot_comparison(rows: Sequence[Figures], folder: Path) -> dict[str, Path]:
         for name, draw in drawings.items():
             key = f"compare_{name}_T{temperature:g}"
             height = max(_rows_height(round(bars.get(name, 0))), 0.25 * arms)
-            drawn[key] = _saved(folder / f"{key}.png", draw, at_temperature, height=height)
+            drawn[key] = folder / f"{key}.png"
+            with _figure(drawn[key], height) as axes:
+                draw(axes, at_temperature)
     return drawn
 
 
@@ -136,13 +137,11 @@ def plot_summary(columns: dict[str, dict[str, Figures]], title: str, stamp: str,
     columns: see `tables.summary_table`."""
     first = next(iter(columns.values()))
     names = sorted((arm for arm in first if arm != "plain"), key=lambda arm: -first[arm]["speedup"]["ratio"])
-
-    def draw(axes: Axes) -> None:
+    height = 0.9 + 0.21 * len(columns) * len(names)
+    with _figure(path, height, 9.0, {"stamp": stamp}) as axes:
         _speedups(axes, names, {label: [rows[name]["speedup"] for name in names] for label, rows in columns.items()})
         axes.set_title(title, fontsize=9, loc="left")
-
-    height = 0.9 + 0.21 * len(columns) * len(names)
-    return _saved(path, draw, height=height, width=9.0, metadata={"stamp": stamp})
+    return path
 
 
 def _titled(axes: Axes, rows: Sequence[Figures], more: str = "") -> None:
@@ -234,72 +233,57 @@ def _groups(axes: Axes, rows: Sequence[Figures]) -> None:
 
 def plot_margins(margins: list[tuple[float, float]], bound: float, path: Path) -> Path:
     """First divergences by (position, margin in logits), under the bound beyond which one is a bug."""
-    return _saved(path, _margins, margins, bound)
-
-
-def _margins(axes: Axes, margins: list[tuple[float, float]], bound: float) -> None:
-    axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
-    axes.axhline(bound, color="C3", label="beyond this line: a bug")
-    axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
-    axes.legend(fontsize=8)
+    with _figure(path) as axes:
+        axes.plot([p for p, _ in margins], [m for _, m in margins], "o", alpha=0.6, label="first divergence of a text")
+        axes.axhline(bound, color="C3", label="beyond this line: a bug")
+        axes.set(xlabel="new tokens before it", ylabel="margin of the target's pick (logits)", ylim=(0, None))
+        axes.legend(fontsize=8)
+    return path
 
 
 def plot_limits(figures: Figures, folder: Path) -> dict[str, Path]:
     """Costs of passes against the physical limit, and expected speedups by nodes."""
-    drawn = {"limits": _saved(folder / "limits.png", _costs, figures)}
-    if figures["forecasts"]:
-        drawn["expected"] = _saved(folder / "expected.png", _expected, figures)
-    return drawn
-
-
-def _costs(axes: Axes, figures: Figures) -> None:
-    rows = figures["passes"]
+    drawn, rows = {"limits": folder / "limits.png"}, figures["passes"]
     at = [row["nodes"] for row in rows]
-    for name in ("eager", "compiled"):
-        axes.plot(at, [1000 * row[name] for row in rows], "o-", label=name)
-    axes.plot(at, [1000 * row["limit"] for row in rows], "k:", label="limit: bandwidth, then peak")
-    axes.set(xlabel="nodes of the tree", ylabel="milliseconds per pass", ylim=(0, None))
-    _ticks(axes, at)
-    axes.legend(fontsize=8)
-
-
-def _expected(axes: Axes, figures: Figures) -> None:
-    lines: dict[str, list[Figures]] = {}
-    for forecast in figures["forecasts"]:
-        if forecast["engine"] == "compiled":
-            lines.setdefault(f"{forecast['drafter']}, T={forecast['T']:g}", []).append(forecast)
-    for name, line in lines.items():
-        style = "o-" if name.endswith("T=0") else "o--"
-        axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xlabel="nodes of the tree", ylabel="expected over compiled plain decoding", ylim=(0, None))
-    _ticks(axes, [f["nodes"] for f in figures["forecasts"]])
-    _legend(axes)
+    with _figure(drawn["limits"]) as axes:
+        for name in ("eager", "compiled"):
+            axes.plot(at, [1000 * row[name] for row in rows], "o-", label=name)
+        axes.plot(at, [1000 * row["limit"] for row in rows], "k:", label="limit: bandwidth, then peak")
+        axes.set(xlabel="nodes of the tree", ylabel="milliseconds per pass", ylim=(0, None))
+        _ticks(axes, at)
+        axes.legend(fontsize=8)
+    compiled = [f for f in figures["forecasts"] if f["engine"] == "compiled"]
+    if not compiled:
+        return drawn
+    drawn["expected"] = folder / "expected.png"
+    with _figure(drawn["expected"]) as axes:
+        for name, line in grouped(compiled, lambda f: f"{f['drafter']}, T={f['T']:g}").items():
+            style = "o-" if name.endswith("T=0") else "o--"
+            axes.plot([f["nodes"] for f in line], [f["speedup"] for f in line], style, label=name)
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set(xlabel="nodes of the tree", ylabel="expected over compiled plain decoding", ylim=(0, None))
+        _ticks(axes, [f["nodes"] for f in compiled])
+        _legend(axes)
+    return drawn
 
 
 def plot_training(records: list[Figures], folder: Path) -> dict[str, Path]:
     """Of a drafter's training log: its loss, and the acceptance length that its calibrated trees promise."""
-    validated = [r for r in records if "validation" in r]
+    validated, trained = ([r for r in records if part in r] for part in ("validation", "train"))
     if not validated:
         return {}
-    trained = [r for r in records if "train" in r]
-    drawn = {"training_loss": _saved(folder / "training_loss.png", _training_loss, trained, validated)}
-    return {**drawn, "training_tau": _saved(folder / "training_tau.png", _training_tau, validated)}
-
-
-def _training_loss(axes: Axes, trained: list[Figures], validated: list[Figures]) -> None:
-    axes.plot([r["step"] for r in trained], [r["train"]["loss"] for r in trained], lw=0.8, label="training text")
+    drawn = {name: folder / f"{name}.png" for name in ("training_loss", "training_tau")}
     steps = [r["step"] for r in validated]
-    axes.plot(steps, [r["validation"]["loss"] for r in validated], marker="o", label="held-out text")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-
-
-def _training_tau(axes: Axes, validated: list[Figures]) -> None:
-    steps = [r["step"] for r in validated]
-    for mode, style in (("greedy", "-"), ("sampled", "--")):
-        for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
-            values = [r["validation"][mode]["tau"][nodes] for r in validated]
-            axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
-    axes.set(xlabel="step", ylabel="expected acceptance length")
-    _legend(axes)
+    with _figure(drawn["training_loss"]) as axes:
+        axes.plot([r["step"] for r in trained], [r["train"]["loss"] for r in trained], lw=0.8, label="training text")
+        axes.plot(steps, [r["validation"]["loss"] for r in validated], marker="o", label="held-out text")
+        axes.set(xlabel="step", ylabel="loss")
+        axes.legend()
+    with _figure(drawn["training_tau"]) as axes:
+        for mode, style in (("greedy", "-"), ("sampled", "--")):
+            for nodes, colour in (("8", "C0"), ("16", "C1"), ("32", "C2")):
+                values = [r["validation"][mode]["tau"][nodes] for r in validated]
+                axes.plot(steps, values, style, color=colour, marker="o", label=f"{mode}, {nodes} nodes")
+        axes.set(xlabel="step", ylabel="expected acceptance length")
+        _legend(axes)
+    return drawn

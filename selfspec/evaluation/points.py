@@ -9,12 +9,13 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from selfspec.api import Spec
 from selfspec.data.questions import Question
-from selfspec.evaluation.figures import by_arm
+from selfspec.evaluation.figures import grouped
 from selfspec.evaluation.records import RECORDS, Record, lines_of
 from selfspec.evaluation.tables import table
 from selfspec.utils.errors import visible
@@ -327,7 +328,7 @@ def write_answers(
 ) -> None:
     """One line per question with all its turns, in the order of the questions, into the file of each arm. Questions of
     which a turn was not asked are left out. Every record holds one row."""
-    for arm, rows in by_arm(records).items():
+    for arm, rows in grouped(records, attrgetter("arm")).items():
         by_question = {record.questions[0]: record for record in rows}
         lines = []
         for question in questions:

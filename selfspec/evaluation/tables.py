@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from selfspec.evaluation.audit import Audit, DistributionTest, distribution_verdict
-from selfspec.evaluation.figures import PARTS, against, interval
+from selfspec.evaluation.figures import PARTS, against, grouped, interval
 from selfspec.evaluation.records import Record, ours
 from selfspec.utils.files import Figures, mean, shown
 
@@ -147,15 +148,8 @@ def price_table(prices: dict[str, Figures]) -> str:
     for name, price in prices.items():
         training = price.get("training")
         took = f"{training['seconds'] / 60:.0f} min, {training['tokens'] / 1e6:.1f}M tokens" if training else "none"
-        lines.append(
-            [
-                f"`{name}`",
-                f"{price['parameters'] / 1e6:.2f}M",
-                f"{price['disk'] / 1e6:.1f}",
-                f"{price['memory'] / 1e6:.1f}",
-                took,
-            ]
-        )
+        sizes = (f"{price[key] / 1e6:.1f}" for key in ("disk", "memory"))
+        lines.append([f"`{name}`", f"{price['parameters'] / 1e6:.2f}M", *sizes, took])
     return markdown(["method", "trained parameters", "MB on disk", "MB of memory", "training"], lines)
 
 
@@ -288,16 +282,13 @@ def limits_tables(figures: Figures) -> str:
         text += f"\n\n{part}" if part else ""
     if not figures["forecasts"]:
         return text
-    best: dict[tuple[str, str, float], Figures] = {}
-    for forecast in figures["forecasts"]:
-        key = (forecast["drafter"], forecast["engine"], forecast["T"])
-        if key not in best or forecast["speedup"] > best[key]["speedup"]:
-            best[key] = forecast
+    alike = grouped(figures["forecasts"], itemgetter("drafter", "engine", "T"))
+    best = [max(forecasts, key=itemgetter("speedup")) for forecasts in alike.values()]
     lines = [
         [f["drafter"], f["engine"], f"{f['T']:g}", str(f["nodes"]), f"{f['tau']:.2f}"]
         + [f"{1000 * f[part]:.2f}" for part in ("draft", "pass", "step", "other")]
         + [f"{f['other'] / f['step']:.0%}", f"{f['speedup']:.2f}x"]
-        for f in best.values()
+        for f in best
     ]
     columns = ["drafter", "engine", "T", "best size", "τ expected", "draft, ms", "pass, ms"]
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
