@@ -94,9 +94,9 @@ class _Recorded:
         self.replays += 1
         self.output.copy_(self.weight @ self.input + self.store)
 
-    def wait(self) -> None: ...
+    def wait(self, stream: Any) -> None: ...
 
-    def record(self) -> None: ...
+    def record(self, stream: Any) -> None: ...
 
 
 def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
@@ -108,8 +108,11 @@ def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
         return _Graph(recorded, [recorded.input], recorded.output, recorded)
 
     monkeypatch.setattr(Captured, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    slow: list[int] = []
     layer, stores = torch.nn.Linear(3, 3, bias=False), [torch.ones(3), torch.full((3,), 5.0)]
-    captured = Captured(lambda layer, store, x: layer.weight.detach() @ x + store[0], print)
+    function = lambda layer, store, x: layer.weight.detach() @ x + store[0]  # noqa: E731
+    captured = Captured(function, torch.device("cuda"), print, lambda: slow.append(1))
 
     def right(store: torch.Tensor) -> None:
         x = torch.randn(3)
@@ -119,6 +122,7 @@ def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
         for _ in range(3):  # as it is, captured, replayed
             right(store)
     assert [each.replays for each in made] == [2, 2]
+    assert len(slow) == 4  # as it is, and captured, over each storage
     layer.weight.data.mul_(2)  # trained in place: the same graphs
     right(stores[0])
     assert [each.replays for each in made] == [3, 2]
@@ -126,6 +130,18 @@ def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
     for _ in range(2):
         right(stores[0])
     assert [each.replays for each in made] == [3, 2, 1]
+
+
+def test_what_is_laid_out_anew_is_not_replayed_from_where_it_lay():
+    target = Target(tiny_model(), engine=Engine("eager", quiet=True))
+    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    speculative(target, [[5, 9, 2, 7]], Options(8), drafter, 6)
+    known, code = next((k, c) for k, c in target.engine.compiled.items() if drafter in k)
+    captured = target.engine.compiled[known] = Captured(code, torch.device("cuda"), print, lambda: None)
+    captured.weights = list(weights_of([drafter]))
+    drafter.train()
+    drafter.eval()
+    assert captured.weights is None
 
 
 @pytest.mark.slow

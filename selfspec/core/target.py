@@ -202,7 +202,8 @@ class Target:
     @property
     def exact_between(self) -> str:
         """The same of a text of which some passes ran before they were compiled: compiled ones have other bits."""
-        return TESTED if self.dtype.itemsize >= 4 else ROUNDED
+        rounded = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"  # float32 as TF32
+        return TESTED if self.dtype.itemsize >= 4 and not (rounded and self.dtype == torch.float32) else ROUNDED
 
     @property
     def exactness(self) -> str:

@@ -78,7 +78,8 @@ class DraftTree:
         sources = self.sources
         if sources is not None:
             sources = [[row[node] for node in at] for row, at in zip(sources, kept, strict=True)]
-        return DraftTree(self.tokens.gather(1, chosen), parents, scores, sources=sources)
+        tokens = self.tokens.gather(1, chosen)
+        return trusted(tokens, parents, scores, sources=sources, deepest=self.deepest)
 
     def _with(self, **changed: Any) -> DraftTree:
         tree = object.__new__(DraftTree)
@@ -105,6 +106,8 @@ class DraftTree:
     @cached_property
     def is_chain(self) -> bool:
         """Whether every node's parent is the node before it."""
+        if self.deepest is not None and self.deepest < self.parents.shape[1] - 1:
+            return False  # known without asking the device
         before = torch.arange(-1, self.parents.shape[1] - 1, device=self.parents.device)
         return bool((self.parents == before).all())
 

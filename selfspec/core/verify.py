@@ -11,7 +11,7 @@ from torch import Tensor
 from selfspec.core.sampling import nothing_to_pick
 from selfspec.core.tree import DraftTree
 
-CHUNK = 1 << 17  # scores of all nodes at once, in float64, would leave the processor's cache
+CHUNK, ON_GPU = 1 << 17, 1 << 25  # scores at a time: a CPU's cache holds them; a GPU launches kernels for each chunk
 
 # (logits [A, V] at one node of each of A rows, those rows, what the walk emitted before that node)
 # -> the picked token ids [A], and the scores [A, V] they were picked from
@@ -141,7 +141,8 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     levels = below.sum(-1) - 1
     if noise.values is not None and noise.temperature is not None:
         depth = levels.clamp(max=noise.values.shape[1] - 1)  # mask slots can be deeper; no walk reaches them
-        step = max(1, CHUNK // logits.shape[-1])
+        most = CHUNK if logits.device.type == "cpu" else ON_GPU // len(logits)
+        step = max(1, most // logits.shape[-1])
         parts = [_noisy(logits[:, i : i + step], depth[:, i : i + step], noise) for i in range(0, depth.shape[1], step)]
         best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     else:

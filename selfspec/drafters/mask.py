@@ -296,7 +296,9 @@ class TwoPassSession:
         tokens, parents, scores = drafted_by(mask_tree, drafter, behind, inputs)
         tokens = torch.cat([roots[:, None], tokens], 1)
         parents = torch.cat([torch.full_like(parents[:, :1], -1), parents + 1], 1)
-        return trusted(tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1))
+        return trusted(
+            tokens, parents, torch.cat([torch.ones_like(scores[:, :1]), scores], 1), deepest=drafter.depth + 1
+        )
 
     def observe(self, accepted: Accepted) -> None:
         pass

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 _MOST = 16  # graphs kept of one function; each holds its inputs and outputs
 _capturing = threading.Lock()  # torch allows one capture at a time in a process
+_streams: dict[torch.device, Any] = {}  # torch's own stream for captures is of one device
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,16 @@ class Captured:
     capture fails, the function runs as it is from then on.
     """
 
-    def __init__(self, function: Callable[..., Any], note: Callable[[Exception], None]) -> None:
-        """note: is called with the reason why the function can not be captured."""
-        self.function, self.note = function, note
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        note: Callable[[Exception], None],
+        slow: Callable[[], None],
+    ) -> None:
+        """note: is called with the reason why the function can not be captured; slow: with every call that is not a
+        replay."""
+        self.function, self.device, self.note, self.slow = function, device, note, slow
         self.graphs: OrderedDict[tuple[int, ...], _Graph | None] = OrderedDict()
         self.failed = False
         self.weights: list[Tensor] | None = None
@@ -46,13 +54,14 @@ class Captured:
     def __call__(self, *args: Any) -> Any:
         """What the function gives, in tensors of its own. Raises what the function raises."""
         tensors = list(parts_of(args))
-        if self.weights is None:  # found once: 0.6 ms for SmolLM2's; whoever replaces them drops this (`Engine.forget`)
+        if self.weights is None:  # found once: 0.6 ms for SmolLM2's; `engine.replaced_weights` drops this
             self.weights = list(weights_of(args))
         place = tuple(t.data_ptr() for t in (*self.weights, *(tensor for tensor, stays in tensors if stays)))
         with self._lock:
             if self.failed:
                 return self.function(*args)
             if place not in self.graphs:
+                self.slow()
                 result = self.function(*args)
                 self.graphs[place] = None
                 while len(self.graphs) > _MOST:
@@ -60,25 +69,31 @@ class Captured:
                 return result
             self.graphs.move_to_end(place)
             if (graph := self.graphs[place]) is None:
+                self.slow()
                 try:
                     graph = self.graphs[place] = self._capture(args)
                 except RuntimeError as error:
                     self.failed, self.graphs = True, OrderedDict()
                     self.note(error)
                     return self.function(*args)
-            graph.copied.wait()
+            stream = torch.cuda.current_stream(self.device)
+            graph.copied.wait(stream)
             for buffer, (value, _) in zip(graph.inputs, (pair for pair in tensors if not pair[1]), strict=True):
                 buffer.copy_(value)
             graph.graph.replay()
             result = _mapped(graph.outputs, Tensor.clone)
-            graph.copied.record()
+            graph.copied.record(stream)
             return result
 
     def _capture(self, args: Any) -> _Graph:
         inputs, graph = _mapped(args, _copied), torch.cuda.CUDAGraph()
-        with _capturing, torch.cuda.device(next(device for device in devices_of(args) if device.type == "cuda")):
+        with _capturing, torch.cuda.device(self.device):
+            stream = _streams.setdefault(self.device, torch.cuda.Stream(self.device))
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # comes back also where a capture fails
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 outputs = self.function(*inputs)
         return _Graph(graph, [t for t, stays in parts_of(inputs) if not stays], outputs, torch.cuda.Event())
 

@@ -47,7 +47,8 @@ class Engine:
     functions by `fit.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
     the reason for each function that runs as it is instead; varying: for each function whose rows may depend on how
     many there are, the operations by which they do; busy: seconds spent in functions, by name; later: seconds that a
-    function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran so.
+    function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran so, or on a GPU
+    before there was a graph.
     """
 
     backend: str | None = None
@@ -194,8 +195,10 @@ class Engine:
         if how == "compiled" and took > _SLOW and not self.quiet:
             count = sum(done == how for _, _, done in self.made)
             print(f"compiled {function.__name__} in {took:.0f} s, function {count} of this run", file=sys.stderr)
-        if code is not function and len({device for device in devices_of(args) if device.type == "cuda"}) == 1:
-            code = Captured(code, partial(self._refused, "not captured as a graph, launched kernel by kernel", what))
+        gpus = [device for device in devices_of(args) if device.type == "cuda"]
+        if code is not function and len(gpus) == 1:
+            note = partial(self._refused, "not captured as a graph, launched kernel by kernel", what)
+            code = Captured(code, gpus[0], note, self._waited)
         self.compiled[wanted] = code
         return code
 
@@ -242,6 +245,9 @@ class Engine:
         self.failed[what] = f"{type(error).__name__}: {(str(error).strip() or repr(error)).splitlines()[0]}"
         print(f"{instead}: {what}: {self.failed[what]}", file=sys.stderr)
 
+    def _waited(self) -> None:
+        self.waited += 1
+
     def _path(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Path | None:
         """Where the compiled function lies on disk; None where nothing is kept, or it has no name."""
         if self.folder is None:
@@ -261,6 +267,14 @@ class Engine:
 
 
 _engines: weakref.WeakValueDictionary[int, Engine] = weakref.WeakValueDictionary()
+
+
+def replaced_weights(module: nn.Module) -> None:
+    """A module has other tensors than before: graphs that were captured over them are not replayed."""
+    for engine in list(_engines.values()):
+        for known, code in list(engine.compiled.items()):
+            if isinstance(code, Captured) and _holds(known, {id(module)}):
+                code.weights = None
 
 
 def _forked() -> None:

@@ -37,7 +37,8 @@ def modes() -> tuple[Hashable, ...]:
     """Settings of torch that change what is compiled."""
     grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    return (*grad, *autocast, torch.get_num_threads(), torch.get_default_dtype())
+    products = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    return (*grad, *autocast, *products, torch.get_num_threads(), torch.get_default_dtype())
 
 
 def layout(argument: Any) -> Hashable:

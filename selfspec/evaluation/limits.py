@@ -159,7 +159,7 @@ def pass_seconds(
     for name, target in targets.items():
         context = _context(target, max(sizes))
         cache = target.cache(rows, context + 2 * max(sizes))
-        target.forward(chain(_tree(context, rows, target).tokens), cache, False)
+        target.forward(chain(_tree(context, rows, target).tokens), cache, False, prompt=True)
         cache.commit([list(range(context))] * rows)
         for n in sizes:
             tree = _tree(n, rows, target)

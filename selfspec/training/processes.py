@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +18,8 @@ class Processes:
     have to run the same passes, so each does all of it."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            torch.cuda.set_device(device)  # a process alone would take the first one
         self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")  # loop.precision says it
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes

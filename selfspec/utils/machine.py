@@ -35,6 +35,10 @@ def check_device_name(name: str | None) -> None:
 def check_device(name: str) -> None:
     """Raises ValueError for a device that is not here."""
     check_device_name(name)
+    if name.startswith("mps"):
+        raise ValueError(
+            f"device={name!r} can not be used: it has no float64, of which noise is made; give cpu, or auto"
+        )
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from selfspec.drafters.base import Batch, no_reduce
 
-_CHUNK = 2**17  # logits at a time, so that they stay in the processor's cache
+_CHUNK, _ON_GPU = 2**17, 2**26  # logits at a time: a CPU's cache holds them; a GPU launches kernels for each chunk
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
     """Positions of logits [N, V], a few at a time."""
-    step = max(1, _CHUNK // logits.shape[1])
+    step = max(1, (_CHUNK if logits.device.type == "cpu" else _ON_GPU) // logits.shape[1])
     return (slice(first, first + step) for first in range(0, len(logits), step))
 
 

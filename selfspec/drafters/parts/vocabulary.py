@@ -13,6 +13,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import DrafterConfig, Trained, pack, whole
 from selfspec.drafters.parts.losses import check_loss
 from selfspec.drafters.parts.views import Block
+from selfspec.engine.engine import replaced_weights
 
 
 def check_draft_vocab(draft_vocab: int | None, loss: str) -> None:
@@ -72,6 +73,7 @@ class Reduced(Trained):
         self.check_vocabulary()
         with torch.no_grad():
             self.prepare(mode)
+        replaced_weights(self)
         return self
 
     def prepare(self, mode: bool) -> None:
