@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ import selfspec.evaluation.plots
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.load_target import load_target
 from selfspec.cli.config import register, with_classes
+from selfspec.cli.main import main
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
@@ -53,6 +55,17 @@ def write_lines(path: Path, records: list[Any]) -> str:
     """JSON lines; a string is a line as it stands."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
     return str(path)
+
+
+def typed(*arguments: str) -> int:
+    """A line of the terminal, in this process: its exit status."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["selfspec", *arguments])
+        try:
+            main()
+        except SystemExit as left:
+            return int(left.code or 0)
+    return 0
 
 
 def refused(message: str, call: Callable[..., Any], *args: Any, error: Any = ValueError, **named: Any) -> None:

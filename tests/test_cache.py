@@ -73,13 +73,13 @@ def test_rows_of_compiled_sizes_leave(going):
     for store in range(2):
         cache.stores[store].copy_(torch.rand(cache.stores[store].shape))
     cache.lengths = [3, 4, 2, 3]
-    before = [cache._shaped(store).clone() for store in range(2)]
+    before = [cache.stores[store].clone() for store in range(2)]
     cache.select(torch.tensor(going))
     assert cache.rows == {1: 1, 2: 2, 3: 4}[len(going)]
     assert cache.lengths == [[3, 4, 2, 3][row] for row in going]
     for store, old in enumerate(before):
         for row, (place, length) in enumerate(zip(going, cache.lengths, strict=True)):
-            assert torch.equal(cache._shaped(store)[:, row, :, :length], old[:, place, :, :length])
+            assert torch.equal(cache.stores[store][:, row, :, :length], old[:, place, :, :length])
 
 
 @given(st.integers(1, 3), st.integers(0, 10_000), st.sampled_from([None, 1, 3, 7]), st.integers(0, 4))

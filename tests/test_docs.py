@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import compose_config, save_tiny, write_lines
+from conftest import compose_config, save_tiny, typed, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -56,17 +56,6 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", OWN_MODEL, re.DOTALL)
 
 
-def typed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of the terminal, in this process."""
-    monkeypatch.setattr(sys, "argv", shlex.split(line))
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as left:
-        code = int(left.code or 0)
-    assert code == 0, line
-
-
 @pytest.mark.slow
 def test_every_command_of_own_model(tmp_path, tokenizer, monkeypatch, capsys):
     save_tiny(tmp_path / "my-qwen3", tokenizer, "qwen3")
@@ -86,7 +75,7 @@ def test_every_command_of_own_model(tmp_path, tokenizer, monkeypatch, capsys):
             line = " ".join([line, *SMALLEST, *(["train.length=64"] if "--check" in line else [])])
         if command == "decode":
             line += " logger=none"
-        typed(line.replace("loop.steps=3000", "loop.steps=9"), monkeypatch)
+        assert typed(*shlex.split(line.replace("loop.steps=3000", "loop.steps=9"))[1:]) == 0, line
         said[command] = capsys.readouterr().out
     assert {line.split()[1] for line in lines} == {"complete", "train", "decode", "audit", "push", "export"}
     assert "drafter.heads=2" in said["train"]

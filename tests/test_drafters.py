@@ -303,7 +303,7 @@ def gradients(row: Row, target: Target, processes: int, parts: int) -> tuple[flo
         module = DraftLoss(own, target, average(accelerator))
         part = slice(index * 4 // processes, (index + 1) * 4 // processes)
         kept, one = Gradients(own.trained()), {"tokens": tokens[part], "mask": mask[part]}
-        return optimizer_step(accelerator, module, [kept], [[]], lambda step: one, config, 7)[0], kept
+        return optimizer_step(accelerator, module, [kept], lambda step: one, config, 7)[0], kept
 
     with ThreadPoolExecutor(processes) as threads:
         losses, kept = zip(*threads.map(run, range(processes)), strict=True)

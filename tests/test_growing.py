@@ -286,7 +286,7 @@ def test_own_keys_and_values_are_those_of_verified_text(kind, shape, rows, llama
             tail.target.forward(chain(tokens[:, : states.shape[1]]), own, False, layers, states)
             own.commit([list(range(states.shape[1]))])
         for i in range(len(own.stores)):
-            held, wanted = cache._shaped(i)[:, place, :, :length], own._shaped(i)[:, 0, :, :length]
+            held, wanted = cache.stores[i][:, place, :, :length], own.stores[i][:, 0, :, :length]
             torch.testing.assert_close(held, wanted)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.tracking import WandBTracker
-from conftest import compose_config, refused, write_lines
+from conftest import compose_config, refused, typed, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
@@ -27,7 +27,6 @@ from test_training import SMALL, small
 import selfspec
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.find import member_names
-from selfspec.cli import main as cli
 from selfspec.cli import origin
 from selfspec.cli.arguments import constant, flags_first, paths_quoted, taken
 from selfspec.cli.config import _folder_name
@@ -48,16 +47,6 @@ from selfspec.utils import errors as log
 from selfspec.utils import progress
 from selfspec.utils.files import append_text, cache_folder
 from selfspec.utils.tracking import Logged, RunLog, WandbConfig, whole_lines
-
-
-def typed(patch: pytest.MonkeyPatch, *arguments: str) -> int:
-    patch.setattr(sys, "argv", ["selfspec", *arguments])
-    try:
-        cli.main()
-    except SystemExit as left:
-        return int(left.code or 0)
-    return 0
-
 
 # -- the folder
 
@@ -122,8 +111,8 @@ def test_a_point_of_a_sweep_has_a_folder_name():
 def test_nothing_is_written_beside_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words in (("train", "drafter=medusa"), ("decode", "drafter=runs/none"), ("compare", "compare.drafters=[]")):
-        assert typed(monkeypatch, *words) == 2
-    assert typed(monkeypatch, "audit", "-m", "drafter=a,b") == 2
+        assert typed(*words) == 2
+    assert typed("audit", "-m", "drafter=a,b") == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,7 +120,7 @@ def test_a_failing_point_does_not_end_a_sweep(tmp_path, monkeypatch, heads_folde
     monkeypatch.chdir(tmp_path)
     small = "decode.prompts=2 decode.prompt_tokens=8 decode.max_new_tokens=6 decode.questions=source logger=none"
     swept = ("-m", f"drafter={heads_folder},{tmp_path}", f"data.root={source_root}", *small.split())
-    assert typed(monkeypatch, "decode", *swept) == 2
+    assert typed("decode", *swept) == 2
     told = capsys.readouterr()
     assert "1 of 2 points of runs/decode/" in told.err.splitlines()[-1]
     assert f"no drafter at '{tmp_path}'" in told.err.splitlines()[-1]
@@ -144,7 +133,7 @@ def test_a_drafter_is_calibrated_and_saved(tmp_path, monkeypatch, heads_folder, 
     monkeypatch.chdir(tmp_path)
     small = "calibrate.prompts=2 calibrate.prompt_tokens=8 calibrate.max_new_tokens=12 calibrate.questions=source"
     given = (f"data.root={source_root}", *small.split())
-    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=heads", *given) == 0
+    assert typed("calibrate", f"drafter={heads_folder}", "name=heads", *given) == 0
     told = capsys.readouterr().out.splitlines()
     assert "expected acceptance length" in told[0]
     assert told[-1].endswith("runs/heads")
@@ -153,17 +142,17 @@ def test_a_drafter_is_calibrated_and_saved(tmp_path, monkeypatch, heads_folder, 
     for name, part in before.drafter.trained().items():
         assert torch.equal(part, after.drafter.trained()[name])
     target = after.target.name
-    assert typed(monkeypatch, "calibrate", "drafter=prompt_lookup", f"target={target}", "name=copies", *given) == 0
+    assert typed("calibrate", "drafter=prompt_lookup", f"target={target}", "name=copies", *given) == 0
     assert selfspec.load("runs/copies").drafter.kind == "prompt_lookup"
     capsys.readouterr()
-    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=heads", *given) == 2
+    assert typed("calibrate", f"drafter={heads_folder}", "name=heads", *given) == 2
     assert "runs/heads/drafter exists; choose another name=" in capsys.readouterr().err
     joined = f"drafter={heads_folder}+prompt_lookup"
-    assert typed(monkeypatch, "calibrate", joined, "name=both", *given) == 2
+    assert typed("calibrate", joined, "name=both", *given) == 2
     assert "members of a tree are calibrated one by one" in capsys.readouterr().err
-    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=x", "calibrate.prompts=0", *given[:1]) == 2
+    assert typed("calibrate", f"drafter={heads_folder}", "name=x", "calibrate.prompts=0", *given[:1]) == 2
     short = [*given, "calibrate.max_new_tokens=1"]
-    assert typed(monkeypatch, "calibrate", f"drafter={heads_folder}", "name=short", *short) == 2
+    assert typed("calibrate", f"drafter={heads_folder}", "name=short", *short) == 2
     assert "no position could be measured: the answers to 2 questions" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["copies", "heads"]
 
@@ -467,7 +456,7 @@ def test_what_a_sweep_made_is_measured(heads_folder, tmp_path, monkeypatch):
     shutil.copytree(heads_folder, tmp_path / "runs/sizes/drafter.heads=2/drafter")
     short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
     arguments = ("drafter=runs/sizes/drafter.heads=2", "name=x", "wandb.mode=disabled", "decode.repeats=1", *short)
-    assert typed(monkeypatch, "decode", *arguments) == 0
+    assert typed("decode", *arguments) == 0
     assert len(list((tmp_path / "runs/x").rglob("summary.json"))) == 1
 
 
@@ -493,7 +482,7 @@ def test_a_file_where_a_run_is_to_be(what, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/x").write_text("mine") if what == "file" else Path("runs/x").symlink_to("nowhere")
-    assert typed(monkeypatch, "train", "+experiment=tiny_medusa", "name=x") == 2
+    assert typed("train", "+experiment=tiny_medusa", "name=x") == 2
     assert "runs/x must be a folder, but it is a file or a link that leads nowhere" in capsys.readouterr().err
     assert os.path.lexists("runs/x")
 
@@ -512,7 +501,7 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
     monkeypatch.chdir(tmp_path)
     more = ("loop.steps=2", "train.prompts=2", "logger=none")
     words = ("train", *SMALL, f"target.name={tiny_folder}", f"data.root={source_root}", *more)
-    assert typed(monkeypatch, *words, "name=x") == 0
+    assert typed(*words, "name=x") == 0
     Path("runs/x").rename("runs/y")
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -521,9 +510,9 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
     with monkeypatch.context() as patch:
         for name in ("unlink", "write_text", "write_bytes", "rmdir"):
             patch.setattr(Path, name, refuse)
-        assert typed(patch, *words, "name=y") == 0
+        assert typed(*words, "name=y") == 0
     assert "runs/y is finished, with 2 steps" in capsys.readouterr().out
-    assert typed(monkeypatch, *words, "name=y", "loop.steps=3") == 0
+    assert typed(*words, "name=y", "loop.steps=3") == 0
     said = capsys.readouterr().out
     assert "goes on from step 2" in said
     assert (
@@ -534,13 +523,13 @@ def test_what_is_finished_stays(heads_folder, tiny_folder, source_root, tmp_path
     short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
     again = ("decode", f"drafter={heads_folder}", "logger=none", f"data.root={source_root}", *short)
     for said in (False, True):
-        assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
+        assert typed(*again, "hydra.run.dir=runs/point") == 0
         assert ("runs/point is finished" in capsys.readouterr().out) == said
     for more in (["decode.metrics=[vllm]"], []):
-        assert typed(monkeypatch, *again, "decode.answers=a.jsonl", *more, "hydra.run.dir=runs/point") == 0
+        assert typed(*again, "decode.answers=a.jsonl", *more, "hydra.run.dir=runs/point") == 0
         assert "runs/point is finished" not in capsys.readouterr().out  # written anew, from its records
         assert Path("runs/point/a.jsonl").is_file()
-    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
+    assert typed(*again, "hydra.run.dir=runs/point", "decode.seed=9") == 2
     assert "decode.seed was" in capsys.readouterr().err
 
 
@@ -552,22 +541,22 @@ def test_what_was_measured_of_another_drafter_is_no_result_of_this_one(
     shutil.copytree(heads_folder, "mine")
     short = ("decode.questions=source", "decode.prompts=1", "decode.max_new_tokens=4", "decode.prompt_tokens=8")
     again = ("decode", "drafter=mine+prompt_lookup", "logger=none", f"data.root={source_root}", *short)
-    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
+    assert typed(*again, "hydra.run.dir=runs/point") == 0
     Path("mine").rename("before")
     spec = selfspec.load("before")
     torch.nn.init.normal_(next(iter(spec.drafter.trained().values())))
     save_drafter(spec.drafter, Path("mine"), spec.target, spec.target.name, spec.tokenizer, "")
     for _ in range(2):
-        assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 2
+        assert typed(*again, "hydra.run.dir=runs/point") == 2
         assert "was measured with another drafter mine+prompt_lookup (" in capsys.readouterr().err
         Path("runs/point/summary.json").unlink(missing_ok=True)  # as if it had been killed
     shutil.rmtree("mine")
     Path("before").rename("mine")
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(origin, "device_name", lambda device: "another processor")
-        assert typed(elsewhere, *again, "hydra.run.dir=runs/point") == 2
+        assert typed(*again, "hydra.run.dir=runs/point") == 2
     assert "was measured with another device (" in capsys.readouterr().err
-    assert typed(monkeypatch, *again, "hydra.run.dir=runs/point") == 0
+    assert typed(*again, "hydra.run.dir=runs/point") == 0
 
 
 # -- what a command did not make, it does not remove
@@ -578,9 +567,9 @@ def test_a_users_own_empty_folder_stays(tmp_path, monkeypatch, capsys):
     for place in ("emptydir", "runs/mine"):
         (tmp_path / place).mkdir(parents=True)
     for name in ("../emptydir/x", "a/../../evil", "/abs", "runs/.."):
-        assert typed(monkeypatch, "decode", "drafter=tiny-medusa", f"name={name}") == 2
+        assert typed("decode", "drafter=tiny-medusa", f"name={name}") == 2
         assert "must name a folder below runs/" in capsys.readouterr().err
-    assert typed(monkeypatch, "audit", "drafter=nothing/here/at/all", "name=mine") == 2
+    assert typed("audit", "drafter=nothing/here/at/all", "name=mine") == 2
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
         "emptydir", "runs", "runs/mine"
     ]  # fmt: skip

@@ -1,7 +1,6 @@
 import inspect
 import pydoc
 import re
-import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Watch, made, refused, save_tiny, tiny_model
+from conftest import Watch, made, refused, save_tiny, tiny_model, typed
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
 import selfspec
@@ -19,7 +18,6 @@ from selfspec.api import Spec
 from selfspec.checkpoints.embedded import DRAFTERS
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import weights_hash
-from selfspec.cli import main as cli
 from selfspec.core.contract import Context, Session
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -190,11 +188,10 @@ def test_every_embedded_drafter_loads_and_drafts(name):
         assert found.stats.acceptance_length > 1.3
 
 
-def test_command_line(heads_folder, monkeypatch, capsys):
-    call = f"selfspec complete --drafter {heads_folder} --max-new-tokens 12"
+def test_command_line(heads_folder, capsys):
+    call = f"complete --drafter {heads_folder} --max-new-tokens 12"
     for more in ([], ["--color"]):
-        monkeypatch.setattr(sys, "argv", [*call.split(), *more, "import os"])
-        cli.main()
+        assert typed(*call.split(), *more, "import os") == 0
         said = capsys.readouterr()
         assert "import os" in said.out
         assert ("per pass" in said.err) == bool(more)

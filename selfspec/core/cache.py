@@ -18,17 +18,17 @@ SMALLEST, COMPILED = 256, 1024  # entries of the smallest buffer, and in compile
 STEP = 64  # eager passes attend over the filled entries, rounded up to a multiple of this
 
 
-def compact(stores: list[Tensor], heads: list[int], capacity: int, lengths: Tensor, paths: Tensor) -> None:
+def compact(stores: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
     """Move the entries of the nodes `paths`, int64 [B, D], of the last pass to the end of each row's kept ones.
 
-    stores: [G, rows * heads * capacity, D] each, G buffers of one shape, of at least B rows; heads: of each store.
+    stores: [G, rows, heads, capacity, D] each, G buffers of one shape, of at least B rows.
     """
     to = lengths[:, None] + torch.arange(paths.shape[1], device=paths.device)
-    for store, count in zip(stores, heads, strict=True):
-        groups, entries, width = store.shape
-        group = (torch.arange(groups, device=paths.device) * entries)[:, None]
+    for store in stores:
+        groups, rows, heads, capacity, width = store.shape
+        group = (torch.arange(groups, device=paths.device) * rows * heads * capacity)[:, None]
         source, place = (
-            (group + places_of(at, count, capacity)).flatten().to(store.device) for at in (lengths[:, None] + paths, to)
+            (group + places_of(at, heads, capacity)).flatten().to(store.device) for at in (lengths[:, None] + paths, to)
         )
         flat = store.view(-1, width)
         flat.index_copy_(0, place, flat.index_select(0, source))
@@ -65,7 +65,7 @@ class KVCache:
         self.store_rows = engine.size(rows)  # rows of the stores
         self.smallest = SMALLEST if engine.eager else COMPILED
         self.capacity = bucket(capacity, self.smallest)
-        self.stores: list[Tensor] = []  # [G, store_rows * heads * capacity, D]
+        self.stores: list[Tensor] = []  # [G, store_rows, heads, capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
@@ -134,7 +134,7 @@ class KVCache:
             made = []
             for which in (0, 1):
                 (store, place), (_, heads, _, width) = parts[layer, which], like[which].shape
-                part = self.stores[store][place, : self.rows * heads * self.capacity]
+                part = self.stores[store][place, : self.rows].flatten(0, 2)
                 part = part if self.engine.eager or part.device.type != "cpu" else own_storage(part)
                 made.append(Buffer(part, (self.rows, heads, self.capacity, width), filled))
             pairs.append((made[0], made[1]))
@@ -167,29 +167,16 @@ class KVCache:
                 sizes[device] = sizes.get(device, 0) + size
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
-            flat = len(group), self.store_rows * heads * self.capacity, width
-            self.stores.append(zeros(flat, dtype, device))
+            self.stores.append(zeros((len(group), self.store_rows, heads, self.capacity, width), dtype, device))
             self.members.append(group)
 
-    def _shaped(self, store: int) -> Tensor:
-        """A store as [G, store_rows, heads, capacity, D]."""
-        whole = self.stores[store]
-        return whole.view(len(whole), self.store_rows, self._heads(store), self.capacity, whole.shape[2])
-
-    def _heads(self, store: int) -> int:
-        layer, which = self.members[store][0]
-        like = self.like[layer]
-        assert like is not None
-        return like[which].shape[1]
-
     def _grow(self, capacity: int) -> None:
-        for store in range(len(self.stores)):
-            old = self._shaped(store)[:, : self.rows]
-            new = zeros((*old.shape[:3], capacity, old.shape[4]), old.dtype, old.device)
-            new[:, :, :, : self.capacity] = old
-            self.stores[store] = new.view(len(new), -1, old.shape[4])
+        for i in range(len(self.stores)):
+            old = self.stores[i][:, : self.rows]
+            self.stores[i] = zeros((*old.shape[:3], capacity, old.shape[4]), old.dtype, old.device)
+            self.stores[i][:, :, :, : self.capacity] = old
             self._views = {}
-            del old
+            del old  # before the next one is made
         self.capacity, self.store_rows, self._views = capacity, self.rows, {}
 
     def commit(self, paths: list[list[int]], kept: Kept | None = None, lengths: Tensor | None = None) -> None:
@@ -207,11 +194,9 @@ class KVCache:
                 path = torch.cat([path, each[path.shape[1] :].expand(len(paths), -1)], 1)
             path = torch.cat([path, each.expand(self.idle, -1)]) if self.idle else path
             for device in {store.device for store in self.stores}:
-                at = [i for i, store in enumerate(self.stores) if store.device == device]
-                stores, heads = [self.stores[i] for i in at], [self._heads(i) for i in at]
+                stores = [store for store in self.stores if store.device == device]
                 moved = self.row_lengths(device), path.to(device).contiguous()
-                worth = device.type != "cpu"  # on a CPU it is a few copies
-                self.engine.run(compact, stores, heads, self.capacity, *moved, compiled=worth)
+                self.engine.run(compact, stores, *moved, compiled=device.type != "cpu")  # on a CPU it is a few copies
         if self.states and any(paths):
             self._advance(paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
@@ -239,7 +224,7 @@ class KVCache:
         left = rows.tolist()
         size = self.engine.size(len(left))
         if self.engine.eager:
-            self.stores = [self._shaped(i)[:, rows.to(s.device)].flatten(1, 3) for i, s in enumerate(self.stores)]
+            self.stores = [store[:, rows.to(store.device)] for store in self.stores]
             self.store_rows = size
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
@@ -263,8 +248,8 @@ class KVCache:
         if not rows:
             return
         filled = max(self.lengths[row] for row in rows.values())
-        for i in range(len(self.stores)):
-            entries = self._shaped(i)[:, :, :, :filled]
+        for store in self.stores:
+            entries = store[:, :, :, :filled]
             entries[:, list(rows)] = entries[:, list(rows.values())]
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -80,24 +79,6 @@ class ChainCache:
         self.states = []
 
 
-class _Unread(nn.ModuleList):
-    """Stands for layers that are no single stack."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise self._unread
-
-    def __iter__(self) -> NoReturn:
-        raise self._unread
-
-    @property
-    def _unread(self) -> ValueError:
-        return ValueError(f"{self.name} has no single stack of layers, which this drafter reads")
-
-
 class ChainTarget(Target):
     """A stock model that verifies chains. Drafters that run parts of the target refuse it."""
 
@@ -112,10 +93,11 @@ class ChainTarget(Target):
         self._positions = "position_ids" in inspect.signature(model.forward).parameters
         self.width = self.hidden_size  # of what its decoder gives, as the probe finds it
 
-    def _stack(self) -> nn.ModuleList:
+    @property
+    def layers(self) -> nn.ModuleList:
         with suppress(ValueError):
-            return super()._stack()
-        return _Unread(type(self.model).__name__)
+            return layer_stack(self.model)
+        raise ValueError(f"{type(self.model).__name__} has no single stack of layers, which this drafter reads")
 
     @property
     def exact(self) -> str:
@@ -188,13 +170,14 @@ class ChainTarget(Target):
         outputs, out = self._passed(reads, ids, start, use_cache=True, **behind)
         if name not in out:
             raise ValueError(f"{type(self.model).__name__} returns no {name} to go on from")
-        return {i: part[0] for i, part in {**outputs, -2: out.logits}.items()}, out[name]
+        return {i: part[0] for i, part in outputs.items()}, out[name]
 
     def _passed(
         self, reads: tuple[int, ...], ids: Tensor, start: int, **settings: Any
     ) -> tuple[dict[int, Tensor], Any]:
-        """A pass through a view of the model that puts the outputs of these layers, and the decoder's, aside. Positions
-        are given as transformers' generate gives them: some models count them by what is no padding."""
+        """A pass through a view of the model that puts the outputs of these layers, and the decoder's (as -1), aside,
+        beside the logits (as -2). Positions are given as transformers' generate gives them: some models count them by
+        what is no padding."""
         if reads not in self._reading:
             model = view(self.model)
             layers = layer_stack(model) if reads else nn.ModuleList()
@@ -206,7 +189,7 @@ class ChainTarget(Target):
         if self._positions:
             settings["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device)[None].expand_as(ids)
         out = self._reading[reads](input_ids=ids, **settings)
-        return self._aside.outputs, out
+        return {**self._aside.outputs, -2: out.logits}, out
 
     def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         """A forward hook; several threads may run passes at once."""
@@ -272,23 +255,14 @@ class ChainTarget(Target):
         not kept."""
         if any(value is not None for value in (layers, hidden, masks, positions)):
             self.part()
-        if documents is None:
-            outputs, out = self._passed(reads, tokens, 0, use_cache=False)
-            return Pass(out.logits if logits else None, outputs[-1], {i: outputs[i] for i in reads})
-        rows: list[list[Pass]] = []
-        for row, of in zip(tokens, documents, strict=True):  # each document alone
-            lengths = of.unique_consecutive(return_counts=True)[1].tolist()
-            rows.append([self.text(part[None], logits, reads=reads) for part in row.split(lengths)])
-
-        def joined(part: Callable[[Pass], Tensor | None]) -> Tensor:
-            return torch.cat([torch.cat([cast(Tensor, part(each)) for each in row], 1) for row in rows])
-
-        features = {i: joined(partial(_feature, i)) for i in reads}
-        return Pass(joined(lambda p: p.logits) if logits else None, joined(lambda p: p.hidden), features)
-
-
-def _feature(index: int, of: Pass) -> Tensor:
-    return of.features[index]
+        texts = [[tokens]]
+        if documents is not None:  # each document alone
+            counts = [of.unique_consecutive(return_counts=True)[1].tolist() for of in documents]
+            texts = [[part[None] for part in row.split(of)] for row, of in zip(tokens, counts, strict=True)]
+        rows = [[self._passed(reads, part, 0, use_cache=False)[0] for part in row] for row in texts]
+        names = [i for i in rows[0][0] if logits or i != -2]
+        whole = {i: torch.cat([torch.cat([part[i] for part in row], 1) for row in rows]) for i in names}
+        return Pass(whole[-2] if logits else None, whole[-1], {i: whole[i] for i in reads})
 
 
 def served(model: PreTrainedModel, stock: bool = False) -> Target:

@@ -90,10 +90,9 @@ class Target:
         kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in self.layer_types}
         kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
         self.windows = {name: windows[name] for name in sorted(kinds)}
-        self.layers = self._stack()
         # Whether its layers alone are not in memory
-        self.partial = any(p.is_meta for p in self.layers.parameters()) and self.device.type != "meta"
-        self.recurrent = any(True for _ in mixers(self.layers))  # whether some layers keep a state
+        self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
+        self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
         self._head = self._head_now()
         self._parts: dict[tuple[int, int, tuple[int, ...]], tuple[Part, Part]] = {}
         self._built_from = self._structure()
@@ -101,7 +100,8 @@ class Target:
         self._returns, self.engine = returns, engine or Engine()
         self._like: tuple[list[tuple[Tensor, Tensor] | None], dict[int, LayerState]] | None = None
 
-    def _stack(self) -> nn.ModuleList:
+    @property
+    def layers(self) -> nn.ModuleList:
         return layer_stack(self.model)
 
     @property

@@ -23,7 +23,7 @@ from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, Form
 from selfspec.drafters.parts.feature_cache import DraftSession
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
-from selfspec.drafters.parts.losses import hosts_counted, hosts_loss, random_hosts
+from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_hosts
 from selfspec.drafters.parts.parallel import hidden_along, parallel_tree
 from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
 from selfspec.drafters.parts.vocabulary import check_head
@@ -123,17 +123,13 @@ class Eagle3(Unrolled):
             return super().loss(batch)
         hosts = random_hosts(batch, self.depth, config.anchors)
         logits = self.along(batch.tokens, batch.features, hosts, batch.documents)
-
-        def draft(d: int, parents: Tensor) -> Tensor:
-            return logits[:, :, d]
-
-        return hosts_loss(config.loss, draft, batch, hosts, self.depth, config.depth_decay, self.vocabulary)
+        return draft_loss(config.loss, logits.unbind(2), batch, config.depth_decay, self.vocabulary, hosts)
 
     def counts(self, batch: Batch) -> Tensor:
         if not self.config.parallel:
             return super().counts(batch)
         hosts = random_hosts(batch, self.depth, self.config.anchors)
-        return hosts_counted(batch, hosts, self.depth, self.vocabulary).flatten(1).sum(1)
+        return counted_ahead(batch, self.depth, self.vocabulary, hosts).flatten(1).sum(1)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         if not self.config.parallel:

@@ -6,7 +6,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,57 +33,7 @@ def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
     return lambda value: accelerator.reduce(value.detach(), "mean")
 
 
-def fit(
-    accelerator: Accelerator,
-    module: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    batches: Batches,
-    validate: Callable[[], Figures],
-    config: LoopConfig,
-    folder: Path,
-    log: RunLog,
-    headline: str,
-    data: tuple[str, str],
-    buffers: dict[str, Tensor] | None = None,
-    best: bool = False,
-) -> Figures:
-    """Train `module`, whose forward takes a batch and returns (loss, figures); returns the last validation.
-
-    Only parameters that require gradients are trained and saved, and `buffers` beside them. A `state.pt` in `folder` is
-    resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
-    validation data; a change is reported. `headline` names the validation figure in the progress bar. With
-    `best`, higher is better, and the run ends with the weights of the validation that scored highest. SIGTERM and
-    Ctrl-C save and raise SystemExit.
-    """
-    if config.patience and not best:
-        raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
-    owned = dict(p for p in module.named_parameters() if p[1].requires_grad)
-    place, world = checkpoint_path(folder), accelerator.num_processes
-    checkpoint = Checkpoint(place, owned, buffers or {}, optimizers, world, data, log.config)
-    state = _resumed(accelerator, checkpoint, config, log)
-    module.train()  # packs again from the buffers that were read
-    peaks = [[group.setdefault("initial_lr", group["lr"]) for group in o.param_groups] for o in optimizers]
-    if config.compile:
-        module.compile(dynamic=False)  # validation has its own static shape
-    # FSDP of accelerate's own would wrap modules; a target is FSDP-sharded when it is loaded (see `shard`).
-    module = shard.replicated(module) if shard.wanted() else accelerator.prepare(module)
-    loop = _Loop(accelerator, module, optimizers, peaks, batches, validate, config, log, headline, checkpoint, state)
-    with loop.signals, loop.bar:
-        while (not config.over(state.step, state.seconds) and not loop.flat) or state.pending:
-            if not state.pending:
-                loop.step()
-            stop = loop.any(bool(loop.signals.caught))
-            if state.pending and not stop:
-                stop = loop.validated(best)
-            late = loop.any(time.monotonic() - loop.kept > 60 * config.checkpoint_minutes)
-            if stop or late or loop.due(config.checkpoint_every) or loop.flat:
-                stop = loop.saved() or stop
-            if stop:
-                loop.stop()
-    return loop.finished()
-
-
-def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfig, log: RunLog) -> State:
+def resumed(checkpoint: Checkpoint, config: LoopConfig, log: RunLog, first: bool) -> State:
     """Where the run goes on. Raises ValueError where it has more steps than the config asks for."""
     state, notes = checkpoint.read()
     if state.step > config.steps:
@@ -91,7 +42,7 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
         notes.append(f"goes on from step {state.step}")
     if 0 < config.patience <= state.since:
         notes.append(f"loop.patience={config.patience}: {state.since} validations brought nothing better; raise it")
-    if accelerator.is_main_process:
+    if first:
         recorded = log.rewind(state.step)
         if state.step - recorded > max(config.log_every, 1):
             notes.append(f"{log.path} lacks the figures of steps {recorded + 1} to {state.step}; they are lost")
@@ -101,31 +52,68 @@ def _resumed(accelerator: Accelerator, checkpoint: Checkpoint, config: LoopConfi
 
 
 @dataclass
-class _Loop:
-    """What a training holds while it runs. peaks: learning rates of each optimizer's groups; figures: of the last
-    validation; kept: when it was saved last, by the monotonic clock."""
+class Loop:
+    """Trains `module`, whose forward takes a batch and returns (loss, figures).
+
+    Only parameters that require gradients are trained and saved, and `buffers` beside them. A `state.pt` in `folder` is
+    resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
+    validation data; a change is reported. `headline` names the validation figure in the progress bar. With `best`,
+    higher is better, and the run ends with the weights of the validation that scored highest. figures: of the last
+    validation; kept: when it was saved last, by the monotonic clock.
+    """
 
     accelerator: Accelerator
     module: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    peaks: list[list[float]]
     batches: Batches
     validate: Callable[[], Figures]
     config: LoopConfig
+    folder: Path
     log: RunLog
     headline: str
-    checkpoint: Checkpoint
-    state: State
+    data: tuple[str, str]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    best: bool = False
     figures: Figures = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     kept: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
-        self.pace = Pace(
-            self.config.steps, self.state.step, 60 * (self.config.minutes or math.inf) - self.state.seconds
+        config, module = self.config, self.module
+        if config.patience and not self.best:
+            raise ValueError(f"loop.patience={config.patience} is for drafters; a target is trained to its last step")
+        self.world, self.first = self.accelerator.num_processes, bool(self.accelerator.is_main_process)
+        owned, place = {n: p for n, p in module.named_parameters() if p.requires_grad}, checkpoint_path(self.folder)
+        self.checkpoint = Checkpoint(
+            place, owned, self.buffers, self.optimizers, self.world, self.data, self.log.config
         )
-        main = self.accelerator.is_main_process
-        self.bar = progress(total=self.config.steps, initial=self.state.step, desc="train", disable=not main)
+        self.state = resumed(self.checkpoint, config, self.log, self.first)
+        module.train()  # packs again from the buffers that were read
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group.setdefault("initial_lr", group["lr"])
+        if config.compile:
+            module.compile(dynamic=False)  # validation has its own static shape
+        # FSDP of accelerate's own would wrap modules; a target is FSDP-sharded when it is loaded (see `shard`).
+        self.module = shard.replicated(module) if shard.wanted() else self.accelerator.prepare(module)
+        self.pace = Pace(config.steps, self.state.step, 60 * (config.minutes or math.inf) - self.state.seconds)
+        self.bar = progress(total=config.steps, initial=self.state.step, desc="train", disable=not self.first)
+
+    def fit(self) -> Figures:
+        """Train to the end; returns the last validation. SIGTERM and Ctrl-C save and raise SystemExit."""
+        state, config = self.state, self.config
+        with self.signals, self.bar:
+            while (not config.over(state.step, state.seconds) and not self.flat) or state.pending:
+                if not state.pending:
+                    self.step()
+                stop = self.any(bool(self.signals.caught))
+                if state.pending and not stop:
+                    stop = self.validated()
+                late = self.any(time.monotonic() - self.kept > 60 * config.checkpoint_minutes)
+                if stop or late or self.due(config.checkpoint_every) or self.flat:
+                    stop = self.saved() or stop
+                if stop:
+                    self.stop()
+        return self.finished()
 
     @property
     def flat(self) -> bool:
@@ -135,31 +123,45 @@ class _Loop:
     def due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.config.over(self.state.step, self.state.seconds)
 
+    def mean(self, value: float) -> float:
+        """One number for all processes, so that they judge alike."""
+        if self.world == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.accelerator.device), "mean"))
+
     def any(self, value: bool) -> bool:
         """Whether it is so in any process."""
-        if self.accelerator.num_processes == 1:
-            return value
-        return bool(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device)) > 0)
+        return self.mean(float(value)) > 0
+
+    def save(self) -> None:
+        if self.first:
+            self.checkpoint.write(self.state)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """What a server of hidden states refuses saves first: other processes wait no longer."""
+        try:
+            yield
+        except (ConnectionError, Refused) as error:
+            self.save()
+            raise type(error)(self._again(str(error))) from error
 
     def step(self) -> None:
         """One optimizer step and the figures that are logged for it."""
         state, config, start = self.state, self.config, time.perf_counter()
         self.prepared()
-        arguments = self.accelerator, self.module, self.optimizers, self.peaks, self.batches, config
+        arguments = self.accelerator, self.module, self.optimizers, self.batches, config
         before = state.seconds
         try:
-            loss, parts, norm, tokens = optimizer_step(*arguments, state.step, before)
-        except ConnectionError as error:  # of a server that hands out hidden states; other processes wait no longer
-            if self.accelerator.is_main_process:
-                self.checkpoint.write(state)
-            raise ConnectionError(self._again(str(error))) from error
+            with self.saving():
+                loss, parts, norm, tokens = optimizer_step(*arguments, state.step, before)
         except FloatingPointError as error:
             kept = self.checkpoint.path
             where = f"; {kept} keeps what was trained before" if kept.is_file() else ""
             raise FloatingPointError(f"{error}{where}") from error
         state.step += 1
         took = time.perf_counter() - start
-        state.seconds += took if config.minutes is None else _mean(self.accelerator, took)
+        state.seconds += took if config.minutes is None else self.mean(took)
         state.pending = self.due(config.validate_every)
         self.bar.update()
         lines = [self.pace.step(took, tokens)]
@@ -168,16 +170,15 @@ class _Loop:
             record: Figures = {name: value.tolist() for name, value in means.items()}
             record |= {"lr_factor": config.lr_factor(state.step - 1, before), "grad_norm": norm}
             record["seconds_per_step"] = state.seconds / state.step
-            if self.accelerator.is_main_process:
+            if self.first:
                 self.log.write({"train": record}, state.step)
             best = {self.headline: shown(self.figures[self.headline], 3)} if self.figures else {}
             if config.minutes is not None:
                 best["minutes"] = f"{state.seconds / 60:.1f} of {config.minutes:g}"
             self.bar.set_postfix(loss=f"{record['loss']:.3f}", **best, tokens=f"{tokens / took:.0f}/s")
             lines.append(self.pace.loss(state.step, record["loss"]))
-        for line in filter(None, lines):
-            if self.accelerator.is_main_process:
-                self.bar.write(line)
+        for line in filter(None, lines if self.first else ()):
+            self.bar.write(line)
 
     def prepared(self) -> None:
         """Have what a step reads from elsewhere, before processes wait for each other. Raises ConnectionError, in all
@@ -195,14 +196,14 @@ class _Loop:
             raise kind(self._again(str(problem or "another process gets no hidden states"))) from problem
 
     def _again(self, problem: str) -> str:
-        again = command_line(self.accelerator.num_processes)
+        again = command_line(self.world)
         return f"{problem}; saved at step {self.state.step}, it goes on from there with: {again}"
 
     def checked(self) -> Figures:
         """A validation, with the module as it is."""
         self.module.eval()
         # Several processes wait for each other inside a validation, so that it has to be finished.
-        self.signals.at_once = self.accelerator.num_processes == 1
+        self.signals.at_once = self.world == 1
         try:
             with torch.no_grad(), autocast(self.accelerator.device, self.config):
                 return self.validate()
@@ -210,37 +211,33 @@ class _Loop:
             self.signals.at_once = False
             self.module.train()
 
-    def validated(self, best: bool) -> bool:
+    def validated(self) -> bool:
         """The validation that is due; returns whether it was interrupted."""
-        if self.accelerator.num_processes > 1 and self.accelerator.is_main_process:
-            self.checkpoint.write(self.state)  # launchers do not wait long for processes they have stopped
+        if self.world > 1:
+            self.save()  # launchers do not wait long for processes they have stopped
         try:
-            self.figures, self.state.pending = self.checked(), False
+            with self.saving():
+                self.figures, self.state.pending = self.checked(), False
         except Interrupted:
             return True
-        except (ConnectionError, Refused) as error:  # of a server of hidden states; the others wait no longer
-            if self.accelerator.is_main_process:
-                self.checkpoint.write(self.state)
-            raise type(error)(self._again(str(error))) from error
-        if best:
-            self.state.judge(_mean(self.accelerator, self.figures[self.headline]), self.checkpoint)
-        if self.accelerator.is_main_process:
+        if self.best:
+            self.state.judge(self.mean(self.figures[self.headline]), self.checkpoint)
+        if self.first:
             self.log.write({"validation": self.figures}, self.state.step)
         return False
 
     def saved(self) -> bool:
         """Write a checkpoint; returns whether a signal came during the validation."""
-        if self.accelerator.is_main_process:
-            self.checkpoint.write(self.state)
+        self.save()
         self.kept = time.monotonic()
         self.accelerator.wait_for_everyone()
         return self.any(bool(self.signals.caught))
 
     def stop(self) -> None:
         number = signal.Signals(self.signals.caught[0] if self.signals.caught else signal.SIGTERM)
-        if self.accelerator.is_main_process:
+        if self.first:
             where = f"stopped by {number.name} at step {self.state.step}: saved; it goes on from there with"
-            print(f"{where}\n  {command_line(self.accelerator.num_processes)}", file=sys.stderr, flush=True)
+            print(f"{where}\n  {command_line(self.world)}", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
     def finished(self) -> Figures:
@@ -254,10 +251,3 @@ class _Loop:
         self.module.eval()
         kept_step = self.state.step if best is None else best[1]
         return {**self.figures, "seconds": self.state.seconds, "steps": self.state.step, "kept_step": kept_step}
-
-
-def _mean(accelerator: Accelerator, value: float) -> float:
-    """One number for all processes, so that they judge alike."""
-    if accelerator.num_processes == 1:
-        return value
-    return float(accelerator.reduce(torch.tensor(value, device=accelerator.device), "mean"))

@@ -29,7 +29,7 @@ from selfspec.data.instructions import conversations, instructions
 from selfspec.data.store import Stream, stream_key, tokenize
 from selfspec.data.tasks import TASKS, pool
 from selfspec.data.windows import Windows, consecutive, side_by_side
-from selfspec.training.loop import average, fit
+from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.errors import one_line
@@ -329,8 +329,8 @@ def _stage(
         return figures
 
     keys = [stream_key(stream) for stream in (windows.stream, *held_out.values())]
-    data = keys[0], " ".join(keys[1:])
-    figures = fit(accelerator, module, optimizers, windows.batch, validate, loop, folder, log, "bits_per_byte", data)
+    beside = folder, log, "bits_per_byte", (keys[0], " ".join(keys[1:]))
+    figures = Loop(accelerator, module, optimizers, windows.batch, validate, loop, *beside).fit()
     if accelerator.is_main_process:
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)

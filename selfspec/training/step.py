@@ -25,7 +25,6 @@ def optimizer_step(
     accelerator: Accelerator,
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    peaks: list[list[float]],
     batches: Batches,
     config: LoopConfig,
     step: int,
@@ -34,9 +33,8 @@ def optimizer_step(
     """One optimizer step: this process's part of its loss and figures, the gradient norm, and tokens read by all.
     seconds: that the steps before took."""
     factor = config.lr_factor(step, seconds)
-    for optimizer, group_peaks in zip(optimizers, peaks, strict=True):
-        for group, peak in zip(optimizer.param_groups, group_peaks, strict=True):
-            group["lr"] = peak * factor
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = group["initial_lr"] * factor
     # Whatever a module draws at random follows from the step, so that no generator's state has to be saved.
     torch.manual_seed(wrapped((config.seed * 1_000_003 + step) * 1_009 + accelerator.process_index))
     batch = {key: value.to(accelerator.device) for key, value in batches(step).items()}

@@ -33,7 +33,7 @@ from selfspec.training.drafter_data import (
     writer_of,
 )
 from selfspec.training.hidden import HiddenStates, states_folder, write_rows
-from selfspec.training.loop import average, fit
+from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import Batches, LoopConfig
 from selfspec.training.processes import Processes
 from selfspec.training.recorded import recorded_samples
@@ -204,8 +204,8 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
     def validate() -> Figures:
         return _validated(run, module, data, processes)
 
-    arguments = module, optimizers, batch, validate, loop, run.folder, run.log, "tau16", keys, drafter.saved_buffers()
-    figures = fit(processes.accelerator, *arguments, best=True)
+    beside = run.folder, run.log, "tau16", keys, drafter.saved_buffers()
+    figures = Loop(processes.accelerator, module, optimizers, batch, validate, loop, *beside, best=True).fit()
     if run.states is None:
         piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
         most = 20.0 if processes.world == 1 else math.inf  # several processes make the same number of rounds

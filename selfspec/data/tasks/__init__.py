@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from selfspec.data.tasks import convert, edit, extract, reason, write
+from selfspec.data.tasks import short
 from selfspec.data.tasks.base import Instruction, Make, Pool, Turn, pool
 from selfspec.data.tasks.edits import EDITS, LINES, MOST
 
 TASKS: dict[str, tuple[Make, ...]] = {
-    "edit": (edit.rename, edit.add_parameter, edit.add_docstring),
-    "convert": (convert.dict_to_json, convert.json_to_yaml, convert.csv_to_json),
-    "extract": (extract.look_up, extract.list_signatures),
-    "reason": (reason.add_up, reason.largest),
-    "write": (write.dataclass, write.function, write.tests, write.records),
+    "edit": (short.rename, short.add_parameter, short.add_docstring),
+    "convert": (short.dict_to_json, short.json_to_yaml, short.csv_to_json),
+    "extract": (short.look_up, short.list_signatures),
+    "reason": (short.add_up, short.largest),
+    "write": (short.dataclass, short.function, short.tests, short.records),
 }
 
 __all__ = ["EDITS", "LINES", "MOST", "TASKS", "Instruction", "Make", "Pool", "Turn", "pool"]

@@ -12,8 +12,7 @@ from dataclasses import replace
 from random import Random
 
 from selfspec.data.tasks.base import Make, Pool, Turn, fenced, parsed, program, same_code
-from selfspec.data.tasks.convert import csv_to_json
-from selfspec.data.tasks.edit import local_names
+from selfspec.data.tasks.short import csv_to_json, local_names
 
 _OPERATORS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -207,15 +207,17 @@ def drafted_logits(logits: Tensor | tuple[Tensor, Tensor], vocabulary: Tensor | 
     return few, few.amax(-1) >= logits.amax(-1)
 
 
-def ahead(batch: Batch, depths: int, vocabulary: Tensor | None) -> Tensor:
-    """bool [K, B, n]: for n positions and K depths, whether the token 2, 3, ... places later counts, and the likeliest
-    one there can be drafted. n: positions behind which K tokens more than the next one stand."""
+def counted_ahead(batch: Batch, depths: int, vocabulary: Tensor | None, hosts: Tensor | None = None) -> Tensor:
+    """bool [K, B, n]: for positions and K depths, whether the token 2, 3, ... places later counts, and the likeliest
+    one there can be drafted. The positions are `hosts`, int64 [B, n], or all behind which K tokens more than the next
+    one stand."""
     n = batch.tokens.shape[1] - 1 - depths
-    drafted = None if vocabulary is None else drafted_logits(batch.logits, vocabulary)[1]
     masks = [batch.counted(2 + d)[:, :n] for d in range(depths)]
-    if drafted is not None:
+    if vocabulary is not None:
+        drafted = drafted_logits(batch.logits, vocabulary)[1]
         masks = [mask & drafted[:, 1 + d : 1 + d + n] for d, mask in enumerate(masks)]
-    return torch.stack(masks)
+    counted = torch.stack(masks)
+    return counted if hosts is None else counted.gather(2, hosts.expand(depths, -1, -1))
 
 
 def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
@@ -226,49 +228,30 @@ def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
     return keys.topk(min(room, count)).indices.sort(1).values
 
 
-def hosts_loss(
+def draft_loss(
     loss: str,
-    draft: Callable[[int, Tensor], Tensor],
+    guesses: Iterable[Tensor],
     batch: Batch,
-    hosts: Tensor,
-    depth: int,
     decay: float,
     vocabulary: Tensor | None,
+    hosts: Tensor | None = None,
     odds: Sequence[Tensor] = (),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of guesses behind positions `hosts`, int64 [B, A], at the tokens 2, 3, ... places later. draft: from a
-    depth and the tokens before it, int64 [B, A], to logits [B, A, V], or [B, A, V'] of a draft vocabulary, int64. odds:
-    log odds [B, A] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
+    """The loss of guesses at the tokens 2, 3, ... places behind positions, which are those of `counted_ahead`. guesses:
+    of each depth logits [B, n, V], or [B, n, V'] of a draft vocabulary, int64 [V']. odds: log odds [B, n] of each depth
+    that a draw from these logits is accepted; their cross-entropy is added."""
     few, losses, entropies = drafted_logits(batch.logits, vocabulary)[0], [], []
-    for d in range(depth):
-        at = hosts + 1 + d
-        parents, truth = batch.tokens.gather(1, at), batch.tokens.gather(1, at + 1)
-        wanted = few.gather(1, at[:, :, None].expand(-1, -1, few.shape[-1]))
-        losses.append(distance(loss, guess := draft(d, parents), wanted, truth))
+    rows = torch.arange(len(few), device=few.device)[:, None]
+    for d, guess in enumerate(guesses):
+        at = (slice(None), slice(d, d + guess.shape[1])) if hosts is None else (rows, hosts + d)
+        wanted, truth = few[:, 1:][at], batch.tokens[:, 2:][at]
+        losses.append(distance(loss, guess, wanted, truth))
         if odds:
             accepted = 1 - distance("tv", guess.detach(), wanted, truth)
             entropies.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
-    counted = hosts_counted(batch, hosts, depth, vocabulary)
+    counted = counted_ahead(batch, len(losses), vocabulary, hosts)
     total, figures = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
     if odds:
         entropy, more = decayed("confidence", masked_mean(torch.stack(entropies), counted, batch.average), decay)
         total, figures = total + entropy, figures | more
     return total, figures
-
-
-def hosts_counted(batch: Batch, hosts: Tensor, depth: int, vocabulary: Tensor | None) -> Tensor:
-    """bool [depth, B, A]: what counts of the guesses of `hosts_loss`."""
-    return ahead(batch, depth, vocabulary).gather(2, hosts.expand(depth, -1, -1))
-
-
-def heads_loss(
-    loss: str, draft: Tensor, batch: Batch, decay: float, vocabulary: Tensor | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of K heads that guess, from position t of n, the tokens t + 2, t + 3, ...: draft logits [K, B, n, V], or
-    [K, B, n, V'] of a draft vocabulary, int64 [V']. Positions whose likeliest token is not in it do not count."""
-    n, losses, logits = draft.shape[2], [], drafted_logits(batch.logits, vocabulary)[0]
-    for k, guess in enumerate(draft.unbind(0)):  # indexing would fill K x B x n x V zeros per head going backward
-        place = slice(2 + k, 2 + k + n)
-        losses.append(distance(loss, guess, logits[:, 1 + k : 1 + k + n], batch.tokens[:, place]))
-    counted = ahead(batch, len(losses), vocabulary)
-    return decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
