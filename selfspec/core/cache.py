@@ -143,6 +143,7 @@ class KVCache:
             None if pair is None else tuple((b.shape, b.filled, b.flat.dtype, b.flat.device) for b in pair)
             for pair in pairs
         )
+        buffers.tensors = [buffer.flat for pair in pairs if pair is not None for buffer in pair]
         return buffers
 
     def _allocate(self, start: int, stop: int) -> None:

@@ -121,10 +121,11 @@ class Buffer(NamedTuple):
 
 
 class Buffers(list[tuple[Buffer, Buffer] | None]):
-    """Keys and values of each layer, None for layers that do not run. layout: stands for all of them where compiled
-    code is looked up; set once, other tensors are another list."""
+    """Keys and values of each layer, None for layers that do not run. layout, tensors: stand for all of them where
+    compiled code and graphs are looked up; set once, other tensors are another list."""
 
     layout: Hashable = None
+    tensors: list[Tensor] | None = None
 
 
 class KV(NamedTuple):

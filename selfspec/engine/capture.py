@@ -81,12 +81,12 @@ class Captured:
             for buffer, (value, _) in zip(graph.inputs, (pair for pair in tensors if not pair[1]), strict=True):
                 buffer.copy_(value)
             graph.graph.replay()
-            result = _mapped(graph.outputs, Tensor.clone)
+            result = mapped(graph.outputs, Tensor.clone)
             graph.copied.record(stream)
             return result
 
     def _capture(self, args: Any) -> _Graph:
-        inputs, graph = _mapped(args, _copied), torch.cuda.CUDAGraph()
+        inputs, graph = mapped(args, _copied), torch.cuda.CUDAGraph()
         with _capturing, torch.cuda.device(self.device):
             stream = _streams.setdefault(self.device, torch.cuda.Stream(self.device))
             torch.cuda.synchronize()
@@ -103,27 +103,35 @@ def _copied(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def parts_of(argument: Any, stays: bool = False) -> Iterator[tuple[Tensor, bool]]:
-    """All tensors of an argument but those of modules, and whether each is used where it lies."""
-    if isinstance(argument, Tensor):
-        yield argument, stays
-    elif isinstance(argument, (list, tuple)):
+def leaves(argument: Any, stays: bool = False) -> Iterator[tuple[Any, bool]]:
+    """What is no list, tuple or dict in an argument, and whether a list holds it. A list with a layout brings its
+    tensors along."""
+    if isinstance(argument, (list, tuple)):
+        if (tensors := getattr(argument, "tensors", None)) is not None:
+            yield from ((tensor, True) for tensor in tensors)
+            return
         for part in argument:
-            yield from parts_of(part, stays or isinstance(argument, list))
+            yield from leaves(part, stays or isinstance(argument, list))
     elif isinstance(argument, dict):
         for part in argument.values():
-            yield from parts_of(part, stays)
+            yield from leaves(part, stays)
+    else:
+        yield argument, stays
+
+
+def modules_in(argument: Any) -> Iterator[nn.Module]:
+    """The modules among the arguments of a function."""
+    return (part for part, _ in leaves(argument) if isinstance(part, nn.Module))
+
+
+def parts_of(argument: Any) -> Iterator[tuple[Tensor, bool]]:
+    """All tensors of an argument but those of modules, and whether each is used where it lies."""
+    return ((part, stays) for part, stays in leaves(argument) if isinstance(part, Tensor))
 
 
 def weights_of(argument: Any) -> Iterator[Tensor]:
     """The parameters and buffers of the modules in an argument."""
-    if isinstance(argument, nn.Module):
-        yield from (*argument.parameters(), *argument.buffers())
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from weights_of(part)
-    elif isinstance(argument, dict):
-        yield from weights_of(list(argument.values()))
+    return (tensor for module in modules_in(argument) for tensor in (*module.parameters(), *module.buffers()))
 
 
 def devices_of(argument: Any) -> set[torch.device]:
@@ -131,13 +139,16 @@ def devices_of(argument: Any) -> set[torch.device]:
     return {tensor.device for tensor, _ in parts_of(argument)} | {tensor.device for tensor in weights_of(argument)}
 
 
-def _mapped(argument: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with its loose tensors changed."""
+def mapped(argument: Any, change: Callable[[Tensor], Tensor], lists: bool = False) -> Any:
+    """The same with its loose tensors changed, and tuples and dicts of its own. lists: those too, but for lists with a
+    layout, which never change."""
     if isinstance(argument, Tensor):
         return change(argument)
     if isinstance(argument, tuple):
-        parts = [_mapped(part, change) for part in argument]
+        parts = [mapped(part, change, lists) for part in argument]
         return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
     if isinstance(argument, dict):
-        return {name: _mapped(part, change) for name, part in argument.items()}
+        return {name: mapped(part, change, lists) for name, part in argument.items()}
+    if lists and isinstance(argument, list) and getattr(argument, "layout", None) is None:
+        return [mapped(part, change, lists) for part in argument]
     return argument

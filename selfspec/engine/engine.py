@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.engine import disk
-from selfspec.engine.capture import Captured, devices_of
+from selfspec.engine.capture import Captured, devices_of, mapped, modules_in
 from selfspec.engine.fit import file_name, key
 from selfspec.engine.kernels.native import has_compiler
 from selfspec.engine.kernels.redirect import redirected
@@ -140,7 +140,9 @@ class Engine:
         if self._alone.get(name, 0.0) >= self.later:
             with self._starting:
                 if self._worker is None or not self._worker.is_alive():
-                    given = _copied(args)  # the caller goes on, and may put other tensors into its lists
+                    given = mapped(
+                        args, lambda part: part, lists=True
+                    )  # the caller may put other tensors into its lists
                     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
                     self._worker = threading.Thread(target=self._beside, args=(modes, wanted, function, given))
                     self._worker.start()
@@ -373,29 +375,6 @@ def bucket(count: int, smallest: int = 1) -> int:
     while size < count:
         size *= 2
     return size
-
-
-def modules_in(argument: Any) -> Iterator[nn.Module]:
-    """The modules among the arguments of a function."""
-    if isinstance(argument, nn.Module):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for part in argument:
-            yield from modules_in(part)
-    elif isinstance(argument, dict):
-        yield from modules_in(list(argument.values()))
-
-
-def _copied(argument: Any) -> Any:
-    """An argument with lists, tuples and dicts of its own; those with a layout never change."""
-    if getattr(argument, "layout", None) is not None and isinstance(argument, list):
-        return argument
-    if isinstance(argument, tuple):
-        parts = map(_copied, argument)
-        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
-    if isinstance(argument, list):
-        return [_copied(part) for part in argument]
-    return {key: _copied(part) for key, part in argument.items()} if isinstance(argument, dict) else argument
 
 
 def _options(backend: str) -> dict[str, Any]:
