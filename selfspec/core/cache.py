@@ -34,10 +34,6 @@ def compact(stores: list[Tensor], lengths: Tensor, paths: Tensor) -> None:
         flat.index_copy_(0, place, flat.index_select(0, source))
 
 
-def _kept(state: LayerState) -> LayerState:
-    return state._replace(inputs={}, written=[])
-
-
 class KVCache:
     """Keys and values of B rows with one length each, in static buffers of `capacity` entries, a power of two times
     256 (1,024 for compiled passes).
@@ -68,9 +64,9 @@ class KVCache:
         self.stores: list[Tensor] = []  # [G, store_rows, heads, capacity, D]
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
-        self._open: dict[tuple[int, int], list[dict[int, LayerState]]] = {}  # of passes since a commit
         first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
-        self.states = {layer: state.rows(first) for layer, state in (states or {}).items()}
+        # Of each layer, and behind it what `KV.committed` made of it since the last commit
+        self.states = {layer: [state.rows(first)] for layer, state in (states or {}).items()}
         self._closed = False
         self._lengths: Tensor | None = None  # `lengths` on the device, of all rows; None: to be uploaded
 
@@ -100,23 +96,18 @@ class KVCache:
             self._views[start, stop, filled] = self._buffers(start, stop, filled)
         return KV(self._views[start, stop, filled], self.row_lengths(), self._opened(start, stop, ran))
 
-    def _opened(self, start: int, stop: int, ran: int) -> list[dict[int, LayerState]]:
-        """What layers of this range keep, for one pass or several over the same tree."""
-        for stages in self._open.values():
-            self.states |= stages[-1]
-        states = {layer: state for layer, state in self.states.items() if start <= layer < stop}
-        if not states:
-            return []
-        # Drop what was not committed, except the first `ran` nodes, which this pass continues.
-        states = {layer: state.first(ran) if ran else _kept(state) for layer, state in states.items()}
-        self._open[start, stop] = [states]
-        return self._open[start, stop]
+    def _opened(self, start: int, stop: int, ran: int) -> dict[int, list[LayerState]]:
+        """What layers of this range keep, for one pass or several over the same tree. Drops what was not committed,
+        except the first `ran` nodes, which this pass continues."""
+        opened = {layer: stages for layer, stages in self.states.items() if start <= layer < stop}
+        for stages in opened.values():
+            stages[:] = [stages[-1].first(ran)]
+        return opened
 
-    def leave(self, start: int, stop: int, left: dict[int, LayerState]) -> None:
-        """Take in what the nodes of a pass over these layers left, for `commit`."""
+    def leave(self, left: dict[int, LayerState]) -> None:
+        """Take in what the nodes of a pass left, for `commit`."""
         for layer, state in left.items():
-            layers = self._open[start, stop][-1]
-            layers[layer] = layers[layer]._replace(inputs=state.inputs, written=state.written)
+            self.states[layer][-1] = self.states[layer][-1]._replace(written=state.written)
 
     def row_lengths(self, device: torch.device | None = None) -> Tensor:
         """int64 [rows], on the tokens' device unless another is named. Never written to."""
@@ -163,8 +154,8 @@ class KVCache:
         for (heads, width, dtype, device, *_), group in groups.items():
             size = len(group) * self.store_rows * heads * entries * width * dtype.itemsize
             sizes[device] = sizes.get(device, 0) + size
-        for state in self.states.values():
-            for device, size in state.sizes().items():
+        for stages in self.states.values():
+            for device, size in stages[0].sizes().items():
                 sizes[device] = sizes.get(device, 0) + size
         enough(sizes, self.rows, entries)
         for (heads, width, dtype, device, *_), group in groups.items():
@@ -212,13 +203,9 @@ class KVCache:
         depth = self.engine.size(max(map(len, paths)))
         padded = torch.tensor([path + [0] * (depth - len(path)) for path in paths] + [[0] * depth] * self.idle)
         counts = torch.tensor([*map(len, paths), *[0] * self.idle])
-        for at, stages in list(self._open.items()):
-            if len(stages) > 1:  # replayed by `KV.committed` already; what later passes left belongs to the next commit
-                stages.pop(0)
-                self.states |= {layer: _kept(state) for layer, state in stages[0].items()}
-            else:
-                self.states |= replayed(stages[0], padded, counts)
-                del self._open[at]
+        done = replayed({i: stages[0] for i, stages in self.states.items() if len(stages) == 1}, padded, counts)
+        for layer, stages in self.states.items():  # those of others were replayed by `KV.committed` already
+            stages[:] = [done[layer]] if layer in done else stages[1:]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, int64 [B'], in this order. Entries that were not committed are lost."""
@@ -230,19 +217,17 @@ class KVCache:
         else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
             self._move({to: row for to, row in enumerate(left) if to != row})
         index = torch.tensor(left + left[:1] * (size - len(left)))
-        self.states = {layer: state.rows(index) for layer, state in self.states.items()}
-        self._open = {}
+        self.states = {layer: [stages[0].rows(index)] for layer, stages in self.states.items()}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}
         self._lengths = None
 
     def restart(self, row: int) -> None:
         """Keep nothing of a row. Entries that were not committed are lost, of all rows."""
-        for layer, (convolutions, states, *_) in self.states.items():
-            first = self.beginning[layer]
-            parts = (*convolutions.values(), *states), (*first.convolutions.values(), *first.states)
-            for part, begun in zip(*parts, strict=True):
-                part[row] = begun[0]
-        self._open, self.lengths[row], self._lengths = {}, 0, None
+        for layer, stages in self.states.items():
+            stages[:] = [stages[0].first(0)]
+            for name, part in stages[0].states.items():
+                part[row] = self.beginning[layer].states[name][0]
+        self.lengths[row], self._lengths = 0, None
 
     def _move(self, rows: dict[int, int]) -> None:
         """Copy entries to rows from others."""

@@ -107,8 +107,8 @@ class TextCache(PassCache):
     def see(self, below: Tensor | None) -> None:
         """What nodes of the next pass descend from, among all so far: bool [B, n, m]; None: a chain."""
         self.over_trees, self.below, self._indices = self.kept or below is not None, below, {}
-        for recurrence in (one for of in self.recurrences.values() for one in of):
-            recurrence.below = below
+        for part in (part for parts in self.parts.values() for part in parts.values()):
+            part.below = below
 
 
 class Buffer(NamedTuple):
@@ -130,20 +130,21 @@ class Buffers(list[tuple[Buffer, Buffer] | None]):
 
 class KV(NamedTuple):
     """A KV cache as tensors, for one pass or several in a row. lengths: int64 [B], the kept entries of each row;
-    states: of layers that keep one, as the cache holds them, and once more behind each `committed`; empty where no
-    layer keeps one."""
+    states: of each layer that keeps one, as the cache holds it, and once more behind each `committed`."""
 
     buffers: Buffers
     lengths: Tensor
-    states: list[dict[int, LayerState]]
+    states: dict[int, list[LayerState]]
 
     def committed(self, counts: Tensor) -> KV:
         """With the first `counts`, int64 [B], nodes of the last pass, which ran a chain, committed: for passes behind
         them in the same function."""
         if self.states:
-            nodes = max(n for state in self.states[-1].values() for n in (x.shape[2] for x in state.inputs.values()))
+            last = {layer: stages[-1] for layer, stages in self.states.items()}
+            nodes = max(state.nodes for state in last.values())
             path = torch.arange(nodes, device=counts.device).expand(len(counts), -1)
-            self.states.append(replayed(self.states[-1], path, counts))
+            for layer, state in replayed(last, path, counts).items():
+                self.states[layer].append(state)
         return self._replace(lengths=self.lengths + counts)
 
     @property
@@ -199,4 +200,4 @@ def pass_cache(kv: KV, entries: Tensor, entering: Tensor | None, below: Tensor |
         if (heads, device) not in places:
             places[heads, device] = places_of(entries, heads, capacity).to(device)
         layers.append(_BufferLayer(*pair, places[heads, device]))
-    return PassCache(layers, entering, True, below, kv.states[-1] if kv.states else None)
+    return PassCache(layers, entering, True, below, {layer: stages[-1] for layer, stages in kv.states.items()})

@@ -85,9 +85,9 @@ def tree_pass_alone(
     part: Part, kv: KV, *given: Any
 ) -> tuple[Tensor | None, dict[int, Tensor], Tensor | None, dict[int, LayerState]]:
     """`tree_pass`, which leaves `kv` as it is and returns what nodes left in layers that keep a state."""
-    kv = kv._replace(states=[dict(layers) for layers in kv.states])
+    kv = kv._replace(states={layer: list(stages) for layer, stages in kv.states.items()})
     made = tree_pass(part, kv, *given)
-    return *made, {i: state._replace(convolutions={}, states=[]) for i, state in (kv.states or [{}])[-1].items()}
+    return *made, {layer: stages[-1]._replace(states={}) for layer, stages in kv.states.items()}
 
 
 def tree_pass(
@@ -128,7 +128,7 @@ def tree_pass(
         **part.arguments((start + depth).clamp(max=part.last), cache),
     )
     if kv.states:
-        cache.leave(kv.states[-1], ran + nodes)
+        cache.leave(kv.states, ran + nodes)
     outputs = {layer: states[:, :nodes] for layer, states in cache.outputs.items()} if kv.states else cache.outputs
     logits: Tensor | None = getattr(out, "logits", None)
     logits = logits if logits is None or padded is tokens else logits[:, :nodes]

@@ -310,7 +310,7 @@ class Target:
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
         arguments = part, kv, hidden, tokens, parents, ran, noise
         out, outputs, walked, left = self.engine.run(tree_pass_alone, *arguments, compiled=not prompt)
-        cache.leave(start, stop, left)
+        cache.leave(left)
         self._check_outputs(outputs, start, stop)
         outputs = {layer: states[:rows, :nodes] for layer, states in outputs.items()}
         if hidden is not None:

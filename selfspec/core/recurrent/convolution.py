@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-
-class Convolution:
-    """One convolution over time in one pass. state: [B, C, W - 1], the last inputs at the checkpoint, None: zeros;
-    inputs: [B, C, m], of earlier passes over the same tree, and behind the pass of all nodes."""
-
-    def __init__(self, state: Tensor | None, inputs: Tensor | None) -> None:
-        self.state, self.inputs = state, inputs
+from selfspec.core.recurrent.recurrence import Recurrence
 
 
 def tap_indices(below: Tensor, width: int) -> Tensor:
@@ -28,14 +22,15 @@ def tap_indices(below: Tensor, width: int) -> Tensor:
     return torch.where(up >= 0, up + width - 1, width - 2 - missing).flip(2).flatten(1)
 
 
-def taps(convolution: Convolution, new: Tensor, width: int, indices: Tensor | None) -> Tensor:
-    """The taps [B, C, n * W] of nodes with inputs [B, C, n]; indices: see `tap_indices`, None: a chain."""
+def taps(convolution: Recurrence, new: Tensor, width: int, indices: Tensor | None) -> Tensor:
+    """The taps [B, C, n * W] of nodes with inputs [B, C, n]; indices: see `tap_indices`, None: a chain. convolution:
+    its state are the last inputs [B, C, W - 1] at the checkpoint, None: zeros; what is written are inputs [B, C, m]."""
     state = convolution.state
     if state is None:
         state = convolution.state = new.new_zeros(*new.shape[:2], width - 1)
-    earlier = convolution.inputs
-    convolution.inputs = new if earlier is None else torch.cat([earlier, new], 2)
-    line = torch.cat([state.to(new.dtype), convolution.inputs], 2)
+    earlier = convolution.written
+    convolution.written = new if earlier is None else torch.cat([earlier, new], 2)
+    line = torch.cat([state.to(new.dtype), convolution.written], 2)
     if indices is None:
         return line[:, :, line.shape[2] - new.shape[2] - width + 1 :].unfold(2, width, 1).flatten(2)
     return line.gather(2, indices[:, None].expand(-1, line.shape[1], -1))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.core.recurrent import convolution, mamba1
-from selfspec.core.recurrent.convolution import Convolution, causal_conv1d_fn, tap_indices, taps
+from selfspec.core.recurrent.convolution import causal_conv1d_fn, tap_indices, taps
 from selfspec.core.recurrent.delta_rule import chunk_gated_delta_rule
 from selfspec.core.recurrent.mamba1 import mamba_selective_scan
 from selfspec.core.recurrent.mamba2 import mamba2_chunk_scan
@@ -87,49 +87,49 @@ def _forward(cls: Any) -> Callable[..., Any]:
 
 
 class LayerState(NamedTuple):
-    """What one layer keeps, as tensors. convolutions: the last inputs of each, by index; states: of each recurrence;
-    inputs, written: what the nodes of a pass fed into either, on which later passes over the same tree build."""
+    """What one layer keeps, as tensors by the names of its parts. states: the last inputs of each convolution, the
+    state of each recurrence; written: what the nodes of a pass fed into either, on which later passes over the same
+    tree build."""
 
-    convolutions: dict[int, Tensor]
-    states: list[Tensor]
-    inputs: dict[int, Tensor]
-    written: list[Written]
+    states: dict[str, Tensor]
+    written: dict[str, Tensor | Written]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the passes since the last commit."""
+        return max((_of(part).shape[2] for part in self.written.values()), default=0)
 
     def advanced(self, paths: Tensor, counts: Tensor) -> LayerState:
         """What is kept behind the first `counts`, int64 [B], nodes of each row's path, int64 [B, D], of the last
         pass."""
-        return LayerState(
-            {i: convolution.advanced(self.convolutions[i], part, paths, counts) for i, part in self.inputs.items()},
-            [advanced(state, part, paths, counts) for state, part in zip(self.states, self.written, strict=True)],
-            {},
-            [],
-        )
+        states = dict(self.states)
+        for name, part in self.written.items():
+            if isinstance(part, Tensor):
+                states[name] = convolution.advanced(states[name], part, paths, counts)
+            else:
+                states[name] = advanced(states[name], part, paths, counts)
+        return LayerState(states, {})
 
     def rows(self, index: Tensor) -> LayerState:
         """The kept part of these rows, int64 [B']."""
-        return LayerState(
-            {i: part.index_select(0, index.to(part.device)) for i, part in self.convolutions.items()},
-            [part.index_select(0, index.to(part.device)) for part in self.states],
-            {},
-            [],
-        )
-
-    @property
-    def ran(self) -> bool:
-        """Whether a pass left something."""
-        return bool(self.inputs or self.written)
+        return LayerState({n: part.index_select(0, index.to(part.device)) for n, part in self.states.items()}, {})
 
     def first(self, nodes: int) -> LayerState:
         """With what the first so many nodes left alone."""
-        inputs = {i: part[:, :, :nodes] for i, part in self.inputs.items()}
-        return self._replace(inputs=inputs, written=[part.first(nodes) for part in self.written])
+        parts = self.written.items() if nodes else ()
+        written = {n: part[:, :, :nodes] if isinstance(part, Tensor) else part.first(nodes) for n, part in parts}
+        return LayerState(self.states, written)
 
     def sizes(self) -> dict[torch.device, int]:
         """Bytes of what is kept, by device."""
         sizes: dict[torch.device, int] = {}
-        for part in (*self.convolutions.values(), *self.states):
+        for part in self.states.values():
             sizes[part.device] = sizes.get(part.device, 0) + part.numel() * part.element_size()
         return sizes
+
+
+def _of(written: Tensor | Written) -> Tensor:
+    return written if isinstance(written, Tensor) else written.keys
 
 
 def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> dict[int, LayerState]:
@@ -137,8 +137,8 @@ def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> di
     moved: dict[torch.device, tuple[Tensor, Tensor]] = {}
     made = {}
     for i, state in layers.items():
-        if state.ran:
-            device = state.written[0].keys.device if state.written else next(iter(state.inputs.values())).device
+        if state.written:
+            device = _of(next(iter(state.written.values()))).device
             if device not in moved:
                 moved[device] = paths.to(device), counts.to(device)
             state = state.advanced(*moved[device])
@@ -149,53 +149,52 @@ def replayed(layers: dict[int, LayerState], paths: Tensor, counts: Tensor) -> di
 class TreeStates:
     """The part of a pass's cache that layers with a state see. over_trees: False where they run over whole texts, as
     they are, from no state; below: see `recurrence.Recurrence`; layers: what each of them keeps, from no state if it is
-    not in it."""
+    not in it. parts: convolutions and recurrences of each layer, by name."""
 
     def __init__(self, over_trees: bool, below: Tensor | None = None, layers: dict[int, LayerState] | None = None):
         self.over_trees, self.below = over_trees, below
-        self.convolutions: dict[int, dict[int, Convolution]] = {}
-        self.recurrences: dict[int, list[Recurrence]] = {}
+        self.parts: dict[int, dict[str, Recurrence]] = {}
         self._indices: dict[tuple[int, torch.device], Tensor] = {}
-        for i, (convolutions, states, inputs, written) in (layers or {}).items():
-            self.convolutions[i] = {j: Convolution(part, inputs.get(j)) for j, part in convolutions.items()}
-            behind: list[Any] = list(written) or [None] * len(states)
-            self.recurrences[i] = [Recurrence(*pair, below) for pair in zip(states, behind, strict=True)]
+        for i, (states, written) in (layers or {}).items():
+            self.parts[i] = {name: Recurrence(state, written.get(name), below) for name, state in states.items()}
 
-    def leave(self, layers: dict[int, LayerState], nodes: int) -> None:
+    def leave(self, layers: dict[int, list[LayerState]], nodes: int) -> None:
         """Put what the first so many nodes left into what the layers keep, for `LayerState.advanced`."""
-        for i in self.convolutions.keys() | self.recurrences.keys():
-            of = self.convolutions.get(i, {})
-            inputs = {j: one.inputs[:, :, :nodes] for j, one in of.items() if one.inputs is not None}
-            made = [one.written.first(nodes) for one in self.recurrences.get(i, []) if one.written is not None]
-            layers[i] = layers[i]._replace(inputs=inputs, written=made)
+        for i, parts in self.parts.items():
+            written = {name: part.written for name, part in parts.items() if part.written is not None}
+            layers[i][-1] = LayerState(layers[i][-1].states, written).first(nodes)
 
     def beginning(self) -> dict[int, LayerState]:
         """What the layers of this pass, which began without a state, keep at the beginning: zeros."""
         made = {}
-        for layer in self.convolutions.keys() | self.recurrences.keys():
-            of = self.convolutions.get(layer, {})
-            written = [one.written for one in self.recurrences.get(layer, []) if one.written is not None]
-            kept = {i: torch.zeros_like(one.state) for i, one in of.items() if one.state is not None}
-            made[layer] = LayerState(kept, [beginning(part) for part in written], {}, [])
+        for layer, parts in self.parts.items():
+            states = {}
+            for name, part in parts.items():
+                if isinstance(part.written, Tensor) and part.state is not None:
+                    states[name] = torch.zeros_like(part.state)
+                elif isinstance(part.written, Written):
+                    states[name] = beginning(part.written)
+            made[layer] = LayerState(states, {})
         return made
+
+    def part(self, layer: int, name: str) -> Recurrence:
+        parts = self.parts.setdefault(layer, {})
+        if name not in parts:
+            parts[name] = Recurrence(None, None, self.below)
+        return parts[name]
 
     def taps(self, new: Tensor, layer: int, index: int, width: int) -> Tensor:
         """See `convolution.taps`."""
-        of = self.convolutions.setdefault(layer, {})
-        one = of.setdefault(index, Convolution(None, None))
         indices = None
         if self.below is not None:
             key = width, new.device
             if key not in self._indices:
                 self._indices[key] = tap_indices(self.below, width).to(new.device)
             indices = self._indices[key]
-        return taps(one, new, width, indices)
+        return taps(self.part(layer, f"convolution {index}"), new, width, indices)
 
     def recurrence(self, layer: int, index: int) -> Recurrence:
-        known = self.recurrences.setdefault(layer, [])
-        while len(known) <= index:
-            known.append(Recurrence(None, None, self.below))
-        return known[index]
+        return self.part(layer, f"recurrence {index}")
 
     def scans(self, layer: int) -> Iterator[Recurrence]:
         """The recurrences of a layer in turn."""

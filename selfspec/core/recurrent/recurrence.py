@@ -36,11 +36,12 @@ class Written(NamedTuple):
 
 
 class Recurrence:
-    """One linear recurrence in one pass. state: [B, H, K, V] at the checkpoint, None: zero; written: by the nodes of
-    earlier passes over the same tree, and behind the pass by all; below: bool [B, n, m] for the n nodes of the pass
-    behind all m - n earlier ones, True where node i is node j or descends from it; None: a chain."""
+    """One linear recurrence in one pass, or one convolution (see `convolution.taps`). state: [B, H, K, V] at the
+    checkpoint, None: zero; written: by the nodes of earlier passes over the same tree, and behind the pass by all;
+    below: bool [B, n, m] for the n nodes of the pass behind all m - n earlier ones, True where node i is node j or
+    descends from it; None: a chain."""
 
-    def __init__(self, state: Tensor | None, written: Written | None, below: Tensor | None) -> None:
+    def __init__(self, state: Tensor | None, written: Any, below: Tensor | None) -> None:
         self.state, self.written, self.below = state, written, below
 
     def to(self, *args: Any, **kwargs: Any) -> Recurrence:
