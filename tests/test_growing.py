@@ -265,7 +265,7 @@ def test_own_keys_and_values_are_those_of_verified_text(kind, shape, rows, llama
     watch = Watch(drafter)
     speculative(llama, prompts, Options(40), watch, 9)
     session: Any = watch.inner
-    cache = session.cache if kind is EarlyExit else session.cache.cache
+    cache = session.cache if kind is EarlyExit else session.cache.caches[0]
     for place, text in enumerate(watch.seen[-1][0]):  # the rows of the last pass
         tokens = torch.tensor([text])
         out = llama.forward(chain(tokens), llama.cache(1, 80), reads=drafter.reads)
@@ -509,12 +509,12 @@ def test_an_eagle3_layer_begins_as_the_last_of_the_target(family):
     features, tokens = torch.randn(1, 5, 64).double(), torch.randint(VOCAB, (1, 5))
     states = layer.fused(features)
     torch.testing.assert_close(states, features[..., 32:])
-    found = layer.block.text(layer.entry(states, tokens), tokens).logits
+    found = layer.tail.text(layer.entry(states, tokens), tokens).logits
     assert found.isfinite().all()
     if family == "gpt2":
         return
     others = (tokens + 1) % VOCAB
-    torch.testing.assert_close(layer.block.text(layer.entry(states, others), others).logits, found)
+    torch.testing.assert_close(layer.tail.text(layer.entry(states, others), others).logits, found)
     norm, centred = target.layers[-1].input_layernorm, states - states.mean(-1, keepdim=True)
     torch.testing.assert_close(layer.midlayer.hidden_norm(centred), norm(centred), rtol=1e-4, atol=1e-4)
     if family == "llama":

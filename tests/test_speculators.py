@@ -142,5 +142,5 @@ def test_p_eagle_decodes_what_it_was_trained_for(form):
         read.observe(Accepted(rows.hidden, rows.features, [0], [list(range(at))]))
         context = Context(TEXT[:, at], [at], [TEXT[0, : at + 1].tolist()], 8, 0.0, None, target, cache)
         pending = read.rows(context, True, drafter.depth, drafter.depth)
-        ours = forecast(drafter, drafter.layer, *read.carried_on, pending)
+        ours = forecast(drafter, pending)
         torch.testing.assert_close(ours, drafter.along(TEXT, features, torch.tensor([[at - 1]]))[0])

@@ -103,7 +103,7 @@ class Eagle3(Unrolled):
         )
         self.layer.start_head(torch.arange(rows, device=target.device))
         if not own:
-            check_head(self.layer.block, self.head, config.draft_vocab)
+            check_head(self.layer.tail, self.head, config.draft_vocab)
 
     def drafts_only(self, ids: Tensor) -> None:
         super().drafts_only(ids)
@@ -134,12 +134,12 @@ class Eagle3(Unrolled):
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         if not self.config.parallel:
             return super().scores(sample, at)
-        features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
+        features = {layer: part[None].to(self.layer.tail.dtype) for layer, part in sample.features.items()}
         logits = self.along(sample.tokens[None].to(self.layer.device), features, at[None].to(self.layer.device))
         return self.of_all(logits[0].transpose(0, 1))
 
     def session(self, target: Target, rows: int) -> Session:
         if not self.config.parallel:
             return super().session(target, rows)
-        more = (self.layer,), self.config.depth, self.draft_head is None
+        more = (), self.config.depth, self.draft_head is None
         return DraftSession(self, LayersCache([self.layer]), parallel_tree, *more)

@@ -43,4 +43,4 @@ class Feature(Unrolled):
         self.reads = layers_of(config.layers, target, {min(1, last), target.n_layers // 2, last})
         full = config.train == "full"
         self.layer: LastLayer = LastLayer(target, self.reads, config.rank, full, training_dtype(target.dtype))
-        check_head(self.layer.block, self.head, config.draft_vocab)
+        check_head(self.layer.tail, self.head, config.draft_vocab)

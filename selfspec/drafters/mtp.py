@@ -74,7 +74,7 @@ class Mtp(Unrolled):
         self.reads = (target.n_layers - 1,)
         self.layer, *more = (MtpLayer(target, config, training_dtype(target.dtype)) for _ in range(config.modules))
         self.further = nn.ModuleList(more)
-        check_head(self.layer.block, self.head, config.draft_vocab)
+        check_head(self.layer.tail, self.head, config.draft_vocab)
 
     @property
     def draft_layers(self) -> tuple[MtpLayer, ...]:
@@ -90,6 +90,7 @@ class Mtp(Unrolled):
 class MtpLayer(FeatureLayer):
     """The module's parts: norms, product, and the decoder layer in `tail`."""
 
+    tail: Tail
     packed_proj: Tensor | None
 
     def __init__(self, target: Target, config: MtpConfig, dtype: torch.dtype) -> None:
@@ -134,10 +135,6 @@ class MtpLayer(FeatureLayer):
         super().train(mode)
         pack(self, packed_proj=None if mode else for_decoding(self.proj.weight, self.tail.dtype))
         return self
-
-    @property
-    def block(self) -> Tail:
-        return self.tail
 
     @property
     def head(self) -> nn.Linear:

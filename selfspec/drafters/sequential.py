@@ -237,7 +237,7 @@ class SequentialHeads(Reduced):
         # An entry reads a position and the token after it: it belongs where the position does.
         before_last = None if documents is None else documents[:, :-1]
         entering, after = self.prefix.entry(states, tokens[:, 1:]), tokens[:, 1:]
-        return self.prefix.block.text(entering, after, logits=False, documents=before_last).hidden
+        return self.prefix.tail.text(entering, after, logits=False, documents=before_last).hidden
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         device, dtype = sample.hidden.device, self.compute_dtype
@@ -253,18 +253,15 @@ class SequentialHeads(Reduced):
 
 
 def sequential_tree(
-    drafter: SequentialHeads,
-    growth: Growth,
-    ranking: Ranking,
-    state: Tensor,
-    pending: PendingRows[tuple[DraftView, ...]] | None = None,
+    drafter: SequentialHeads, growth: Growth, ranking: Ranking, seen: Tensor | PendingRows[tuple[DraftView, ...]]
 ) -> Nodes:
-    """A tree behind roots from the states [B, H] before them, or from what the prefix layer, which carries `state` on,
-    reads up to there; see `drafted_by`."""
-    hidden = state
-    if pending is not None:
+    """A tree behind roots from the states [B, H] before them, or from what the prefix layer reads up to there; see
+    `drafted_by`."""
+    if isinstance(seen, Tensor):
+        hidden = seen
+    else:
         assert drafter.prefix is not None
-        hidden = read([drafter.prefix], state, pending, False)[0].hidden[:, 0]
+        hidden = read([drafter.prefix], seen, False)[0].hidden[:, 0]
     first, logits = drafter(hidden, drafter.embed(growth.tokens[:, 0]))
     ranked, vocabulary = logits, drafter.vocabulary
     if ranking.noise is not None:

@@ -83,12 +83,10 @@ class ChainSession:
         assert isinstance(self.cache, LayersCache)
         if isinstance(drafter, Eagle3) and drafter.config.parallel:
             rows = self.cache.rows(context, True, self.owner.length, drafter.depth)
-            best = forecast_of_masks(drafter, drafter.layer, *self.cache.carried_on, rows)[
-                :, : self.owner.length
-            ].argmax(-1)
+            best = forecast_of_masks(drafter, rows)[:, : self.owner.length].argmax(-1)
             return torch.cat([tokens, best], 1)
         rows = self.cache.rows(context, True, self.owner.length, self.owner.length)
-        (root,) = read([drafter.layer], *self.cache.carried_on, rows, True)
+        (root,) = read([drafter.layer], rows, True)
         logits, states = root.logits, root.states
         for step in range(self.owner.length):
             if step > 0:

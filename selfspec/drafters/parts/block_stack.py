@@ -169,19 +169,19 @@ class FeatureStack(FeatureReader):
 class BlockCache(FeatureCache[FeatureStack, KV]):
     """Keys and values of a stack in one call, and features of verified positions that it has not read."""
 
-    def _open(self, rows: int, verified: KVCache) -> KVCache:
+    def _open(self, rows: int, verified: KVCache) -> list[KVCache]:
         stack = self.layer
         heads, width = int(stack.config.num_key_value_heads or 0), int(stack.config.head_dim or 0)
         like = torch.zeros(1, heads, 1, width, dtype=stack.dtype, device=stack.device)
         shape = rows, verified.capacity, verified.limit, verified.engine, stack.device
-        return KVCache([(like, like)] * stack.count, *shape)
+        return [KVCache([(like, like)] * stack.count, *shape)]
 
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> KV:
-        return cache.view(0, self.layer.count, entries)
+    def _view(self, entries: int, logits: bool) -> KV:
+        return self.caches[0].view(0, self.layer.count, entries)
 
-    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
-        width, engine = max(count), cache.engine
-        kv, stacked = cache.view(0, self.layer.count, width), engine.padded(self._stacked(count, width))
+    def _enter(self, context: Context, count: list[int]) -> None:
+        width, engine = max(count), context.target.engine
+        kv, stacked = self._view(width, False), engine.padded(self._stacked(count, width))
         engine.run(read_text, self.layer.ready, kv, stacked, self.layer.last, compiled=False)
 
 

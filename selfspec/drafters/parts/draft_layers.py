@@ -25,78 +25,56 @@ def behind(k: int, starts: Tensor, carried: Tensor, outputs: Tensor, tokens: Ten
     return states, tokens.gather(1, (order + missing).clamp(max=len(order) - 1)), missing[:, 0]
 
 
-def read(
-    layers: Sequence[FeatureLayer], carried: Tensor, pending: PendingRows[tuple[DraftView, ...]], logits: bool
-) -> list[RootState]:
+def read(layers: Sequence[FeatureLayer], pending: PendingRows[tuple[DraftView, ...]], logits: bool) -> list[RootState]:
     """Read pending rows with every layer, up to each row's root."""
     tokens, starts = pending.tokens, pending.layers[0].kv.lengths
     entering, last, after = layers[0].entry(layers[0].fused(pending.stacked), tokens), pending.last, tokens
     roots: list[RootState] = []
     outputs = entering  # of the layer before
     for k, (layer, view) in enumerate(zip(layers, pending.layers, strict=True)):
-        if k:
-            states, after, missing = behind(k, starts, carried[:, k - 1], outputs, tokens)
+        if k and pending.carried is not None:
+            states, after, missing = behind(k, starts, pending.carried[:, k - 1], outputs, tokens)
             entering, last = layer.entry(states, after), (pending.last - missing).clamp(min=0)
         root, outputs = layer.read_entries(view, entering, after, last, logits and k == 0)
         roots.append(root)
     return roots
 
 
-def carried_by(roots: Sequence[RootState], before: Tensor) -> Tensor:
-    """What layers in a row carry on, [B, K - 1, H]: the outputs of each but the last at the roots. before: the same."""
-    return torch.cat([before[:, :0], *(root.states for root in roots[:-1])], 1)
+def carried_by(roots: Sequence[RootState]) -> Tensor:
+    """What layers in a row carry on, [B, K - 1, H]: the outputs of each but the last at the roots."""
+    return torch.cat([roots[0].states[:, :0], *(root.states for root in roots[:-1])], 1)
 
 
 class LayersCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
-    """The caches of a draft layer, or of several in a row; layer k has k entries fewer than the first."""
+    """The caches of a draft layer, or of several in a row."""
 
     def __init__(self, layers: Sequence[FeatureLayer]) -> None:
         super().__init__(layers[0])
         self.layers = layers
-        self.further: list[KVCache] = []
-        self.carried: Tensor | None = None  # [B, K - 1, H]: outputs of each but the last layer at its last entry
 
     @property
     def ready(self) -> bool:
         """Whether every layer has an entry to begin from in every row."""
         if not super().ready:
             return False
-        if len(self.layers) == 1 or (self.cache is not None and min(self.cache.lengths) >= len(self.layers)):
+        if len(self.layers) == 1 or (self.caches and min(self.caches[0].lengths) >= len(self.layers)):
             return True
         self._settle()  # before rows are counted: some may have ended
-        before = [0] * len(self.pending) if self.cache is None else self.cache.lengths
+        before = self.caches[0].lengths if self.caches else [0] * len(self.pending)
         return min(n + len(part) for n, part in zip(before, self.pending, strict=True)) >= len(self.layers)
 
-    def _open(self, rows: int, verified: KVCache) -> KVCache:
-        caches = [one.block.target.cache(rows, verified.capacity, verified.limit) for one in self.layers]
-        self.further = caches[1:]
-        first = self.layer.block
-        shape = rows, len(self.further), self.layer.width
-        self.carried = torch.zeros(shape, dtype=first.dtype, device=self.layer.device)
-        return caches[0]
+    def _open(self, rows: int, verified: KVCache) -> list[KVCache]:
+        shape = rows, len(self.layers) - 1, self.layer.width
+        self.carried = torch.zeros(shape, dtype=self.layer.tail.dtype, device=self.layer.device)
+        return [one.tail.target.cache(rows, verified.capacity, verified.limit) for one in self.layers]
 
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> tuple[DraftView, ...]:
-        caches = zip(self.layers, [cache, *self.further], strict=True)
-        return tuple(draft_view(layer.block, one, entries, logits) for layer, one in caches)
+    def _view(self, entries: int, logits: bool) -> tuple[DraftView, ...]:
+        caches = zip(self.layers, self.caches, strict=True)
+        return tuple(draft_view(layer.tail, one, entries, logits) for layer, one in caches)
 
-    def _commit(self, count: list[int], lengths: Tensor | None = None) -> None:
-        assert self.cache is not None
-        for k, cache in enumerate(self.further, 1):
-            rows = zip(self.cache.lengths, count, strict=True)
-            paths = [list(range(max(0, start + n - k) - max(0, start - k))) for start, n in rows]
-            cache.commit(paths, lengths=lengths if min(self.cache.lengths) >= k else None)
-        super()._commit(count, lengths)
-
-    def _select(self, rows: Tensor) -> None:
-        super()._select(rows)
+    def _enter(self, context: Context, count: list[int]) -> None:
         assert self.carried is not None
-        self.carried = self.carried[rows.to(self.carried.device)]
-        for cache in self.further:
-            cache.select(rows)
-
-    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
-        assert self.carried is not None
-        width, engine, device = max(count), cache.engine, self.layer.device
+        width, engine, device = max(count), context.target.engine, self.layer.device
         order = torch.arange(width, device=device).expand(len(count), -1)
         tensors = (
             *self._stacked(count, width).chunk(len(self.layer.layers), -1),
@@ -106,19 +84,10 @@ class LayersCache(FeatureCache[FeatureLayer, tuple[DraftView, ...]]):
             self.carried,
         )
         *features, paths, tokens, last, carried = (engine.padded(part) for part in tensors)
-        pending = PendingRows(self._view(cache, width, False), tuple(features), paths, tokens, last)
-        roots = engine.run(read, self.layers, carried, pending, False, compiled=False)
+        pending = PendingRows(self._view(width, False), tuple(features), paths, tokens, last, carried)
+        roots = engine.run(read, self.layers, pending, False, compiled=False)
         read_some = torch.tensor([n > 0 for n in count], device=device)[:, None, None]
-        self.carried = torch.where(read_some, carried_by(roots, carried)[: len(count)], self.carried)
-
-    @property
-    def carried_on(self) -> tuple[Tensor, ...]:
-        assert self.carried is not None
-        return (self.carried,)
-
-    def carry(self, left: tuple[Tensor, ...]) -> None:
-        if left:
-            (self.carried,) = left
+        self.carried = torch.where(read_some, carried_by(roots)[: len(count)], self.carried)
 
 
 def draft_view(block: Block, cache: KVCache, entries: int, logits: bool) -> DraftView:

@@ -166,7 +166,7 @@ class Eagle3Layer(FeatureLayer):
         if not form.own_embeddings:
             self.embedding = nn.Parameter(theirs, requires_grad=False)
         self.target_head = view(target.lm_head)
-        self.draft = _DraftBlock(target, config, [self.midlayer, *self.further], self.norm, self.head)
+        self.tail = _DraftBlock(target, config, [self.midlayer, *self.further], self.norm, self.head)
         pack(self, packed_fc=None, packed_mask=None)
 
     @torch.no_grad()
@@ -192,10 +192,6 @@ class Eagle3Layer(FeatureLayer):
         copy_scale(self.norm, final_norm(target.decoder), target.dtype)
 
     @property
-    def block(self) -> Block:
-        return self.draft
-
-    @property
     def head(self) -> nn.Linear:
         """What maps to logits: the target's lm_head, or its own."""
         return self.target_head if self.lm_head is None else self.lm_head
@@ -209,11 +205,11 @@ class Eagle3Layer(FeatureLayer):
     def train(self, mode: bool = True) -> Eagle3Layer:
         """Leaving training mode casts what was trained to the target's dtype, for decoding."""
         super().train(mode)
-        pack(self, packed_fc=None if mode else for_decoding(self.fc.weight, self.draft.dtype))
+        pack(self, packed_fc=None if mode else for_decoding(self.fc.weight, self.tail.dtype))
         pack(self, packed_mask=None)
         if not mode and self.mask_hidden is not None:
             with torch.no_grad():
-                pack(self, packed_mask=self.fused(self.mask_hidden.to(self.draft.dtype)))
+                pack(self, packed_mask=self.fused(self.mask_hidden.to(self.tail.dtype)))
         return self
 
     def fused(self, stacked: Tensor) -> Tensor:

@@ -24,13 +24,15 @@ V = TypeVar("V")  # what a function that drafts is given of the layers: a `Draft
 class PendingRows(NamedTuple, Generic[V]):
     """Features of verified positions that draft layers have not read yet, up to each row's root. features: [B, n, H] of
     each layer read; paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after them; last: int64 [B],
-    which of the t is the root's."""
+    which of the t is the root's; carried: [B, K - 1, H], of K layers in a row the outputs of each but the last at its
+    last entry."""
 
     layers: V
     features: tuple[Tensor, ...]
     paths: Tensor
     tokens: Tensor
     last: Tensor
+    carried: Tensor | None = None
 
     @property
     def stacked(self) -> Tensor:
@@ -43,13 +45,15 @@ L = TypeVar("L", bound=FeatureReader)
 
 
 class FeatureCache(Generic[L, V], ABC):
-    """The KV cache of draft layers in one call, and their pending rows: features of verified positions that they have
-    not read. pending: per row [n, F*H]; late: what the last pass accepted, which comes after them; reading: how many
-    positions of each row the last function read, on the device too, to be committed once it has run."""
+    """The KV caches of draft layers in one call, and their pending rows: features of verified positions that they have
+    not read. caches: of layers in a row, of which the k-th has k entries fewer than the first; carried: see
+    `PendingRows`; pending: per row [n, F*H]; late: what the last pass accepted, which comes after them; reading: how
+    many positions of each row the last function read, on the device too, to be committed once it has run."""
 
     def __init__(self, layer: L) -> None:
         self.layer = layer
-        self.cache: KVCache | None = None
+        self.caches: list[KVCache] = []
+        self.carried: Tensor | None = None
         self.pending: list[Tensor] = []
         self.late: Accepted | None = None
         self.reading: tuple[list[int], Tensor | None] | None = None
@@ -57,7 +61,7 @@ class FeatureCache(Generic[L, V], ABC):
     def observe(self, accepted: Accepted) -> None:
         """Take in the features of what a pass accepted."""
         self._finish()
-        if self.cache is not None and len(accepted.rows) < len(accepted.hidden):
+        if self.caches and len(accepted.rows) < len(accepted.hidden):
             self._select(torch.tensor(accepted.rows, device=accepted.hidden.device))
         self._settle()
         self.late = accepted
@@ -91,8 +95,8 @@ class FeatureCache(Generic[L, V], ABC):
         them; more: entries that drafting writes. In compiled passes shapes depend on the budget and the depth alone."""
         engine, late = context.target.engine, self.late
         self._finish()
-        if self.cache is None:
-            self.cache = self._open(len(context.lengths), context.cache)
+        if not self.caches:
+            self.caches = self._open(len(context.lengths), context.cache)
         most = min(engine.size(depth + 1), engine.size(context.nodes))
         width = engine.size(0 if late is None else late.width, context.nodes)
         if late is None or any(map(len, self.pending)) or max(map(len, late.paths)) > most or late.width > width:
@@ -116,39 +120,45 @@ class FeatureCache(Generic[L, V], ABC):
             last, short = (kept.lengths - 1).to(device), max(0, read - kept.path.shape[1])
             both = (kept.path, kept.tokens) if not short else (F.pad(x, (0, short)) for x in (kept.path, kept.tokens))
             places, tokens = (part[:, :read].to(device) for part in both)
-        layers = self._view(self.cache, read + more, logits)
+        layers = self._view(read + more, logits)
         self.reading, self.pending, self.late = (count, None if kept is None else kept.lengths), [], None
-        padded = [engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last)]
-        return PendingRows(layers, tuple(padded[:-3]), *padded[-3:])
+        padded = (engine.padded(one) for one in (*(part.to(device) for part in features), places, tokens, last))
+        *read_features, places, tokens, last = padded
+        carried = None if self.carried is None else engine.padded(self.carried)
+        return PendingRows(layers, tuple(read_features), places, tokens, last, carried)
 
     @abstractmethod
-    def _open(self, rows: int, verified: KVCache) -> KVCache:
-        """A cache for so many rows, of the target's capacity."""
+    def _open(self, rows: int, verified: KVCache) -> list[KVCache]:
+        """Caches for so many rows, of the target's capacity."""
 
     @abstractmethod
-    def _view(self, cache: KVCache, entries: int, logits: bool) -> V:
+    def _view(self, entries: int, logits: bool) -> V:
         """What reads rows and drafts, with room for `entries` more in its cache."""
 
     @abstractmethod
-    def _enter(self, context: Context, cache: KVCache, count: list[int]) -> None:
+    def _enter(self, context: Context, count: list[int]) -> None:
         """Read the next `count` positions of each row."""
 
     def _commit(self, count: list[int], lengths: Tensor | None = None) -> None:
         """So many positions of each row were read; lengths: the same on the device, int64 [B]."""
-        assert self.cache is not None
-        self.cache.commit([list(range(n)) for n in count], lengths=lengths)
+        starts = self.caches[0].lengths
+        for k, cache in enumerate(self.caches):
+            rows = zip(starts, count, strict=True)
+            paths = [list(range(max(0, start + n - k) - max(0, start - k))) for start, n in rows]
+            cache.commit(paths, lengths=lengths if min(starts) >= k else None)
 
     def _select(self, rows: Tensor) -> None:
         """Keep these rows, int64."""
-        assert self.cache is not None
-        self.cache.select(rows)
+        for cache in self.caches:
+            cache.select(rows)
+        if self.carried is not None:
+            self.carried = self.carried[rows.to(self.carried.device)]
 
     def _read_but(self, context: Context, few: int) -> None:
         """Read what is pending until no row has more than `few` left."""
-        assert self.cache is not None
         while max(map(len, self.pending)) > few:
             count = [min(PREFILL, len(part) - 1) for part in self.pending]
-            self._enter(context, self.cache, count)
+            self._enter(context, count)
             self._commit(count)
             self.pending = [part[n:] for part, n in zip(self.pending, count, strict=True)]
 
@@ -161,18 +171,9 @@ class FeatureCache(Generic[L, V], ABC):
 
     def _tokens(self, context: Context, count: list[int], width: int) -> Tensor:
         """The tokens after the next `count` positions of each row, int64 [B, width]."""
-        assert self.cache is not None
-        ends = zip(context.tokens, self.cache.lengths, count, strict=True)
+        ends = zip(context.tokens, self.caches[0].lengths, count, strict=True)
         ids = [tokens[start + 1 : start + 1 + n] + [0] * (width - n) for tokens, start, n in ends]
         return torch.tensor(ids, device=self.layer.device)
-
-    @property
-    def carried_on(self) -> tuple[Tensor, ...]:
-        """What the last function left for the next one beside entries, with rows first."""
-        return ()
-
-    def carry(self, left: tuple[Tensor, ...]) -> None:
-        """Take in what a function left for the next one."""
 
 
 class DraftSession:
@@ -189,8 +190,9 @@ class DraftSession:
         logits: bool = False,
         depth_cost: float = 0.0,
     ) -> None:
-        """cache: of the layers; grower: given `inputs`, what the cache carries on and the pending rows; entries: that
-        drafting writes; logits: whether it reads the layers' own; depth_cost: see `drafted_by`."""
+        """cache: of the layers; grower: given `inputs` and the pending rows, it returns what layers in a row carry on
+        behind the tree; entries: that drafting writes; logits: whether it reads the layers' own; depth_cost: see
+        `drafted_by`."""
         self.drafter, self.cache, self.grower, self.inputs = drafter, cache, grower, inputs
         self.entries, self.logits, self.depth_cost = entries, logits, depth_cost
 
@@ -199,9 +201,9 @@ class DraftSession:
         if not cache.ready or context.nodes == 1:  # behind the shortest prompts nothing was seen of a row yet
             return chain(context.roots[:, None])
         pending = cache.rows(context, self.logits, drafter.depth, self.entries)
-        given = *self.inputs, *cache.carried_on, pending
-        parts = drafted_by(self.grower, drafter, context, given, self.depth_cost)
-        cache.carry(parts[3:])
+        parts = drafted_by(self.grower, drafter, context, (*self.inputs, pending), self.depth_cost)
+        if len(parts) > 3:
+            cache.carried = parts[3]
         return trusted(*parts[:3], deepest=drafter.depth)
 
     def observe(self, accepted: Accepted) -> None:

@@ -63,14 +63,12 @@ class FeatureReader(nn.Module, ABC):
 
 class FeatureLayer(FeatureReader):
     """A decoder layer whose entry t reads what stands for position t and the token after it: of verified positions
-    their features, behind those the layer's own output. after_norm: whether that is the one behind the final norm."""
+    their features, behind those the layer's own output. after_norm: whether that is the one behind the final norm;
+    tail: the layer with final norm and lm_head."""
+
+    tail: Block
 
     after_norm: bool = False
-
-    @property
-    @abstractmethod
-    def block(self) -> Block:
-        """The decoder layer with final norm and lm_head."""
 
     @property
     @abstractmethod
@@ -92,7 +90,7 @@ class FeatureLayer(FeatureReader):
 
     @property
     def device(self) -> torch.device:
-        return self.block.target.device
+        return self.tail.target.device
 
     def read_entries(
         self, view: DraftView, entering: Tensor, tokens: Tensor, last: Tensor, logits: bool
@@ -100,9 +98,9 @@ class FeatureLayer(FeatureReader):
         """Read what enters the decoder layer, [B, t, H], up to entry `last`, int64 [B], of each row, with the tokens
         after it, int64 [B, t]. The other result is the layer's output, [B, t, H]."""
         _, outputs, _ = tree_pass(view.part, view.kv, entering, tokens, None)
-        at, output = last[:, None, None].expand(-1, 1, self.width), outputs[self.block.layer]
+        at, output = last[:, None, None].expand(-1, 1, self.width), outputs[self.tail.layer]
         hidden, own = outputs[-1].gather(1, at), output.gather(1, at)
-        logits_at_root = self.block.text(own, tokens[:, :1], block=False).logits if logits else None
+        logits_at_root = self.tail.text(own, tokens[:, :1], block=False).logits if logits else None
         states, kv = self.carried(own, hidden), view.kv.committed(last + 1)
         return RootState(logits_at_root, hidden, states, view.drafting, kv), self.carried(output, outputs[-1])
 
@@ -114,12 +112,12 @@ class FeatureLayer(FeatureReader):
         tokens = tree.tokens[:, -count:]
         entering, ran = self.entry(states, tokens), tree.tokens.shape[1] - count
         logits, outputs, _ = tree_pass(root.part, root.kv, entering, tokens, tree.parents, ran)
-        return logits, outputs[-1], self.carried(outputs[self.block.layer], outputs[-1])
+        return logits, outputs[-1], self.carried(outputs[self.tail.layer], outputs[-1])
 
     @property
     def width(self) -> int:
         """Numbers of a state."""
-        return int(self.block.target.hidden_size)
+        return int(self.tail.target.hidden_size)
 
 
 def normed(norm: nn.Module, states: Tensor) -> Tensor:
@@ -132,6 +130,7 @@ class LastLayer(FeatureLayer):
     features of a position, the other mixes in the embedding of the token after it. Final norm and lm_head are views as
     they are. Parameters: F*H*H + 2*H*H for F features, and those of the layer, or of its LoRA."""
 
+    tail: Tail
     packed_fuse: Tensor | None
     packed_mix: Tensor | None
 
@@ -157,10 +156,6 @@ class LastLayer(FeatureLayer):
         pack(self, packed_fuse=None if mode else fuse, packed_mix=None if mode else mix)
         in_8_bits([] if mode else [fuse, mix])
         return self
-
-    @property
-    def block(self) -> Tail:
-        return self.tail
 
     @property
     def head(self) -> nn.Linear:

@@ -7,6 +7,8 @@ tokens were drafted before them, so all nodes of a depth have the same children'
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,7 +34,7 @@ def hidden_along(
 ) -> Tensor:
     """Hidden states [B, A, depth, H] of the drafts behind entries `hosts`, int64 [B, A], of whole texts: tokens int64
     [B, S], features [B, S, H] by layer. documents: int64 [B, S], see `Batch`."""
-    n, (rows, count), more, block = tokens.shape[1] - 1, hosts.shape, depth - 1, layer.block
+    n, (rows, count), more, block = tokens.shape[1] - 1, hosts.shape, depth - 1, layer.tail
     states = layer.fused(layer.stacked({i: part[:, :n] for i, part in features.items()}))
     after, device = tokens[:, 1:], tokens.device
     at = torch.arange(n, device=device)
@@ -53,12 +55,10 @@ def hidden_along(
     return torch.cat([hidden, out.unflatten(1, (count, more))], 2)
 
 
-def forecast(
-    drafter: Unrolled, layer: Eagle3Layer, carried: Tensor, pending: PendingRows[tuple[DraftView, ...]]
-) -> Tensor:
+def forecast(drafter: Unrolled, pending: PendingRows[tuple[DraftView, ...]]) -> Tensor:
     """Logits [B, depth, V'] of all depths, from what the layers read up to each root."""
-    draft_head = drafter.draft_head
-    (root,) = read([layer], carried, pending, draft_head is None)
+    draft_head, layer = drafter.draft_head, cast(Eagle3Layer, drafter.layer)
+    (root,) = read([layer], pending, draft_head is None)
     logits, hidden = root.logits, root.hidden
     if drafter.depth > 1:
         states, masks = layer.masks(len(hidden), drafter.depth - 1)
@@ -71,15 +71,10 @@ def forecast(
 
 
 def parallel_tree(
-    drafter: Unrolled,
-    growth: Growth,
-    ranking: Ranking,
-    layer: Eagle3Layer,
-    carried: Tensor,
-    pending: PendingRows[tuple[DraftView, ...]],
+    drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[tuple[DraftView, ...]]
 ) -> Nodes:
     """A tree behind roots, from what the layers read up to there; see `drafted_by`."""
-    scores, vocabulary = forecast(drafter, layer, carried, pending), drafter.vocabulary
+    scores, vocabulary = forecast(drafter, pending), drafter.vocabulary
     ids = None if vocabulary is None else vocabulary.expand(len(scores), -1)
 
     def step(growth: Growth, d: int) -> tuple[Tensor, Tensor | None]:

@@ -104,7 +104,7 @@ class Unrolled(Reduced):
             which = min(step, len(self.draft_layers) - 1)
             layer, repeated = self.draft_layers[which], step - which
             if not repeated:
-                cache = TextCache(layer.block.layer + 1, kept=True)
+                cache = TextCache(layer.tail.layer + 1, kept=True)
             behind = at[:, None] - at  # how far before a position another is
             exists = (places[:, None] >= which) | own
             # verified entries, then one block for each step of the layer, this one the last
@@ -114,19 +114,19 @@ class Unrolled(Reduced):
             far = torch.cat([behind] * (repeated + 1), 1)
             if documents is not None:
                 seen = seen & (documents[:, :, None] == documents[:, None]).repeat(1, 1, repeated + 1)
-            masks = layer.block.target.per_type(partial(self._mask, seen, far))
+            masks = layer.tail.target.per_type(partial(self._mask, seen, far))
             entering = layer.entry(states, after)
-            out = layer.block.text(entering, after, True, few is None, cache, masks, places)
+            out = layer.tail.text(entering, after, True, few is None, cache, masks, places)
             logits = out.logits if few is None else F.linear(out.hidden.to(few.dtype), few)
             assert logits is not None
             result.append(logits)
-            carried = layer.carried(out.features[layer.block.layer], out.hidden)
+            carried = layer.carried(out.features[layer.tail.layer], out.hidden)
             states = F.pad(carried[:, :-1], (0, 0, 1, 0))
         return result
 
     def _mask(self, seen: Tensor, far: Tensor, window: int | None) -> Tensor:
         seen = seen if window is None else seen & (far < window)
-        return additive(seen, self.layer.block.dtype)[:, None]
+        return additive(seen, self.layer.tail.dtype)[:, None]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
@@ -150,13 +150,13 @@ class Unrolled(Reduced):
         return torch.stack([mask.sum() for mask in self._counted(batch)])
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
-        features = {layer: part[None].to(self.layer.block.dtype) for layer, part in sample.features.items()}
+        features = {layer: part[None].to(self.layer.tail.dtype) for layer, part in sample.features.items()}
         logits = self.unrolled(sample.tokens[None].to(self.layer.device), features, self.depth)
         return self.of_all(torch.stack([step[0, at + d] for d, step in enumerate(logits)]))
 
     def depth_cost(self, target: Target) -> float:
         """What one more depth of a tree costs, in target passes: the numbers of weights that both read, as a ratio."""
-        block = self.draft_layers[-1].block
+        block = self.draft_layers[-1].tail
         drafting = block.target.layers[block.first : block.layer + 1]
         drafted = target.vocab_size if self.vocabulary is None else len(self.vocabulary)
         read = _weights(drafting) + drafted * target.hidden_size
@@ -173,13 +173,13 @@ def _weights(layers: Iterable[nn.Module]) -> int:
 
 
 def layers_tree(
-    drafter: Unrolled, growth: Growth, ranking: Ranking, carried: Tensor, pending: PendingRows[tuple[DraftView, ...]]
+    drafter: Unrolled, growth: Growth, ranking: Ranking, pending: PendingRows[tuple[DraftView, ...]]
 ) -> tuple[Tensor, ...]:
     """A tree behind roots, from what the layers read up to there, and what several carry on, [B, K - 1, H]; see
     `drafted_by`."""
     vocabulary, draft_head, layers = drafter.vocabulary, drafter.draft_head, drafter.draft_layers
-    roots = read(layers, carried, pending, draft_head is None)
-    ids = None if vocabulary is None else vocabulary.expand(len(carried), -1)
+    roots = read(layers, pending, draft_head is None)
+    ids = None if vocabulary is None else vocabulary.expand(len(pending.last), -1)
     logits, hidden = roots[0].logits, roots[0].hidden
     states = roots[0].states  # [B, n, H]: of the root and the nodes, by the layer that ran last
 
@@ -198,4 +198,4 @@ def layers_tree(
         return scores[:, -m:], ids
 
     best = grow(growth, step, drafter.depth, ranking).best()
-    return *best, carried_by(roots, carried)
+    return *best, carried_by(roots)

@@ -21,7 +21,7 @@ from selfspec.core.quantized import Int8Linear, in_8_bits, unquantized
 from selfspec.core.support import decoder_of, layer_stack, view
 from selfspec.core.target import Target
 from selfspec.drafters.parts.layer_form import put_form
-from selfspec.drafters.parts.weights import own_weight
+from selfspec.drafters.parts.weights import cast_parameters, own_weight
 
 
 def inject(holder: nn.Module, rank: int, modules: list[str], name: str, dtype: torch.dtype) -> None:
@@ -246,12 +246,7 @@ class Tail(Block):
         target = Target(view(trained.model), frozen=False, returns=trained.returns, engine=trained.engine)
         block = target.layers[self.layer]
         norm = [target.decoder.get_submodule(norm_name(target.decoder))] if self.replaces_norm else []
-        for module in [*block.modules(), *norm]:
-            for name, parameter in module.named_parameters(recurse=False):
-                if type(parameter) is nn.Parameter and parameter.is_floating_point():
-                    setattr(module, name, nn.Parameter(parameter.to(self.dtype), requires_grad=False))
-                    if parameter.dtype != self.dtype:
-                        in_8_bits([getattr(module, name)])
+        for module in block.modules():  # before anything is cast: what LoRA adds is computed as it was trained
             for name, child in list(module.named_children()):
                 if not isinstance(child, LoraLayer) or self.adapter not in child.lora_A:
                     continue
@@ -265,6 +260,8 @@ class Tail(Block):
                     plain.weight = nn.Parameter(merged.to(self.dtype), requires_grad=False)
                     in_8_bits([plain.weight])
                     setattr(module, name, plain)
+        for module in (block, *norm):
+            cast_parameters(module, self.dtype)
         head = target.model.get_output_embeddings()
         if isinstance(head, LoraLayer) and self.adapter in head.lora_A:
             for lora in (*head.lora_A.values(), *head.lora_B.values()):

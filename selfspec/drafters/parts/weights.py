@@ -61,9 +61,11 @@ def for_decoding(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Put parameters of this dtype, which are not trained, in place of those of another, for decoding."""
+    """Put parameters of this dtype, which are not trained, in place of plain floating-point ones, for decoding."""
     for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if parameter.dtype != dtype:
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            plain = type(parameter) is nn.Parameter and parameter.is_floating_point()
+            if plain and (parameter.dtype != dtype or parameter.requires_grad):
                 setattr(part, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
-                in_8_bits([getattr(part, name)])
+                if parameter.dtype != dtype:
+                    in_8_bits([getattr(part, name)])
