@@ -8,8 +8,7 @@ drafts all depths in one pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,22 +16,19 @@ from torch.nn import functional as F
 
 from selfspec.core.contract import Session
 from selfspec.core.target import Target
-from selfspec.drafters.base import Batch, Sample, one_of, training_dtype, whole
+from selfspec.drafters.base import Batch, Sample, training_dtype
 from selfspec.drafters.parts.draft_layers import LayersCache
-from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, Form
+from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, LayersConfig
 from selfspec.drafters.parts.feature_cache import DraftSession
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
-from selfspec.drafters.parts.llama_config import layer_config
 from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_hosts
 from selfspec.drafters.parts.parallel import hidden_along, parallel_tree
-from selfspec.drafters.parts.unrolled import Unrolled, UnrolledConfig
+from selfspec.drafters.parts.unrolled import Unrolled
 from selfspec.drafters.parts.vocabulary import check_head
-
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 
 
 @dataclass
-class Eagle3Config(UnrolledConfig):
+class Eagle3Config(LayersConfig):
     """As `UnrolledConfig` (layers None: the three that serving engines read by default, 1, n/2 - 1 and n - 4; where the
     target is too short for these, 1, n/2 and n - 2). head: shared, the target's lm_head, or own, trained; embeddings:
     shared, the target's, or own, trained; llama: what the layer has other than the target's last, by the names of
@@ -47,41 +43,6 @@ class Eagle3Config(UnrolledConfig):
     are embedded as (None: the last token); anchors: chains of masks per row of a batch in training.
     """
 
-    head: str = "shared"
-    embeddings: str = "shared"
-    llama: dict[str, Any] = field(default_factory=dict)
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    qk_norm: bool = False
-    stack: int = 1
-    parallel: bool = False
-    mask_token: int | None = None
-    anchors: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("stack", "anchors"):
-            whole(name, getattr(self, name))
-        one_of("parallel", self.parallel, (True, False))
-        if self.parallel and self.norm_output:
-            raise ValueError("drafter.norm_output=true: with drafter.parallel no output is read again; leave it out")
-        if not self.parallel and self.mask_token is not None:
-            raise ValueError(f"drafter.mask_token={self.mask_token}: masks draft with drafter.parallel=true alone")
-        for name in ("head", "embeddings"):
-            one_of(name, getattr(self, name), ("shared", "own"))
-        for name in FLAGS:
-            one_of(name, getattr(self, name), (True, False))
-
-    def form(self, tokens: int) -> Form:
-        """The layers' form on a target of so many tokens. Raises ValueError for a mask token that it does not have."""
-        flags = {name: getattr(self, name) for name in FLAGS}
-        mask = tokens - 1 if self.mask_token is None else self.mask_token
-        whole("mask_token", mask, 0, tokens - 1, ": the target's tokens")
-        own = {"own_head": self.head == "own", "own_embeddings": self.embeddings == "own"}
-        return Form(**flags, **own, stack=self.stack, mask_token=mask if self.parallel else None)
-
 
 class Eagle3(Unrolled):
     """EAGLE-3 layers. Parameters: see `Eagle3Layer`."""
@@ -94,13 +55,7 @@ class Eagle3(Unrolled):
         self.reads = layers_of(config.layers, target, usual_layers(target))
         own = config.head == "own"
         rows = config.draft_vocab if own and config.draft_vocab is not None else target.vocab_size
-        self.layer = Eagle3Layer(
-            target,
-            self.reads,
-            layer_config(target, config.llama, rows),
-            training_dtype(target.dtype),
-            config.form(target.vocab_size),
-        )
+        self.layer = Eagle3Layer(target, self.reads, config, rows, training_dtype(target.dtype))
         self.layer.start_head(torch.arange(rows, device=target.device))
         if not own:
             check_head(self.layer.tail, self.head, config.draft_vocab)

@@ -80,11 +80,7 @@ def _config(drafter: Eagle3, target: Target, few: int | None, dtype: torch.dtype
         **{name: getattr(config, name) for name in FLAGS},
         IDS: [layer + 1 for layer in drafter.reads],
         "eagle_config": {"use_aux_hidden_state": True, IDS: list(drafter.reads)},
-        **(
-            {**dict.fromkeys(_MASK_TOKENS, drafter.layer.form.mask_token), DEPTH: drafter.depth}
-            if config.parallel
-            else {}
-        ),
+        **({**dict.fromkeys(_MASK_TOKENS, drafter.layer.mask_token), DEPTH: drafter.depth} if config.parallel else {}),
     }
 
 

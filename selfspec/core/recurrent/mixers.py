@@ -97,7 +97,7 @@ class LayerState(NamedTuple):
     @property
     def nodes(self) -> int:
         """Nodes of the passes since the last commit."""
-        return max((_of(part).shape[2] for part in self.written.values()), default=0)
+        return _of(next(iter(self.written.values()))).shape[2] if self.written else 0
 
     def advanced(self, paths: Tensor, counts: Tensor) -> LayerState:
         """What is kept behind the first `counts`, int64 [B], nodes of each row's path, int64 [B, D], of the last

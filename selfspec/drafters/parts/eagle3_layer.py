@@ -8,7 +8,8 @@ layers behind it (P-EAGLE has them) are stock ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +26,46 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 
 from selfspec.core.support import view
 from selfspec.core.target import Target
-from selfspec.drafters.base import pack
+from selfspec.drafters.base import one_of, pack, whole
 from selfspec.drafters.parts.feature_layer import FeatureLayer, normed
+from selfspec.drafters.parts.llama_config import layer_config
+from selfspec.drafters.parts.unrolled import UnrolledConfig
 from selfspec.drafters.parts.views import Block, final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, for_decoding, norm_before_mlp, start_linear
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 
-class Form(NamedTuple):
-    """What published layers differ in, most of it by the names of vLLM's config. stack: layers; qk_norm: queries and
-    keys have norms, as Qwen3's; own_head, own_embeddings: trained, where the target's serve otherwise; mask_token: what
-    P-EAGLE's masks are embedded as (None: there are none)."""
 
+@dataclass
+class LayersConfig(UnrolledConfig):
+    """What published layers differ in, most of it by the names of vLLM's config; see `Eagle3Config`."""
+
+    head: str = "shared"
+    embeddings: str = "shared"
+    llama: dict[str, Any] = field(default_factory=dict)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
-    own_head: bool = False
-    own_embeddings: bool = False
     stack: int = 1
+    parallel: bool = False
     mask_token: int | None = None
+    anchors: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("stack", "anchors"):
+            whole(name, getattr(self, name))
+        one_of("parallel", self.parallel, (True, False))
+        if self.parallel and self.norm_output:
+            raise ValueError("drafter.norm_output=true: with drafter.parallel no output is read again; leave it out")
+        if not self.parallel and self.mask_token is not None:
+            raise ValueError(f"drafter.mask_token={self.mask_token}: masks draft with drafter.parallel=true alone")
+        for name in ("head", "embeddings"):
+            one_of(name, getattr(self, name), ("shared", "own"))
+        for name in FLAGS:
+            one_of(name, getattr(self, name), (True, False))
 
 
 class _NoEmbedding(nn.Module):
@@ -71,7 +92,7 @@ class DraftLayer(nn.Module):
     """Layer 1: reads embeddings and states [B, n, 2H] behind their norms, and the states as residual. Parameters:
     2H * (heads + 2 key heads) * D + heads * D * H + 3 * H * I + 3 * H."""
 
-    def __init__(self, config: LlamaConfig, form: Form) -> None:
+    def __init__(self, config: LlamaConfig, form: LayersConfig) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.head_dim
         keys = config.num_key_value_heads
@@ -141,12 +162,16 @@ class Eagle3Layer(FeatureLayer):
     mask_hidden: nn.Parameter | None
 
     def __init__(
-        self, target: Target, layers: tuple[int, ...], config: LlamaConfig, dtype: torch.dtype, form: Form
+        self, target: Target, layers: tuple[int, ...], form: LayersConfig, rows: int, dtype: torch.dtype
     ) -> None:
-        """config: see `parts.llama_config`; dtype: of what is trained."""
+        """rows: of a head of its own; dtype: of what is trained. Raises ValueError as `layer_config` does, and for a
+        mask token that the target does not have."""
         super().__init__()
-        self.layers, self.form, self.config, hidden = layers, form, config, target.hidden_size
-        self.after_norm = form.norm_output
+        config, hidden, tokens = layer_config(target, form.llama, rows), target.hidden_size, target.vocab_size
+        self.layers, self.config, self.after_norm = layers, config, form.norm_output
+        mask = tokens - 1 if form.mask_token is None else form.mask_token
+        whole("mask_token", mask, 0, tokens - 1, ": the target's tokens")
+        self.mask_token = mask if form.parallel else None
         config.num_hidden_layers = 1 + form.stack  # the first stands for what is read
         place: dict[str, Any] = {"device": target.device, "dtype": dtype}
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
@@ -154,16 +179,15 @@ class Eagle3Layer(FeatureLayer):
         stock: Any = Qwen3DecoderLayer if form.qk_norm else LlamaDecoderLayer
         self.further = nn.ModuleList(stock(config, i) for i in range(2, 1 + form.stack))
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-        masked = form.mask_token is not None
-        self.mask_hidden = nn.Parameter(torch.randn(len(layers) * hidden)) if masked else None
+        self.mask_hidden = nn.Parameter(torch.randn(len(layers) * hidden)) if form.parallel else None
         self.input_norm = LlamaRMSNorm(len(layers) * hidden, config.rms_norm_eps) if form.norm_before_fc else None
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, config.rms_norm_eps) for _ in layers if form.fc_norm)
-        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if form.own_head else None
-        theirs = target.model.get_input_embeddings().weight
-        self.embedding = nn.Parameter(theirs.detach().clone() if form.own_embeddings else theirs, form.own_embeddings)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False) if form.head == "own" else None
+        theirs, own = target.model.get_input_embeddings().weight, form.embeddings == "own"
+        self.embedding = nn.Parameter(theirs.detach().clone() if own else theirs, own)
         self.to(**place)
         self.start_from(target)
-        if not form.own_embeddings:
+        if not own:
             self.embedding = nn.Parameter(theirs, requires_grad=False)
         self.target_head = view(target.lm_head)
         self.tail = _DraftBlock(target, config, [self.midlayer, *self.further], self.norm, self.head)
@@ -223,7 +247,7 @@ class Eagle3Layer(FeatureLayer):
     def masks(self, rows: int, count: int) -> tuple[Tensor, Tensor]:
         """What so many masks of each row enter with: states [rows, count, H], and tokens, int64 [rows, count]."""
         assert self.mask_hidden is not None
-        token, packed = self.form.mask_token or 0, self.packed_mask
+        token, packed = self.mask_token or 0, self.packed_mask
         states = self.fused(self.mask_hidden.to(self.fc.weight)) if packed is None else packed
         return states.expand(rows, count, -1), torch.full((rows, count), token, device=states.device)
 
