@@ -11,9 +11,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from selfspec.core.masks import additive
@@ -21,6 +22,7 @@ from selfspec.core.masks import additive
 # (row of the batch, row of the blocks, entry), int64 that broadcast -> whether it is read, in each kind of layer
 Seen = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 Mask = Tensor | BlockMask
+ATTENTION = "selfspec_block"  # its name among transformers' kinds of attention
 
 
 def sparse(device: torch.device) -> bool:
@@ -47,11 +49,19 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-    """[B, heads, n, D] of queries over keys and values [B, key heads, S, D]."""
+def attention(
+    module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, mask: Mask, **_: Any
+) -> tuple[Tensor, None]:
+    """[B, n, heads, D] of queries [B, heads, n, D] over keys and values [B, key heads, S, D], as transformers' modules
+    call it. Its own sdpa takes another way for a single query."""
+    queries, keys = queries.to(values.dtype), keys.to(values.dtype)
     if isinstance(mask, BlockMask):
         run: Any = _compiled() if queries.device.type == "cuda" else flex_attention
         read: Tensor = run(queries, keys, values, block_mask=mask, enable_gqa=True)
-        return read
-    keys, values = (repeat_kv(part, queries.shape[1] // part.shape[1]) for part in (keys, values))
-    return F.scaled_dot_product_attention(queries, keys, values, mask.to(values.dtype))
+    else:
+        keys, values = (repeat_kv(part, queries.shape[1] // part.shape[1]) for part in (keys, values))
+        read = F.scaled_dot_product_attention(queries, keys, values, mask.to(values.dtype))
+    return read.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attention)

@@ -7,76 +7,41 @@ there: no layer runs on them. The rows of a block are the last token and masks; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from selfspec.core.cache import KVCache
 from selfspec.core.contract import Context
 from selfspec.core.pass_cache import KV, PassCache, pass_cache
-from selfspec.core.support import view
+from selfspec.core.support import cache_name, view
 from selfspec.core.target import Target
-from selfspec.drafters.parts.block_masks import Mask, attention
+from selfspec.drafters.parts.block_masks import ATTENTION, Mask
 from selfspec.drafters.parts.feature_cache import FeatureCache
 from selfspec.drafters.parts.feature_layer import FeatureReader
 from selfspec.drafters.parts.views import final_norm
 from selfspec.drafters.parts.weights import cast_parameters, copy_scale, norm_before_mlp, start_linear
 
-Rotary = tuple[Tensor, Tensor]
 
-
-class BlockAttention(nn.Module):
-    """Attention with norms of queries and keys, as Qwen3 has it. Parameters: 2*H*D for each head and key head, 2*D."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, width = config.hidden_size, int(config.head_dim or 0)
-        heads, keys, biased = config.num_attention_heads, int(config.num_key_value_heads or 0), config.attention_bias
-        self.width = width
-        self.q_proj = nn.Linear(hidden, heads * width, bias=biased)
-        self.k_proj, self.v_proj = (nn.Linear(hidden, keys * width, bias=biased) for _ in range(2))
-        self.o_proj = nn.Linear(heads * width, hidden, bias=biased)
-        self.q_norm, self.k_norm = (LlamaRMSNorm(width, config.rms_norm_eps) for _ in range(2))
-
-    def keys_values(self, states: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """[B, key heads, n, D] each, of states [B, n, H]."""
-        keys = self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
-        values = self.v_proj(states).unflatten(-1, (-1, self.width)).transpose(1, 2)
-        return apply_rotary_pos_emb(keys, keys, *rotary)[0].to(values.dtype), values
-
-    def forward(self, states: Tensor, rotary: Rotary, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
-        """What rows [B, n, H] read from keys and values [B, key heads, S, D] under a mask, such as an additive one
-        [B, 1, n, S]."""
-        queries = self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.width))).transpose(1, 2)
-        queries = apply_rotary_pos_emb(queries, queries, *rotary)[0].to(values.dtype)
-        read = attention(queries, keys, values, mask)
-        return self.o_proj(read.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class BlockLayer(nn.Module):
-    """A decoder layer. Parameters: those of its attention, 3 * H * I + 2 * H."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = BlockAttention(config), LlamaMLP(config)
-        norms = (LlamaRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2))
-        self.input_layernorm, self.post_attention_layernorm = norms
-
-    def forward(self, states: Tensor, rotary: Rotary, mask: Mask, cache: PassCache, layer: int) -> Tensor:
-        entering = self.input_layernorm(states)
-        seen = cache.update(*self.self_attn.keys_values(entering, rotary), layer)
-        states = states + self.self_attn(entering, rotary, *seen, mask)
-        return states + self.mlp(self.post_attention_layernorm(states))  # type: ignore[no-any-return]
+def keys_values(attention: Any, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """[B, key heads, n, D] each, of states [B, n, H], as Qwen3's attention makes them."""
+    keys, values = (
+        part.unflatten(-1, (-1, attention.head_dim)) for part in (attention.k_proj(states), attention.v_proj(states))
+    )
+    keys, values = attention.k_norm(keys).transpose(1, 2), values.transpose(1, 2)
+    return apply_rotary_pos_emb(keys, keys, *rotary)[0].to(values.dtype), values
 
 
 class BlockStack(nn.Module):
-    """The stack by the names that DFlash's files have. mask: [H], what a mask row enters with; sliding: layers with a
-    window.
+    """The stack by the names that DFlash's files have, of Qwen3's layers. mask: [H], what a mask row enters with;
+    sliding: layers with a window.
 
-    Parameters: F*H*H for F features, those of the layers, 3*H.
+    Parameters: F*H*H for F features, 3*H, and of each layer 2*H*D for each head and key head, 2*D, 3*H*I + 2*H.
     """
 
     def __init__(self, config: LlamaConfig, features: int, count: int, sliding: Sequence[int] = ()) -> None:
@@ -84,7 +49,9 @@ class BlockStack(nn.Module):
         hidden, self.sliding = config.hidden_size, tuple(sliding)
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(count))
+        config._attn_implementation = ATTENTION
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(count))  # type: ignore[arg-type]
+        self.cache_name = cache_name(self.layers[0])
         self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
         self.mask = nn.Parameter(torch.zeros(hidden))
         self.rotary = LlamaRotaryEmbedding(config)
@@ -112,14 +79,15 @@ class BlockStack(nn.Module):
         states = self.hidden_norm(F.linear(stacked, self.fc.weight.to(stacked.dtype)))
         rotary = self.rotary(states, positions)
         for i, layer in enumerate(self.layers):
-            cache.update(*layer.self_attn.keys_values(states, rotary), i)  # type: ignore[operator, union-attr]
+            cache.update(*keys_values(layer.self_attn, states, rotary), i)
 
     def forward(self, states: Tensor, positions: Tensor, masks: Sequence[Mask], cache: PassCache) -> Tensor:
         """Outputs [B, n, H], behind the final norm, of blocks of rows that enter as states [B, n, H]. masks: of layers
         that read all, and of sliding ones."""
         rotary = self.rotary(states, positions)
         for i, layer in enumerate(self.layers):
-            states = layer(states, rotary, masks[i in self.sliding], cache, i)
+            read: dict[str, Any] = {"attention_mask": masks[i in self.sliding], self.cache_name: cache}
+            states = layer(states, position_embeddings=rotary, **read)
         return self.norm(states)  # type: ignore[no-any-return]
 
 
