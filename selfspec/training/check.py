@@ -23,7 +23,7 @@ from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
 from selfspec.training.draft_loss import DraftLoss, states_dtype, try_states
-from selfspec.training.drafter_data import DrafterTraining, check_sizes, rows_of, writer_of
+from selfspec.training.drafter_data import DrafterTraining, distilled_size, rows_of, writer_of
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.step import autocast
@@ -50,8 +50,15 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
         try_states(target, drafter, loop)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
-    here = shard.group(str(target.device)).num_processes * loop.accumulate
-    logits = loop.batch_size * config.length // here * target.vocab_size * target.dtype.itemsize
+    world = shard.group(str(target.device)).num_processes
+    if world > 1 and not drafter.trained():
+        raise ValueError(f"this {drafter.kind} drafter has nothing to train: start it in one process")
+    if config.distill.rows and (size := distilled_size(config, loop)) % world:
+        raise ValueError(
+            f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
+            f"rows, which do not divide over {world} processes; choose another loop.batch_size"
+        )
+    logits = loop.batch_size * config.length // (world * loop.accumulate) * target.vocab_size * target.dtype.itemsize
     if logits > (free := free_memory(target.device)):
         raise ValueError(
             f"loop.batch_size={loop.batch_size}: the target's logits alone take {logits / 2**30:.1f} GiB, of which "
@@ -125,7 +132,6 @@ def check(
 ) -> Iterator[str]:
     """The lines to print. Raises ValueError for what training would refuse, behind what can be told."""
     check_training(target, drafter, config, loop)
-    check_sizes(config, loop, world=1)
     lines = [*_described("training", train), *_described("validation", validation)]
     rows = rows_of(train, config, loop)
     counts = config.prompts, config.prompt_tokens, config.new_tokens
@@ -183,7 +189,6 @@ def check_unwritten(
     """The lines for data that the target or a server would write first; nothing is written. Raises ValueError as
     training does, and ConnectionError where the server does not answer."""
     check_training(target, drafter, config, loop)
-    check_sizes(config, loop, world=1)
     if isinstance(data, Server):
         asked = sum(1 for _ in data.asked())
         yield f"{asked} conversations are asked of {data.model_name}, {len(data.answered())} are answered: {data.path}"

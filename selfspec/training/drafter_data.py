@@ -131,16 +131,6 @@ def states_of(
     return folder, train, folder.covered(validation, config.length, "validation")
 
 
-def check_sizes(config: DrafterTraining, loop: LoopConfig, world: int) -> None:
-    """Raises ValueError where the rows of a step do not divide over the processes, or are too few."""
-    size = distilled_size(config, loop) if config.distill.rows else loop.batch_size
-    if config.distill.rows and size % world:
-        raise ValueError(
-            f"a step of loop.batch_size={loop.batch_size} x train.length={config.length} tokens is {size} distilled "
-            f"rows, which do not divide over {world} processes; choose another loop.batch_size"
-        )
-
-
 def texts_folder(config: DrafterTraining, folder: Path) -> Path:
     """Where self-distillation data lie. Raises ValueError where the folder can not be made."""
     texts = Path(config.distill.folder or folder / "distill")

@@ -23,7 +23,6 @@ from selfspec.training.check import config_warnings, examples
 from selfspec.training.draft_loss import DraftLoss, states_dtype
 from selfspec.training.drafter_data import (
     DrafterTraining,
-    check_sizes,
     distilled,
     distilled_rows,
     fill_vocabulary,
@@ -120,9 +119,6 @@ def _refuse(run: DrafterRun, processes: Processes) -> None:
     shard.agree({**settings, "data": (run.train.key, run.validation.key)})
     if processes.world > 1 and run.target.device.type == "cpu":
         processes.say([f"{processes.world} processes train on the CPU, over gloo"])
-    if processes.world > 1 and not run.trained:
-        raise ValueError(f"this {run.drafter.kind} drafter has nothing to train: start it in one process")
-    check_sizes(run.config, run.loop, processes.world)
     if run.states is not None:
         try:
             plausible(run.states, run.validation.document(0).tokens[: run.config.length])
