@@ -78,9 +78,9 @@ peers: $(VENV)/.ready $(PEERS)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python tests/test_speed.py $(if $(RECORD),--record)
 
-# What needs a GPU, in five minutes, with its results in notebooks/results/gpu.md.
+# What needs a GPU, in five minutes (minutes=9: others), with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
-	$(BIN)/python eval/gpu.py
+	$(BIN)/python eval/gpu.py $(if $(minutes),minutes=$(minutes))
 
 # A hybrid of Qwen3.5's form is trained on the embedded target's data, 20 minutes, with drafters for it, 10 minutes.
 hybrid: $(VENV)/.ready
