@@ -40,8 +40,7 @@ from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.registry import config_class
+from selfspec.drafters.registry import config_class, drafter_class
 from selfspec.training.pretrain import train_tokenizer
 
 torch.set_num_threads(1)
@@ -160,15 +159,16 @@ def tiny_folder(tmp_path_factory, tokenizer) -> str:
 def heads_folder(tmp_path_factory, tiny_folder) -> Path:
     """A saved Medusa drafter for `tiny_folder`, random but not trained."""
     target, tokenizer = load_target(tiny_folder)
-    drafter = made(Medusa, target, heads=3, rank=4)
+    drafter = made("medusa", target, heads=3, rank=4)
     randomize(drafter)
     folder = tmp_path_factory.mktemp("heads") / "drafter"
     save_drafter(drafter, folder, target, tiny_folder, tokenizer, "For tests.")
     return folder
 
 
-def made(kind: type[Drafter], target: Target, **settings: Any) -> Any:
-    """A drafter of this class with these settings beside its config's defaults."""
+def made(kind: type[Drafter] | str, target: Target, **settings: Any) -> Any:
+    """A drafter of this class, or kind, with these settings beside its config's defaults."""
+    kind = drafter_class(kind) if isinstance(kind, str) else kind
     return kind(target, config_class(kind)(**settings))
 
 

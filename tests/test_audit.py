@@ -13,7 +13,6 @@ from selfspec.api import Spec
 from selfspec.cli.evaluation_runs import run_audit
 from selfspec.core import rows
 from selfspec.core.target import Target
-from selfspec.drafters.medusa import Medusa
 from selfspec.evaluation.audit import (
     Audit,
     AuditConfig,
@@ -35,7 +34,7 @@ CONFIG = AuditConfig(max_new_tokens=24, nodes=[4, 12], batch_sizes=[1, 2], seeds
 @pytest.fixture(scope="module")
 def spec() -> Spec:
     target = Target(tiny_model())
-    drafter = made(Medusa, target, heads=3, rank=4)
+    drafter = made("medusa", target, heads=3, rank=4)
     randomize(drafter)
     return Spec(target, drafter)
 
@@ -141,7 +140,7 @@ def test_a_bug_in_both_loops_is_called_one(spec, monkeypatch):
 
 def test_noise_of_a_dtype_is_told_from_a_bug():
     target = Target(tiny_model(dtype=torch.bfloat16))
-    drafter = made(Medusa, target, heads=3, rank=4)
+    drafter = made("medusa", target, heads=3, rank=4)
     randomize(drafter)
     config = AuditConfig(max_new_tokens=24, nodes=[12], batch_sizes=[2], seeds=[0])
     found = audit(Spec(target, drafter), PROMPTS, config)

@@ -19,10 +19,6 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.early_exit import EarlyExit
-from selfspec.drafters.lookahead import Lookahead
-from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.prompt_lookup import PromptLookup
 
 PROMPTS = [[5, 9, 2, 7, 7, 1], [3], [8, 1, 30, 4, 17, 22, 9, 40, 2, 11, 12], [60, 59]]
 FREE = [1e-3] * (LARGEST + 1)  # nodes cost nothing
@@ -37,10 +33,10 @@ def cache(tmp_path, monkeypatch) -> None:
 
 def drafters(target: Target) -> list[Drafter]:
     torch.manual_seed(0)
-    trained: list[Drafter] = [made(Medusa, target, heads=3, rank=4), made(EarlyExit, target, rank=2)]
+    trained: list[Drafter] = [made("medusa", target, heads=3, rank=4), made("early_exit", target, rank=2)]
     for drafter in trained:
         randomize(drafter)
-    return [*(d.eval() for d in trained), made(PromptLookup, target), made(Lookahead, target)]
+    return [*(d.eval() for d in trained), made("prompt_lookup", target), made("lookahead", target)]
 
 
 def auto(drafter: Any, costs: list[float], limit: int = 30) -> tuple[Auto, Forecast, Experience]:
@@ -109,7 +105,7 @@ def test_what_was_measured_on_a_busy_machine_is_not_kept(llama, monkeypatch, cap
     assert "other programs ran beside; these costs are not kept" in capsys.readouterr().err
     assert saved_costs(llama) is None
     assert not cost_file(llama, 1).exists()
-    spec = Spec(llama, made(PromptLookup, llama))
+    spec = Spec(llama, made("prompt_lookup", llama))
     spec._decoded = 100.0
     assert not spec.generate([[5, 9, 2, 7]], 4, nodes="auto").forecast.measured  # small trees, and later again
     assert spec._decoded < 100 < 3 * spec._due < 200
@@ -385,7 +381,7 @@ def test_measuring_is_bounded(llama, monkeypatch):
 
 def test_spec_takes_auto(llama):
     """Costs are measured when calls have taken as long as measuring does; until then trees are small."""
-    spec = Spec(llama, made(PromptLookup, llama))
+    spec = Spec(llama, made("prompt_lookup", llama))
     prompt = [[5, 9, 2, 7] * 3]
     short = spec.generate(prompt, 40, nodes="auto")
     assert short.token_ids == spec.generate(prompt, 40, nodes=policy.unmeasured(llama.device)).token_ids

@@ -15,13 +15,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
-from selfspec.drafters.block import BlockDrafter
-from selfspec.drafters.eagle3 import Eagle3
-from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.hybrid import Hybrid
-from selfspec.drafters.lookahead import Lookahead
-from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
@@ -35,7 +29,7 @@ def test_chains_end_at_the_last_position(sizes):
     prompts = [torch.randint(1, 60, (size,), generator=generator).tolist() for size in sizes]
     plain = autoregressive(target, prompts, Options(9)).token_ids
     trees = RandomTrees([p + t for p, t in zip(prompts, plain, strict=True)])
-    for drafter in (made(PromptLookup, target), trees):
+    for drafter in (made("prompt_lookup", target), trees):
         assert speculative(target, prompts, Options(9), drafter, 7).token_ids == plain
 
 
@@ -44,16 +38,16 @@ def test_chains_give_plain_text(kind, capsys):
     target = served(tiny(kind))
     assert isinstance(target, ChainTarget)
     assert "served by chains alone" in capsys.readouterr().err
-    heads = made(Medusa, target, heads=3, rank=4)
+    heads = made("medusa", target, heads=3, rank=4)
     randomize(heads)
-    lookup = made(PromptLookup, target)
+    lookup = made("prompt_lookup", target)
     tokens, documents = torch.randint(1, 60, (2, 20)), torch.tensor([[0] * 20, [0] * 9 + [1] * 11])
     batch = {"tokens": tokens, "mask": torch.ones_like(tokens).bool(), "documents": documents}
     loss, _ = DraftLoss(heads.train(), target)(batch)
     loss.backward()
     assert all(p.grad is not None for p in heads.trained().values())
     drafters: list[Any] = [heads.eval(), lookup, Hybrid(target, {"medusa": heads, "prompt_lookup": lookup})]
-    drafters.append(made(Eagle3, target, depth=3, unroll=2, min_prob=0.0).eval())
+    drafters.append(made("eagle3", target, depth=3, unroll=2, min_prob=0.0).eval())
     for temperature in (0.0, 1.0):
         options = Options(40, Sampling(temperature), seed=3)  # beyond the 32 of `chains.WAITING` and of inkling's reach
         plain = autoregressive(target, PROMPTS, options)
@@ -88,12 +82,12 @@ def test_the_likeliest_chain_of_a_tree_runs():
 def test_what_chains_can_not_do_is_refused():
     target = served(tiny("bloom"))
     with pytest.raises(ValueError, match="inside its attention"):
-        made(EarlyExit, target, exit=1, rank=2).session(target, 1)
+        made("early_exit", target, exit=1, rank=2).session(target, 1)
     with pytest.raises(ValueError, match="needs its whole tree"):
-        speculative(target, PROMPTS, Options(4, Sampling(0.0)), made(Lookahead, target), 8)
+        speculative(target, PROMPTS, Options(4, Sampling(0.0)), made("lookahead", target), 8)
     refused("take engine=eager", target.use_engine, "compiled")
     with pytest.raises(ValueError, match="has no single stack of layers"):
-        made(Eagle3, served(tiny("bert")), depth=3)
+        made("eagle3", served(tiny("bert")), depth=3)
     with pytest.raises(ValueError, match="nor are chains served"):
         served(tiny("prophetnet"))
 
@@ -117,7 +111,7 @@ def test_rows_that_end_and_many_rejected_tokens():
     target = served(tiny("bloom"))
     ends = frozenset(range(0, 61, 9))
     alone = [autoregressive(target, [p], Options(60, Sampling(1.0), seed=[2], eos=ends)) for p in PROMPTS]
-    heads = made(Medusa, target, heads=3, rank=4)
+    heads = made("medusa", target, heads=3, rank=4)
     randomize(heads)
     rows = speculative(target, PROMPTS, Options(60, Sampling(1.0), seed=[2] * 2, eos=ends), heads.eval(), 8)
     assert rows.token_ids == [one.token_ids[0] for one in alone]
@@ -142,12 +136,12 @@ def test_positions_are_those_of_stock_generate(capsys):
 
 
 def test_what_can_not_draft_for_chains_is_refused_by_name(capsys):
-    block = made(BlockDrafter, target := served(tiny("bloom")), size=3, stack=1)
+    block = made("block", target := served(tiny("bloom")), size=3, stack=1)
     plain = autoregressive(target, PROMPTS, Options(12)).token_ids
     assert speculative(target, PROMPTS, Options(12), block.eval(), 5).token_ids == plain
     target = served(tiny("modernbert-decoder"))
     with pytest.raises(ValueError, match=r"gives states of \d+ numbers, not of 32; trained drafters can not read them"):
-        speculative(target, PROMPTS, Options(4), made(Medusa, target, heads=2, rank=2).eval(), 5)
+        speculative(target, PROMPTS, Options(4), made("medusa", target, heads=2, rank=2).eval(), 5)
     target = served(tiny("deepseek_v4"))
     with pytest.raises(ValueError, match="instead of one state a token, which drafters that read layers can not take"):
-        speculative(target, PROMPTS, Options(4), made(Eagle3, target).eval(), 5)
+        speculative(target, PROMPTS, Options(4), made("eagle3", target).eval(), 5)

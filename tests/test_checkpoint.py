@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from selfspec.checkpoints.drafter_folder import load_drafter, read_meta, save_drafter
 from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import tokenizer_hash, weights_hash
-from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.registry import drafter_class
 from selfspec.training.pretrain import train_tokenizer
 
@@ -142,7 +141,7 @@ def test_unknown_kinds_are_refused(kind):
 def test_saving_over_an_old_folder_replaces_it_whole(folder, tiny_folder):
     target, tokenizer = load_target(tiny_folder)
     (folder / "stale").write_text("x")
-    save_drafter(made(Medusa, target, heads=2, rank=2), folder, target, tiny_folder, tokenizer, "")
+    save_drafter(made("medusa", target, heads=2, rank=2), folder, target, tiny_folder, tokenizer, "")
     assert read_meta(folder)["config"]["heads"] == 2
     assert not (folder / "stale").exists()
     assert [p.name for p in folder.parent.iterdir()] == ["copy"]

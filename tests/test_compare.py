@@ -23,8 +23,6 @@ from selfspec.data.corpus import PythonSource
 from selfspec.data.cut_prompts import GROUPS, prompts_of_group
 from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
-from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.evaluation import peers
 from selfspec.evaluation.arms import Prompt
 from selfspec.evaluation.compare import best_sizes, regimes, summarize_comparison, write_summary
@@ -291,8 +289,8 @@ def test_transformers_static_cache_is_compiled_once(overrides, tmp_path):
 
 def test_memory_is_what_is_held_beside_the_target():
     target = Target(tiny_model(dtype=torch.float32))
-    assert held_bytes(made(PromptLookup, target), target.model) == 0
-    drafter = made(Medusa, target, heads=2, blocks=1, rank=4)
+    assert held_bytes(made("prompt_lookup", target), target.model) == 0
+    drafter = made("medusa", target, heads=2, blocks=1, rank=4)
     own = sum(p.numel() for p in drafter.trained().values()) * 4
     assert held_bytes(drafter, target.model) == own
     assert held_bytes(drafter.eval(), target.model) > own  # what is laid out for decoding
@@ -339,7 +337,7 @@ def test_other_engines_answer_or_end(monkeypatch, tmp_path):
     peer.failed = False  # it ends unseen
     assert peer.answer([5], 9) is None
     target = Target(tiny_model(dtype=torch.float32))
-    spec = Spec(target, made(Medusa, target, heads=1, rank=4))
+    spec = Spec(target, made("medusa", target, heads=1, rank=4))
     call = peers.answering(peers.Peer(ENGINE), "mine", spec, 9)
     answer = call([Prompt([5, 6])], Sampling())
     assert (len(answer.token_ids[0]), answer.stats.passes, answer.stats.seconds) == (9, 3, 0.75)

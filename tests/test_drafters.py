@@ -59,7 +59,7 @@ def hybrid(**trained: Row) -> Row:
     """A prompt lookup and trained drafters."""
 
     def build(target: Target) -> Drafter:
-        members: dict[str, Drafter] = {"prompt_lookup": made(PromptLookup, target)}
+        members: dict[str, Drafter] = {"prompt_lookup": made("prompt_lookup", target)}
         for name, row in trained.items():
             torch.manual_seed(2)
             members[name] = row.build(target)
@@ -505,7 +505,7 @@ def test_two_streams_and_five_threads_do_not_meet(row, llama):
 
 def test_stacked_product_is_pefts_own(llama):
     """Medusa's one product for all heads against PEFT's forward with one adapter at a time."""
-    drafter = made(Medusa, llama, heads=3, rank=4)
+    drafter = made("medusa", llama, heads=3, rank=4)
     randomize(drafter)
     with torch.no_grad():
         drafter.weight.zero_()
@@ -527,14 +527,14 @@ def test_stacked_product_is_pefts_own(llama):
 def test_medusa_starts_as_the_targets_own_prediction(llama):
     hidden = torch.randn(4, HIDDEN, dtype=torch.float64)
     for projection in ("lora", "full"):
-        drafter = made(Medusa, llama, heads=2, projection=projection)
+        drafter = made("medusa", llama, heads=2, projection=projection)
         with torch.no_grad():
             torch.testing.assert_close(drafter(hidden), llama.lm_head(hidden).expand(2, -1, -1))
 
 
 def test_medusa_loss_is_the_definition(llama):
     """Against one position and one head at a time, in plain operations."""
-    drafter = made(Medusa, llama, heads=3, rank=4)
+    drafter = made("medusa", llama, heads=3, rank=4)
     randomize(drafter)
     data = batch()
     loss, figures = DraftLoss(drafter, llama)(data)

@@ -250,7 +250,7 @@ def small() -> Any:
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_compiled_is_lossless_and_compiles_nothing_twice(small, folder, temperature):
     target = buffered(small, "inductor", folder)
-    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    drafter = made("medusa", target, heads=3, rank=4).eval()
     options = Options(60, Sampling(temperature), 5)
     counts = []
     for _ in range(2):
@@ -607,7 +607,7 @@ def test_a_child_that_was_forked_while_a_thread_compiled_ends():
 
 def test_a_draft_that_ran_uncompiled_below_a_pass_is_not_exact_by_construction(monkeypatch):
     target = Target(tiny_model(dtype=torch.bfloat16), engine=Engine("eager", quiet=True))
-    drafter, options = made(EarlyExit, target, rank=0).eval(), Options(6)
+    drafter, options = made("early_exit", target, rank=0).eval(), Options(6)
     speculative(target, PROMPTS[:1], options, drafter, 4)
     monkeypatch.setattr(type(target.engine), "row_invariant", lambda self, function: True)
     assert speculative(target, PROMPTS[:1], options, drafter, 4).stats.exact == EXACT

@@ -16,10 +16,8 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
-from selfspec.drafters.mask import Mask
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.mask_layout import layout
-from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.evaluation import measure
 from selfspec.evaluation.arms import Prompt
@@ -280,7 +278,7 @@ def test_a_mean_over_nothing_is_never_a_zero():
 
 
 def test_a_drafter_keeps_its_calibration_where_nothing_is_measured(llama):
-    drafter = made(Medusa, llama, heads=3, rank=4)
+    drafter = made("medusa", llama, heads=3, rank=4)
     before = copy.deepcopy(drafter.calibration)
     samples = write_samples(llama, [[5, 9, 2]], 1, 0.0, [0], quiet=True)  # shorter than what is drafted
     figures = calibrate(llama, drafter, "greedy", samples)
@@ -300,7 +298,7 @@ def test_what_calibration_promises_is_what_decoding_does(kind, llama, monkeypatc
 
     monkeypatch.setattr(calibrate_file, "speculative", decode)
     samples = write_samples(llama, [[5, 9, 2], [7, 7, 1]], 24, 0.0, [0, 1], quiet=True)
-    drafter: Any = made(Mask, llama, masks=3, rank=2) if kind == "mask" else made(PromptLookup, llama)
+    drafter: Any = made("mask", llama, masks=3, rank=2) if kind == "mask" else made("prompt_lookup", llama)
     tau = calibrate(llama, drafter.eval(), "greedy", samples)["tau"]
     if kind == "mask":
         acceptance = tuple(map(tuple, drafter.calibration["greedy"].acceptance))

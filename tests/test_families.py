@@ -15,9 +15,6 @@ from selfspec.core.options import Options
 from selfspec.core.probe import probe
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.drafters.early_exit import EarlyExit
-from selfspec.drafters.feature import Feature
-from selfspec.drafters.sequential import SequentialHeads
 from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
@@ -67,9 +64,9 @@ def test_drafters_with_views_of_layers_serve_the_family(name):
     options = Options(12, Sampling(1.0), seed=3)
     plain = autoregressive(target, PROMPTS, options).token_ids
     for drafter in (
-        made(EarlyExit, target, exit=1, rank=2, min_prob=0.0),
-        made(SequentialHeads, target, heads=2, rank=2),
-        made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
+        made("early_exit", target, exit=1, rank=2, min_prob=0.0),
+        made("sequential", target, heads=2, rank=2),
+        made("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
     ):
         randomize(drafter)
         loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})

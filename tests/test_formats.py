@@ -201,7 +201,7 @@ def test_a_folder_of_another_architecture_names_few_tensors(folder):
 def test_a_drafter_of_which_nothing_is_accepted_says_so():
     target, prompt = Target(tiny_model()), [[5, 9, 2, 7]]
     plain = autoregressive(target, prompt, Options(60)).token_ids
-    drafter = made(Eagle3, target, layers=[0, 1], draft_vocab=20)
+    drafter = made("eagle3", target, layers=[0, 1], draft_vocab=20)
     drafter.drafts_only(torch.tensor([t for t in range(VOCAB) if t not in plain[0]][:20]))  # of another target, say
     with pytest.warns(UserWarning, match=r"0 of \d+ drafted tokens accepted: does this drafter belong") as found:
         results = [speculative(target, prompt, Options(60), drafter.eval(), 16) for _ in range(2)]
@@ -509,13 +509,13 @@ def test_a_head_with_a_bias(folder):
     model.lm_head = torch.nn.Linear(32, VOCAB, bias=True)
     target = Target(model)
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
-        Eagle3(target, Eagle3Config(layers=[1], draft_vocab=20))
+        made("eagle3", target, layers=[1], draft_vocab=20)
     for kind, message in (
-        (Eagle3(target, Eagle3Config(layers=[1])), "no draft model has"),
+        (made("eagle3", target, layers=[1]), "no draft model has"),
         (of(MedusaConfig(), target), "has a bias"),
     ):
         refused(message, exporting.refuse, kind, target, "vllm")
-    exporting.refuse(Eagle3(target, Eagle3Config(layers=[1], head="own")), target, "vllm")
+    exporting.refuse(made("eagle3", target, layers=[1], head="own"), target, "vllm")
 
 
 def test_embeddings_of_its_own_are_kept(folder):

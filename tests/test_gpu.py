@@ -14,7 +14,6 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
-from selfspec.drafters.medusa import Medusa
 from selfspec.engine.capture import Captured, _Graph, devices_of, parts_of, weights_of
 from selfspec.engine.engine import Engine
 
@@ -72,7 +71,7 @@ def test_parts_take_turns_and_go_on_with_what_is_missing(gpu, tmp_path, monkeypa
 def test_graphs_give_the_tokens_of_eager_passes(temperature):
     model, options = tiny_model(dtype=torch.float32).to("cuda"), Options(60, Sampling(temperature), 5)
     eager, target = Target(model), Target(model, engine=Engine("inductor", quiet=True))
-    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    drafter = made("medusa", target, heads=3, rank=4).eval()
     prompts = [[5, 9, 2, 7, 7, 1], [8, 1, 30]]
     for _ in range(3):  # as it is, captured, replayed
         plain = autoregressive(eager, prompts, options)
@@ -142,7 +141,7 @@ def test_a_graph_belongs_to_the_storage_that_it_was_captured_over(monkeypatch):
 
 def test_what_is_laid_out_anew_is_not_replayed_from_where_it_lay():
     target = Target(tiny_model(), engine=Engine("eager", quiet=True))
-    drafter = made(Medusa, target, heads=3, rank=4).eval()
+    drafter = made("medusa", target, heads=3, rank=4).eval()
     speculative(target, [[5, 9, 2, 7]], Options(8), drafter, 6)
     known, code = next((k, c) for k, c in target.engine.compiled.items() if drafter in k)
     captured = target.engine.compiled[known] = Captured(code, torch.device("cuda"), print, lambda: None)

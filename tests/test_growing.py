@@ -324,7 +324,7 @@ def test_drafting_ends_early_where_the_draft_is_unsure(llama):
 def test_without_a_block_the_exit_is_the_targets_own_lens():
     """Rank 0: the final norm and lm_head read the exit's hidden state, and nothing is trained."""
     target = Target(tiny_model())
-    drafter = made(EarlyExit, target, exit=2, rank=0).eval()
+    drafter = made("early_exit", target, exit=2, rank=0).eval()
     tokens = torch.randint(VOCAB, (1, 6))
     hidden = target.text(tokens, reads=(1,)).features[1]
     norm = target.decoder.norm
@@ -397,7 +397,7 @@ def test_drafters_trained_beside_a_cast_target_are_saved_as_the_target_was(tmp_p
     folder = save_tiny(tmp_path / "half", tokenizer)
     load_target(folder)[0].model.to(torch.bfloat16).save_pretrained(folder)
     target, _ = load_target(folder, "float32")
-    save_drafter(made(Feature, target), tmp_path / "d", target, folder, tokenizer, "")
+    save_drafter(made("feature", target), tmp_path / "d", target, folder, tokenizer, "")
     assert {t.dtype for t in load_file(tmp_path / "d" / "drafter.safetensors").values()} == {torch.bfloat16}
     load_drafter(tmp_path / "d", load_target(folder)[0], tokenizer)
 
@@ -406,7 +406,7 @@ def test_a_target_of_one_layer_is_refused():
     target = Target(tiny_model(num_hidden_layers=1))
     for kind in (EarlyExit, Feature, SequentialHeads):
         refused("at least two", made, kind, target)
-    made(SequentialHeads, target, prefix=False)
+    made("sequential", target, prefix=False)
 
 
 @pytest.mark.parametrize("kind", [Feature, Eagle3, Medusa, SequentialHeads])
@@ -417,7 +417,7 @@ def test_a_reduced_vocabulary_fits_a_bfloat16_target(kind):
 
 def test_a_reduced_vocabulary_wants_plain_logits():
     with pytest.raises(ValueError, match="scales, caps or shifts its logits"):
-        made(Feature, Target(tiny_model("granite", logits_scaling=8.0)), draft_vocab=20)
+        made("feature", Target(tiny_model("granite", logits_scaling=8.0)), draft_vocab=20)
 
 
 TABLE = [[0.5, 0.2]] * 3
@@ -505,7 +505,7 @@ def test_an_eagle3_layer_begins_as_the_last_of_the_target(family):
         target = Target(model)
     else:
         target = Target(tiny_model(family))
-    layer = made(Eagle3, target, layers=[0, 2]).layer
+    layer = made("eagle3", target, layers=[0, 2]).layer
     features, tokens = torch.randn(1, 5, 64).double(), torch.randint(VOCAB, (1, 5))
     states = layer.fused(features)
     torch.testing.assert_close(states, features[..., 32:])

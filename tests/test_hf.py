@@ -29,7 +29,6 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.support import cache_name
 from selfspec.core.target import Target
-from selfspec.drafters.medusa import Medusa
 from selfspec.hf_generate import SpeculativeOutput
 
 IDS = torch.tensor([[5, 9, 2, 7, 7, 1, 30, 12, 9, 2]])
@@ -40,7 +39,7 @@ PLAIN: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id
 @pytest.fixture(scope="module", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def spec(request) -> Spec:
     target = Target(tiny_model(request.param))
-    drafter = made(Medusa, target, heads=3, rank=4)
+    drafter = made("medusa", target, heads=3, rank=4)
     randomize(drafter)
     return Spec(target, drafter)
 
@@ -407,7 +406,7 @@ def test_positions_of_ones_own_are_served_only_where_they_are_the_plain_ones(spe
 
 def test_token_types_are_refused():
     target = Target(tiny_model("gpt2"))
-    spec = Spec(target, made(Medusa, target, heads=2, rank=2))
+    spec = Spec(target, made("medusa", target, heads=2, rank=2))
     settings: dict[str, Any] = {**PLAIN, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.ones_like(IDS)}
     with pytest.raises(ValueError, match="token_type_ids can not be used with custom_generate=spec"):
         target.model.generate(IDS, custom_generate=spec, **settings)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import refused
+from conftest import made, randomize, refused, save_tiny, tiny_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -11,7 +11,6 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.quantized import Int8Linear, quantize, unquantized
 from selfspec.engine.kernels import int8
-from tests.conftest import made, randomize, save_tiny, tiny_model
 
 SIZES: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96}
 SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}  # heads of 32, which attention has a kernel for
@@ -133,10 +132,9 @@ def test_a_head_that_can_not_be_quantized_leaves_the_layers(tokenizer, tmp_path)
 
 def test_a_drafter_of_other_weights_loads_with_a_line(folder, tmp_path, capsys):
     from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
-    from selfspec.drafters.feature import Feature
 
     target, tokenizer = load_target(folder, "bfloat16")
-    drafter = made(Feature, target, rank=4, train="lora", draft_vocab=64)
+    drafter = made("feature", target, rank=4, train="lora", draft_vocab=64)
     randomize(drafter)
     save_drafter(drafter, tmp_path / "drafter", target, folder, tokenizer, "For tests.")
     small, _ = load_target(folder, "int8")
@@ -151,10 +149,9 @@ def test_a_drafter_of_other_weights_loads_with_a_line(folder, tmp_path, capsys):
 
 
 def test_parts_that_are_trained_have_whole_weights(folder):
-    from selfspec.drafters.feature import Feature
 
     target, _ = load_target(folder, "int8")
-    drafter = made(Feature, target, train="full").train()
+    drafter = made("feature", target, train="full").train()
     block = drafter.layer.tail.parts[0]
     assert not any(isinstance(module, Int8Linear) for module in block.modules())
     layer = target.layers[-1].mlp.up_proj

@@ -12,8 +12,6 @@ from omegaconf import OmegaConf
 from selfspec.cli.evaluation_runs import run_limits
 from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
-from selfspec.drafters.mask import Mask
-from selfspec.drafters.medusa import Medusa
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits
 from selfspec.evaluation.limits import (
@@ -58,7 +56,7 @@ def test_the_machine_is_measured(monkeypatch):
 def test_what_a_table_expects():
     target = Target(tiny_model())
     calibration = {"greedy": Calibration([[0.5, 0.2], [0.4, 0.1]], [1.0, 1.0])}
-    heads, masks = made(Medusa, target, heads=2, rank=2), made(Mask, target, masks=2, rank=2)
+    heads, masks = made("medusa", target, heads=2, rank=2), made("mask", target, masks=2, rank=2)
     for drafter in (heads, masks):
         drafter.calibration = calibration
     assert expected_length(target, heads, "greedy", 1) == 1.0

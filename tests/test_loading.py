@@ -20,7 +20,6 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options
 from selfspec.core.tree import chain
-from selfspec.drafters.medusa import Medusa
 from selfspec.utils.machine import default_device, device_type
 
 PROMPTS = ["def main():", "import os\nclass"]
@@ -28,7 +27,7 @@ PROMPTS = ["def main():", "import os\nclass"]
 
 def with_heads(folder: Path, source: Any, name: str, **loading: Any) -> Path:
     target, tokenizer = load_target(source, **loading)
-    drafter = made(Medusa, target, heads=3, rank=4)
+    drafter = made("medusa", target, heads=3, rank=4)
     randomize(drafter)
     save_drafter(drafter, folder, target, name, tokenizer, "For tests.")
     return folder
@@ -97,7 +96,7 @@ def test_switching_the_targets_adapters_is_followed(heads_folder, tiny_folder):
     plain = selfspec.load(str(heads_folder)).autoregressive(PROMPTS, 12).token_ids
     model = adapted(tiny_folder)
     target, tokenizer = load_target(model)
-    spec = Spec(target, made(Medusa, target, heads=2, rank=2), tokenizer)
+    spec = Spec(target, made("medusa", target, heads=2, rank=2), tokenizer)
     on = spec.generate(PROMPTS, 12).token_ids
     with model.disable_adapter():
         assert spec.generate(PROMPTS, 12).token_ids == plain != on

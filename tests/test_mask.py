@@ -16,7 +16,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.core.verify import Kept
-from selfspec.drafters.mask import Mask, MaskSession
+from selfspec.drafters.mask import MaskSession
 from selfspec.drafters.parts.mask_layout import Layout, behind, layout, with_mask_slots
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
@@ -36,7 +36,7 @@ def trees(vocab: int, rows: int) -> tuple[DraftTree, tuple[Tensor, ...]]:
 def test_tree_rows_are_the_targets_own(name):
     """Logits with mask slots and without, in float64, behind prompts of different lengths."""
     target = Target(build(name))
-    drafter = made(Mask, target, masks=3, rank=4, correction=0)
+    drafter = made("mask", target, masks=3, rank=4, correction=0)
     randomize(drafter)
     drafter.eval()
     tree, (tokens, parents, *_) = trees(target.vocab_size, 2)
@@ -56,7 +56,7 @@ def test_tree_rows_are_the_targets_own(name):
 def test_the_adapter_runs_on_mask_rows_alone(adapter):
     """Other weights of the adapter change the mask rows' logits and nothing else."""
     target = Target(tiny_model())
-    drafter = made(Mask, target, masks=3, adapter=adapter, rank=4, correction=0)
+    drafter = made("mask", target, masks=3, adapter=adapter, rank=4, correction=0)
     tree, (tokens, parents, *_) = trees(VOCAB, 1)
     found = []
     for seed in range(2):
@@ -118,7 +118,7 @@ def test_forecasts_that_are_right_are_accepted(temperature, monkeypatch):
     target, options = Target(tiny_model()), Options(30, Sampling(temperature), 3)
     prompt = [5, 9, 2, 7, 7, 1]
     text = prompt + autoregressive(target, [prompt], options).token_ids[0]
-    drafter = made(Mask, target, masks=3, rank=0, correction=0, width=1).eval()
+    drafter = made("mask", target, masks=3, rank=0, correction=0, width=1).eval()
     real = MaskSession.propose
 
     def propose(self: Any, context: Any) -> DraftTree:
@@ -141,7 +141,7 @@ def test_forecasts_that_are_right_are_accepted(temperature, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature):
     target, prompt = Target(tiny_model()), [5, 9, 2, 7, 7, 1]
-    drafter = made(Mask, target, masks=3, passes=2, rank=4, correction=4).eval()
+    drafter = made("mask", target, masks=3, passes=2, rank=4, correction=4).eval()
     found = speculative(target, [prompt], Options(30, Sampling(temperature), 3), drafter, 8)
     plain = autoregressive(target, [prompt], Options(30, Sampling(temperature), 3))
     assert found.token_ids == plain.token_ids
@@ -162,7 +162,7 @@ def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature):
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
-        made(Mask, Target(tiny_model()), **settings)
+        made("mask", Target(tiny_model()), **settings)
     assert Layout(1, (1,)).nodes == 1
 
 
@@ -171,7 +171,7 @@ def test_passes_follow_what_is_changed_in_the_model(change):
     """A pass with mask slots verifies too."""
     model = tiny_model()
     target, options = Target(model), Options(24)
-    drafter = made(Mask, target, masks=3, rank=4)
+    drafter = made("mask", target, masks=3, rank=4)
     randomize(drafter)
     drafter.eval()
     before = speculative(target, PROMPTS, options, drafter, 9).token_ids
@@ -187,7 +187,7 @@ def test_passes_follow_what_is_changed_in_the_model(change):
     assert plain != before
     assert speculative(target, PROMPTS, options, drafter, 9).token_ids == plain
     if change == "lora":  # one that is made for such a model leaves the maps with adapters alone
-        again = made(Mask, target, masks=3, rank=4).eval()
+        again = made("mask", target, masks=3, rank=4).eval()
         assert not any("lora" in path or "down_proj" in path for path in again.gated.paths)
         assert speculative(target, PROMPTS, options, again, 9).token_ids == plain
 
@@ -195,7 +195,7 @@ def test_passes_follow_what_is_changed_in_the_model(change):
 @pytest.mark.parametrize("adapter", ["lora", "vectors"])
 def test_two_rows_draft_in_every_second_pass(adapter):
     target = Target(tiny_model())
-    drafter = made(Mask, target, masks=3, rank=4, adapter=adapter)
+    drafter = made("mask", target, masks=3, rank=4, adapter=adapter)
     randomize(drafter)
     watch = Watch(drafter.eval())
     options = Options(12)
@@ -207,7 +207,7 @@ def test_two_rows_draft_in_every_second_pass(adapter):
 
 def test_a_lossy_rule_is_shown_no_mask_slot():
     target = Target(tiny_model())
-    drafter = made(Mask, target, masks=3, rank=4)
+    drafter = made("mask", target, masks=3, rank=4)
     randomize(drafter)
     rule = Lossy("top_k:3")
     result = speculative(target, PROMPTS, Options(24, relaxed=rule), drafter.eval(), 9)
@@ -217,7 +217,7 @@ def test_a_lossy_rule_is_shown_no_mask_slot():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_float16(passes):
     target = Target(tiny_model(dtype=torch.float16))
-    drafter = made(Mask, target, rank=4, passes=passes).eval()
+    drafter = made("mask", target, rank=4, passes=passes).eval()
     options = Options(12, Sampling(1.0), 3)
     found = speculative(target, [[5, 9, 2, 7]], options, drafter, 12)
     assert len(found.token_ids[0]) == 12

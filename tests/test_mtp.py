@@ -257,7 +257,7 @@ def test_a_shipped_module_is_trained_further_and_kept_whole(tmp_path):
     """Its router's bias too, which is no parameter; the target's own stays."""
     model, _ = shipped("DeepSeek-V3 (MLA)", tmp_path / "target")
     spec = selfspec.load("mtp", target=tmp_path / "target", dtype="float32")
-    begun = Mtp(spec.target, MtpConfig())
+    begun = made("mtp", spec.target)
     warm_start(begun, spec.drafter, "mtp")
     save_drafter(begun.eval(), tmp_path / "drafter", spec.target, "tiny", None, "")
     again = load_drafter(tmp_path / "drafter", spec.target, None)
@@ -374,7 +374,7 @@ def test_a_count_that_disagrees_is_refused(tmp_path):
     refused(r"drafter\.modules=4 .*unroll is 3, and trains no more", MtpConfig, modules=4)
     target = Target(build("Qwen3.5"))
     with pytest.raises(ValueError, match=r"'qwen3_5_text' has one module; train with drafter.modules=1"):
-        mtp.write(Mtp(target, MtpConfig(modules=2)), target, tmp_path, tmp_path / "out")
+        mtp.write(made("mtp", target, modules=2), target, tmp_path, tmp_path / "out")
 
 
 def test_a_tensor_under_two_names_is_refused(tmp_path):
@@ -430,7 +430,7 @@ def test_a_module_of_another_form_is_trained_and_written(tmp_path):
 
 
 def two_modules(target: Target) -> Mtp:
-    drafter: Mtp = made(Mtp, target, modules=2, depth=4, width=3, min_prob=0.0)
+    drafter: Mtp = made("mtp", target, modules=2, depth=4, width=3, min_prob=0.0)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in drafter.trained().values():

@@ -16,7 +16,6 @@ from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
-from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.hybrid import Hybrid, HybridSession, _Row
 from selfspec.drafters.lookahead import Lookahead, Pool
 from selfspec.drafters.prompt_lookup import NGrams, PromptLookup
@@ -46,21 +45,21 @@ def test_longest_and_most_recent_matches_come_first():
 
 def test_copied_text_becomes_a_chain(llama):
     text = [*range(20), 40, *range(6)]
-    tree = made(PromptLookup, llama).session(llama, 1).propose(context(llama, text, nodes=5))
+    tree = made("prompt_lookup", llama).session(llama, 1).propose(context(llama, text, nodes=5))
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
 
 
 def test_rows_of_one_batch_do_not_mix(llama):
-    drafter = made(PromptLookup, llama).session(llama, 3)
+    drafter = made("prompt_lookup", llama).session(llama, 3)
     rows = [[*range(9), 30, 2, 3], [50, 51], [7, 8, 7, 9, 7]]
     together = drafter.propose(context(llama, *rows))
     for i, row in enumerate(rows):
-        alone = made(PromptLookup, llama).session(llama, 1).propose(context(llama, row))
+        alone = made("prompt_lookup", llama).session(llama, 1).propose(context(llama, row))
         n = alone.tokens.shape[1]
         assert together.tokens[i, :n].tolist() == alone.tokens[0].tolist()
         assert together.parents[i].tolist() == alone.parents[0].tolist() + [-1] * (together.tokens.shape[1] - n)
-    found = made(PromptLookup, llama, min_prob=0.0).session(llama, 1).propose(context(llama, rows[2]))
+    found = made("prompt_lookup", llama, min_prob=0.0).session(llama, 1).propose(context(llama, rows[2]))
     below = [t for t, p in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True) if p == 0]
     assert below == [9, 8]  # what followed 7, the most recent first
 
@@ -69,7 +68,7 @@ def test_rows_of_one_batch_do_not_mix(llama):
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 20))
 def test_trees_hold_every_path_once(text, nodes):
     target = _TARGET
-    tree = made(PromptLookup, target, min_prob=0.0).session(target, 1).propose(context(target, text, nodes=nodes))
+    tree = made("prompt_lookup", target, min_prob=0.0).session(target, 1).propose(context(target, text, nodes=nodes))
     pairs = list(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
     assert len(set(pairs)) == len(pairs) <= nodes
     chances = tree.scores[0].tolist()
@@ -84,7 +83,7 @@ def test_trees_hold_every_path_once(text, nodes):
     ("follows", "rises"), [((3, 4, 1, 2, 3, 4, 1, 2), True), ((30, 1, 2, 31, 1, 2, 32, 1, 2), False)]
 )
 def test_acceptance_is_counted_while_decoding(llama, follows, rises):
-    drafter = made(PromptLookup, llama, longest=2)
+    drafter = made("prompt_lookup", llama, longest=2)
     session, text = drafter.session(llama, 1), [1, 2, 3, 4, 1, 2]
     before = drafter.calibration["greedy"].acceptance[1][0]
     for token in follows:
@@ -163,7 +162,7 @@ def test_the_windows_grams_are_the_targets_own_words(llama):
                 assert gram[1:] in row.pool.of(gram[0])
 
     with torch.inference_mode():
-        speculative(llama, [[5, 9, 2, 7, 7, 1]], Options(12), Spy(made(Lookahead, llama, window=3, ngram=4)), 20)
+        speculative(llama, [[5, 9, 2, 7, 7, 1]], Options(12), Spy(made("lookahead", llama, window=3, ngram=4)), 20)
     assert len(levels_seen) > 3
     assert all(len(levels) == 3 and {len(level) for level in levels} == {3} for levels in levels_seen)
 
@@ -171,7 +170,7 @@ def test_the_windows_grams_are_the_targets_own_words(llama):
 def test_lookahead_needs_fewer_passes(llama):
     prompts = [[5, 9, 2, 7, 7, 1], [8, 1, 30, 4]]
     plain = autoregressive(llama, prompts, Options(150))
-    fast = speculative(llama, prompts, Options(150), made(Lookahead, llama), 24)
+    fast = speculative(llama, prompts, Options(150), made("lookahead", llama), 24)
     assert fast.token_ids == plain.token_ids
     assert fast.stats.passes < 0.9 * plain.stats.passes
 
@@ -295,12 +294,12 @@ def test_a_members_tree_without_scores_is_named(llama):
 
 
 def test_hybrids_that_can_not_be_are_refused(llama, heads_folder):
-    early = made(EarlyExit, llama, rank=2)
+    early = made("early_exit", llama, rank=2)
     randomize(early)
-    hybrid = Hybrid(llama, {"prompt_lookup": made(PromptLookup, llama)})
-    for kind, member in (("lookahead", made(Lookahead, llama)), ("early_exit", early.eval()), ("hybrid", hybrid)):
+    hybrid = Hybrid(llama, {"prompt_lookup": made("prompt_lookup", llama)})
+    for kind, member in (("lookahead", made("lookahead", llama)), ("early_exit", early.eval()), ("hybrid", hybrid)):
         with pytest.raises(ValueError, match=rf"drafter 'x' \({kind}\) can not share a tree"):
-            Hybrid(llama, {"prompt_lookup": made(PromptLookup, llama), "x": member})
+            Hybrid(llama, {"prompt_lookup": made("prompt_lookup", llama), "x": member})
     for name, message in [
         ("prompt_lookup+prompt_lookup", "names a drafter twice"),
         ("prompt_lookup+lookahead", r"'lookahead' \(lookahead\) can not share a tree"),

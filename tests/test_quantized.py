@@ -18,8 +18,6 @@ from selfspec.checkpoints.load_target import load_target
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
-from selfspec.drafters.early_exit import EarlyExit
-from selfspec.drafters.medusa import Medusa
 from selfspec.training.draft_loss import DraftLoss
 
 PROMPTS = [[5, 9, 2, 7, 7, 1, 12, 40, 8], [8, 1, 30, 4, 17]]
@@ -53,7 +51,7 @@ def test_a_quantized_target(name, tmp_path, tokenizer):
     options = Options(16, Sampling(1.0), seed=3)
     plain = autoregressive(target, PROMPTS, options).token_ids
     tokens = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-    drafters = [made(Medusa, target, heads=2, rank=4), made(EarlyExit, target, exit=1, rank=2, min_prob=0.0)]
+    drafters = [made("medusa", target, heads=2, rank=4), made("early_exit", target, exit=1, rank=2, min_prob=0.0)]
     for drafter in drafters:
         randomize(drafter)
         loss, _ = DraftLoss(drafter.train(), target)({"tokens": tokens, "mask": torch.ones_like(tokens).bool()})
@@ -71,7 +69,7 @@ def test_what_quanto_makes_is_served_or_refused_by_name(tmp_path, tokenizer, cap
     with pytest.raises(ValueError, match=r"quanto's int4 or int2, which .* quanto's int8 and float8 are served"):
         load_target(folder, quantization_config=QuantoConfig(weights="int4"))
     plain, _ = load_target(folder)
-    drafter = made(Medusa, plain, heads=2, rank=4)
+    drafter = made("medusa", plain, heads=2, rank=4)
     randomize(drafter)
     save_drafter(drafter, tmp_path / "heads", plain, folder, tokenizer, "For tests.")
     for weights in ("int8", "float8"):  # heads of the weights before they were quantized
@@ -133,7 +131,7 @@ def test_a_gguf_file_is_a_target(tmp_path, monkeypatch, capsys):
     assert repr(spec).startswith(f"Spec(target={str(file)!r}, drafter=prompt_lookup, dtype=bfloat16")
     text = spec.generate([5, 6, 7], max_new_tokens=8)
     assert text.token_ids == spec.autoregressive([5, 6, 7], max_new_tokens=8).token_ids
-    drafter = made(Medusa, spec.target, heads=2, rank=4)
+    drafter = made("medusa", spec.target, heads=2, rank=4)
     save_drafter(drafter, tmp_path / "run" / "drafter", spec.target, str(file), None, "For tests.")
     monkeypatch.setattr(gguf, "GGUFReader", None)  # never read again
     assert repr(selfspec.load(str(tmp_path / "run"))).startswith(f"Spec(target={str(file)!r}, drafter=medusa")

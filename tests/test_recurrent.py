@@ -24,15 +24,7 @@ from selfspec.core.support import cache_name
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
 from selfspec.drafters.base import Drafter
-from selfspec.drafters.eagle3 import Eagle3
-from selfspec.drafters.early_exit import EarlyExit
-from selfspec.drafters.feature import Feature
 from selfspec.drafters.hybrid import Hybrid
-from selfspec.drafters.lookahead import Lookahead
-from selfspec.drafters.mask import Mask
-from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.prompt_lookup import PromptLookup
-from selfspec.drafters.sequential import SequentialHeads
 from selfspec.engine.engine import Engine
 
 KINDS = ["Qwen3.5", "Kimi Linear (MLA)", "Falcon-H1", "LFM2", "Jamba"]  # one of each mixer
@@ -154,17 +146,17 @@ def test_nodes_of_many_trees_and_after_many_commits(name, judge):
 def drafters(target: Target) -> dict[str, Any]:
     """One drafter of every kind, random."""
     kinds: dict[str, Drafter] = {
-        "medusa": made(Medusa, target, heads=3, rank=4),
-        "sequential": made(SequentialHeads, target, heads=2, rank=2),
-        "early_exit": made(EarlyExit, target, exit=1, rank=2, min_prob=0.0),
-        "feature": made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
-        "eagle3": made(Eagle3, target, depth=3, unroll=2, min_prob=0.0),
-        "mask": made(Mask, target, masks=2, rank=2),
+        "medusa": made("medusa", target, heads=3, rank=4),
+        "sequential": made("sequential", target, heads=2, rank=2),
+        "early_exit": made("early_exit", target, exit=1, rank=2, min_prob=0.0),
+        "feature": made("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0),
+        "eagle3": made("eagle3", target, depth=3, unroll=2, min_prob=0.0),
+        "mask": made("mask", target, masks=2, rank=2),
     }
     for drafter in kinds.values():
         randomize(drafter)
         drafter.eval()
-    free = {"prompt_lookup": made(PromptLookup, target), "lookahead": made(Lookahead, target)}
+    free = {"prompt_lookup": made("prompt_lookup", target), "lookahead": made("lookahead", target)}
     mixed = Hybrid(target, {"medusa": kinds["medusa"], "prompt_lookup": free["prompt_lookup"]})
     masked = Hybrid(target, {"mask": kinds["mask"], "prompt_lookup": free["prompt_lookup"]})
     return {**kinds, **free, "mixed": mixed, "masked": masked}
@@ -243,9 +235,9 @@ def test_compiled_text_is_eager_text(name, backend, drafts):
     plain = autoregressive(target, prompts, options).token_ids
     target.engine = Engine(backend, quiet=True)
     if drafts == "heads":
-        drafter = made(Medusa, target, heads=2, rank=2)
+        drafter = made("medusa", target, heads=2, rank=2)
     else:
-        drafter = made(EarlyExit, target, exit=1, rank=2, min_prob=0.0)
+        drafter = made("early_exit", target, exit=1, rank=2, min_prob=0.0)
     randomize(drafter)
     result = speculative(target, prompts, options, drafter.eval(), 4)
     assert result.token_ids == plain
@@ -278,7 +270,7 @@ def test_documents_under_autocast(name):
 def test_a_draft_layer_with_a_state_moves_on():
     """The feature head's own layer is Mamba2's: its state follows what was accepted, as its training expects."""
     target = Target(build("Mamba2"))
-    head = made(Feature, target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0)
+    head = made("feature", target, train="lora", rank=2, depth=3, unroll=2, min_prob=0.0)
     randomize(head)
     head.eval()
     first = PROMPTS[0] + autoregressive(target, PROMPTS[:1], Options(20, Sampling(0.0))).token_ids[0]

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import selfspec
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.load_target import load_target
-from selfspec.drafters.registry import drafter_class
 from selfspec.integrations.export import export
 from selfspec.integrations.hf_serve import generate
 
@@ -107,7 +106,7 @@ def test_every_kind_loads_in_a_fresh_process(tmp_path, tiny_folder):
     target, tokenizer = load_target(tiny_folder)
     folders = []
     for kind, settings in KINDS.items():
-        drafter = made(drafter_class(kind), target, **settings)
+        drafter = made(kind, target, **settings)
         randomize(drafter)
         save_drafter(drafter, tmp_path / kind / "drafter", target, tiny_folder, tokenizer, "")
         folders.append(str(tmp_path / f"{kind}-exported"))
@@ -119,7 +118,7 @@ def test_every_kind_loads_in_a_fresh_process(tmp_path, tiny_folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_saved_depends_on_no_flag(kind, tmp_path, tiny_folder):
     target, tokenizer = load_target(tiny_folder)
-    drafter = made(drafter_class(kind), target, **KINDS[kind])
+    drafter = made(kind, target, **KINDS[kind])
     parameters = set(drafter.trained())
     target.model.requires_grad_(True)  # its user's own flags
     assert set(drafter.trained()) == parameters

@@ -27,7 +27,6 @@ from selfspec.core.tree import chain
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
-from selfspec.drafters.prompt_lookup import PromptLookup
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.hf_generate import from_config
 from selfspec.request import Request
@@ -158,7 +157,7 @@ def test_without_a_tokenizer_ids_still_work(tmp_path, tokenizer):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).unlink(missing_ok=True)
     target, none = load_target(str(folder))
-    spec = Spec(target, made(Medusa, target, heads=2, rank=2), none)
+    spec = Spec(target, made("medusa", target, heads=2, rank=2), none)
     assert none is None
     assert len(spec.generate([[1, 2, 3]], 5).token_ids[0]) == 5
     refused("no tokenizer", spec.generate, ["text"])
@@ -466,7 +465,7 @@ def test_the_last_position_is_told(spec):
 
 
 def test_words_of_other_libraries(llama):
-    spec = Spec(llama, made(PromptLookup, llama))
+    spec = Spec(llama, made("prompt_lookup", llama))
     wanted = spec.generate([[5, 9, 2]], max_new_tokens=6)
     assert spec.generate([[5, 9, 2]], max_tokens=6, do_sample=False, top_k=0).token_ids == wanted.token_ids
     warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
@@ -487,7 +486,7 @@ def test_words_of_other_libraries(llama):
 
 
 def test_keywords_win_over_a_generation_config(llama):
-    spec = Spec(llama, made(PromptLookup, llama))
+    spec = Spec(llama, made("prompt_lookup", llama))
     greedy = GenerationConfig(max_new_tokens=9, do_sample=False)
     warm = spec.generate([[5, 9, 2]], 6, temperature=1.0, seed=3)
     config = spec.generate([[5, 9, 2]], generation_config=greedy, max_tokens=6, do_sample=True, seed=3)
@@ -496,7 +495,7 @@ def test_keywords_win_over_a_generation_config(llama):
 
 
 def test_a_prompt_that_fills_the_context_is_no_short_answer(llama):
-    spec = Spec(llama, made(PromptLookup, llama))
+    spec = Spec(llama, made("prompt_lookup", llama))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match=r"prompt 0 has .* tokens; the target is served up to"):

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, tiny_model
+from conftest import made, randomize, tiny_model
 from safetensors.torch import load_file
 
 from selfspec.checkpoints.formats import block, eagle3
 from selfspec.core.contract import Accepted, Context
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.drafters.block import BlockConfig, BlockDrafter
-from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.draft_layers import LayersCache
 from selfspec.drafters.parts.parallel import forecast
 
@@ -36,7 +34,7 @@ P_EAGLES: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_p_eagle_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = Eagle3(target, Eagle3Config(layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form]))
+    drafter = made("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
     randomize(drafter)
     drafter.eval()
     eagle3.write(drafter, target, tmp_path, "speculators", "target")
@@ -82,7 +80,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def test_dspark_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = BlockDrafter(target, BlockConfig(size=5, layers=[0, 2], **BLOCKS[form]))
+    drafter = made("block", target, size=5, layers=[0, 2], **BLOCKS[form])
     randomize(drafter)
     if drafter.vocabulary is not None:
         drafter.drafts_only(torch.arange(3, 43, 2))
@@ -131,7 +129,7 @@ def test_dspark_drafts_as_speculators_trains_it(form, tmp_path, monkeypatch):
 @torch.no_grad()
 def test_p_eagle_decodes_what_it_was_trained_for(form):
     target = Target(tiny_model(dtype=torch.float64, num_hidden_layers=4))
-    drafter = Eagle3(target, Eagle3Config(layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form]))
+    drafter = made("eagle3", target, layers=[0, 2], depth=4, parallel=True, **P_EAGLES[form])
     randomize(drafter)
     drafter.eval()
     features = target.text(TEXT, False, reads=drafter.reads).features

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, refused, tiny_model
+from conftest import VOCAB, made, refused, tiny_model
 from test_drafters import PROMPTS, WAYS, Row, built, of_rows
 from test_drafters import row as row  # a fixture: every drafter of the contract
 from transformers import GenerationConfig
@@ -16,7 +16,6 @@ from selfspec.budget.policy import Experience
 from selfspec.core.sampling import Noise
 from selfspec.core.target import Target
 from selfspec.drafters.hybrid import Hybrid
-from selfspec.drafters.prompt_lookup import PromptLookup, PromptLookupConfig
 from selfspec.engine.engine import Engine
 from selfspec.trace import VERSION, Trace, read_traces, token_text
 
@@ -51,7 +50,7 @@ def test_a_trace_is_of_the_call_and_changes_nothing(row, temperature, buffers):
 
 def test_what_was_picked_among_is_told(llama):
     """Probabilities are the target's, the noise is the call's, and the pick is their largest sum."""
-    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    spec = Spec(llama, made("prompt_lookup", llama))
     trace = spec.generate([PROMPTS[2]], 12, 0.7, seed=5, trace=True).trace
     noise, ids = Noise([5], [0], VOCAB, llama.device), list(PROMPTS[2])
     for line in trace.passes:
@@ -77,7 +76,7 @@ def test_members_of_a_hybrid_are_told_apart():
 
 
 def test_a_node_of_two_members_is_of_both_and_a_cut_tree_keeps_whose_its_nodes_are(llama):
-    members = {name: PromptLookup(llama, PromptLookupConfig()) for name in ("one", "other")}
+    members = {name: made("prompt_lookup", llama) for name in ("one", "other")}
     spec = Spec(llama, Hybrid(llama, members))
     spec._past[False, 1] = [0.001 + 0.0001 * n for n in range(65)], Experience()  # costs: nothing is measured
     for nodes in (8, "auto"):
@@ -98,7 +97,7 @@ def test_text_is_whole_where_tokens_are_parts_of_characters():
 
 
 def test_plain_decoding_is_traced_too(llama):
-    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    spec = Spec(llama, made("prompt_lookup", llama))
     found = spec.autoregressive([PROMPTS[0], PROMPTS[2]], 8, trace=True)
     assert found.trace.header["drafter"] == "plain"
     assert [line["path"] for line in found.trace.passes] == [[0]] * 16
@@ -108,7 +107,7 @@ def test_plain_decoding_is_traced_too(llama):
 
 
 def test_a_file_is_read_again(llama, tmp_path):
-    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    spec = Spec(llama, made("prompt_lookup", llama))
     trace = spec.generate(PROMPTS[:2], 8, 1.0, seed=1, trace=True).trace
     trace.write(tmp_path / "a.jsonl")
     (again,) = read_traces(tmp_path / "a.jsonl")
@@ -135,7 +134,7 @@ def test_what_is_no_trace_is_named(text, message, tmp_path):
 
 
 def test_a_lossy_call_and_an_early_end_are_traced(llama):
-    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    spec = Spec(llama, made("prompt_lookup", llama))
     prompt = [5, 9, 2, 7] * 6
     found = spec.generate([prompt], 30, 1.0, seed=1, lossy="top_k:5", trace=True)
     assert found.lossy.altered
@@ -156,7 +155,7 @@ def test_a_lossy_call_and_an_early_end_are_traced(llama):
 
 
 def test_lines_are_json_alone(llama):
-    spec = Spec(llama, PromptLookup(llama, PromptLookupConfig()))
+    spec = Spec(llama, made("prompt_lookup", llama))
     trace = spec.generate([PROMPTS[2]], 8, 1.0, seed=1, top_k=1, trace=True).trace  # all others have no finite score
     assert isinstance(trace, Trace)
     for line in trace.lines().splitlines():

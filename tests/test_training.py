@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import compose_config, refused, write_lines
+from conftest import compose_config, made, refused, write_lines
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,7 +25,7 @@ from selfspec.core.target import Target
 from selfspec.data.corpus import Document
 from selfspec.data.store import Stream, joined, tokenize
 from selfspec.data.windows import Windows, consecutive
-from selfspec.drafters.medusa import Medusa, MedusaConfig
+from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.losses import decayed, masked_mean
 from selfspec.training import hidden as hidden_module
 from selfspec.training import state as state_module
@@ -399,7 +399,7 @@ def test_validation_rows_in_which_nothing_counts_are_not_drawn(tmp_path, tiny_fo
         assert bool(rows["mask"][:, 1:].any(1).all())
         with pytest.raises(ValueError, match="none of the validation tokens counts in the loss"):
             validation_rows(tokenize(silent, tokenizer), replace(config, packed=packed))
-    module = DraftLoss(Medusa(target, MedusaConfig(heads=2, rank=4)), target).eval()
+    module = DraftLoss(made("medusa", target, heads=2, rank=4), target).eval()
     rows = [{name: values[i : i + 1] for name, values in batch_of_unequal_rows(target).items()} for i in range(3)]
     counts = sum(module.counts(row) for row in rows)
     whole = module(batch_of_unequal_rows(target))[0]
@@ -490,7 +490,7 @@ def test_a_cache_that_does_not_fit_is_refused(train, monkeypatch):
 
 def test_the_memory_of_a_run_is_told_before_it(tiny_folder):
     target, _ = load_target(tiny_folder)
-    drafter = Medusa(target, MedusaConfig(heads=2, rank=4))
+    drafter = made("medusa", target, heads=2, rank=4)
     line = memory_line(target, drafter, 10)
     trained = sum(p.numel() for p in drafter.trained().values())
     assert f"trains {trained / 1e6:.2f}M parameters" in line

@@ -17,6 +17,7 @@ _STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x
 
 
 LEAST = 1e-30  # temperature above 0: logits divided by less overflow in float32
+NOTHING = -2  # in a token's place where none has a finite score
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -165,13 +166,11 @@ def pick(scores: Tensor, noise: Tensor | None) -> Tensor:
     """The one rule: argmax(scores + noise), scores = warp(logits) [A, V]; noise float64 [A, V], or None for greedy;
     int64 [A].
 
-    By the Gumbel-max trick the result is an exact sample from softmax(scores). Raises FloatingPointError where no token
-    has a finite score.
+    By the Gumbel-max trick the result is an exact sample from softmax(scores). NOTHING stands where no token has a
+    finite score.
     """
     best, tokens = (scores if noise is None else noise + scores).max(-1)
-    if not math.isfinite(float(best.sum())):
-        raise nothing_to_pick()
-    return tokens
+    return torch.where(best.isfinite(), tokens, NOTHING)
 
 
 def nothing_to_pick() -> FloatingPointError:

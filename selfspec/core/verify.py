@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from selfspec.core.sampling import nothing_to_pick
+from selfspec.core.sampling import NOTHING, nothing_to_pick
 from selfspec.core.tree import DraftTree
 
 CHUNK, ON_GPU = 1 << 17, 1 << 25  # scores at a time: a CPU's cache holds them; a GPU launches kernels for each chunk
@@ -33,7 +33,7 @@ def verify(
     Returns per row the path (accepted nodes, root first), the emitted tokens (those of path[1:] and then the bonus
     token, which is missing where `ended` stopped the row at an accepted node), and which of them are no picks.
     Every emitted token is the target's own pick, whatever the tree holds (but for a `relaxed` rule, which may prefer a
-    drafted token to the pick).
+    drafted token to the pick). Raises FloatingPointError where no token has a finite score.
     """
     drafted, children = tree.tokens.tolist(), tree.children
     if tree.plain is not None:  # mask slots are no drafted tokens
@@ -47,6 +47,8 @@ def verify(
         level = logits[:, nodes[0]] if len(drafted) == 1 else logits[rows, nodes]
         tokens, scores = picker(level, rows, [emitted[row] for row in rows])
         picked = own = tokens.tolist()
+        if NOTHING in own:
+            raise nothing_to_pick()
         if relaxed is not None:
             below = [[drafted[row][c] for c in children[row][node]] for row, node in zip(rows, nodes, strict=True)]
             picked = relaxed(scores, picked, below)
@@ -135,8 +137,8 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
     """`verify` as tensor operations alone, for greedy decoding and for sampling that warps by the temperature alone.
 
     logits: [B, N, V]; tokens, parents: int64 [B, N]; below: bool [B, N, N], see `tree.ancestors`. Returns int64
-    [B, 2, N + 2], see `Kept`; a token is -2 where none has a finite score. A child is accepted if it holds the pick of
-    its parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
+    [B, 2, N + 2], see `Kept`; a token is NOTHING where none has a finite score. A child is accepted if it holds the
+    pick of its parent and no sibling before it does; a node is on the path if it and all its ancestors are accepted.
     """
     levels = below.sum(-1) - 1
     if noise.values is not None and noise.temperature is not None:
@@ -147,7 +149,7 @@ def walk(logits: Tensor, tokens: Tensor, parents: Tensor, below: Tensor, noise: 
         best, picks = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     else:
         best, picks = largest(logits)
-    picks = torch.where(best.isfinite(), picks, -2)
+    picks = torch.where(best.isfinite(), picks, NOTHING)
     rows, nodes = tokens.shape
     if nodes == 1:  # the root alone is the path
         none = torch.zeros_like(picks)
@@ -177,6 +179,6 @@ def read_walk(walked: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         count = path[-2]
         paths.append(path[:count])
         emitted.append(tokens[:count])
-        if -2 in emitted[-1]:
+        if NOTHING in emitted[-1]:
             raise nothing_to_pick()
     return paths, emitted
