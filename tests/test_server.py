@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import refused
+from conftest import compose_config, refused, write_lines
 from fake_server import FakeServer
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +21,6 @@ from selfspec.data.records import JsonLines
 from selfspec.data.server import Server, merged
 from selfspec.data.store import stored, tokenize
 from selfspec.utils import openai_client as client
-from tests.conftest import compose_config, write_lines
 
 Pair = tuple[Target, PreTrainedTokenizerFast]
 

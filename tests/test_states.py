@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import refused, typed
+from conftest import compose_config, refused, save_tiny, typed, write_lines
 from fake_server import FakeServer
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
@@ -39,7 +39,6 @@ from selfspec.training.states_server import Ahead, FromServer
 from selfspec.utils import openai_client as client
 from selfspec.utils.files import cache_folder
 from selfspec.utils.openai_client import Servers
-from tests.conftest import compose_config, save_tiny, write_lines
 
 KINDS = ("eagle3", "medusa", "sequential", "mtp", "block")
 LAYERS = 4

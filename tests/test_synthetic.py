@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import refused
+from conftest import compose_config, refused, tiny_model
 from families import build
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +21,6 @@ from selfspec.training import conversations
 from selfspec.training import synthetic as module
 from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.synthetic import Synthetic, synthetic, usable
-from tests.conftest import compose_config, tiny_model
 
 
 @pytest.fixture(scope="module")

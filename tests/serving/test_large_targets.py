@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from chains import Chain
+from conftest import write_lines
 from test_vllm import configured, judge
 
 import selfspec
@@ -33,7 +34,6 @@ from selfspec.training.states import wanted_layers
 from selfspec.training.states_server import FromServer
 from selfspec.utils.files import write_text
 from selfspec.utils.openai_client import Servers
-from tests.conftest import write_lines
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(os.environ.get("SELFSPEC_VLLM", ROOT / ".venv-vllm"))

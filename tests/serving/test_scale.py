@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_model
 from safetensors.torch import save
 from transformers import LlamaConfig
 
 from selfspec.utils.files import write_text
-from tests.conftest import tiny_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "runs/serving/scale.json"
