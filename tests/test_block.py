@@ -20,7 +20,7 @@ from selfspec.core.options import Options
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.core.tree import chain
-from selfspec.drafters.block import BlockConfig, BlockDrafter
+from selfspec.drafters.block import BlockDrafter
 from selfspec.drafters.parts import block_masks
 from selfspec.integrations.export import export
 
@@ -275,24 +275,3 @@ def test_planted_errors_change_the_drafts(tmp_path):
     tensors = load_file(path)
     save_file({**tensors, "hidden_norm.weight": torch.ones_like(tensors["hidden_norm.weight"])}, path)
     assert not torch.allclose(by_transformers(tmp_path, target, stacked[:, :6], int(TEXT[0, 6])), right, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"size": 1, "predicts": "own"},
-        {"size": 65},
-        {"predicts": "last"},
-        {"stack": 0},
-        {"layers": [1, 1]},
-        {"sliding": [0]},
-        {"sliding": [2], "window": 8},
-        {"sliding": [0], "window": 7},
-        {"causal": True, "sliding_causal": False},
-        {"correction_form": "rnn", "predicts": "own"},
-        {"correction": 0, "confidence": "parents"},
-        {"confidence": "yes"},
-    ],
-)
-def test_settings_are_checked(settings):
-    refused("drafter\\.", BlockConfig, **settings)

@@ -151,17 +151,7 @@ def test_a_killed_comparison_goes_on_with_what_is_missing(overrides, tmp_path):
     ("override", "message"),
     [
         ("compare.drafters=[]", "compare.drafters is empty"),
-        ("compare.nodes=[]", "compare.nodes is empty"),
-        ("compare.nodes=[0]", "compare.nodes holds 0"),
-        ("compare.nodes=[8,most]", "compare.nodes holds 'most'"),
-        ("compare.groups=[poems]", r"compare.groups holds \['poems'\]"),
-        ("compare.methods=[vllm]", r"compare.methods holds \['vllm'\]"),
-        ("compare.prompts=0", "compare.prompts=0"),
         ("compare.questions=[edits]", r"holds no group of compare.questions=\['edits'\]; give compare.groups=null"),
-        (
-            "compare.prompts=[1,2]",
-            r"compare.prompts=\[1, 2\] must be a number of at least 1, or a list with one for each",
-        ),
         ("compare.questions=[source,source]", "two sets hold the question 'continuation-0' of the group"),
         ("compare.results=nowhere.md", "is no file; give one that has lines <!-- compare -->"),
     ],

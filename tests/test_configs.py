@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from conftest import compose_config, save_tiny
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 
 from selfspec.api import load
@@ -100,9 +99,3 @@ def test_debug_config_composes():
 def test_unknown_keys_and_types_fail(config, override):
     with pytest.raises((ConfigCompositionException, ConfigKeyError, ValidationError)):
         compose_config(config, override)
-
-
-@pytest.mark.parametrize("nodes", ["many", "0", "2000", "1.5"])
-def test_tree_sizes_that_do_not_exist_fail(nodes):
-    with pytest.raises(ValueError, match=rf"tree\.nodes=.*{nodes}.* must be auto"):
-        OmegaConf.to_object(compose_config("eval", f"tree.nodes={nodes}"))

@@ -178,8 +178,6 @@ def test_a_subset_of_arms(heads_folder):
     point = {"label": "a", "config": {"tree": {"nodes": 4}}, **summarize(run_benchmark(spec, asked([1, 2]), config, 4))}
     assert "speculative" not in point
     assert "| a " in table(rows_of([point]))
-    refused(r"\['vllm'\]", DecodeConfig, arms=["vllm"])
-    refused(r"decode\.prompts=0", DecodeConfig, prompts=0)
 
 
 def test_broken_runs_of_a_sweep_are_named_and_left_out(heads_folder, tmp_path):

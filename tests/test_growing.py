@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import HIDDEN, VOCAB, Watch, made, randomize, refused, save_tiny, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, OlmoConfig
@@ -441,54 +443,67 @@ def test_broken_calibrations_are_refused(change, tmp_path):
     refused("must hold numbers from 0 to 1,000,000 for each of 3 depths", load_drafter, tmp_path / "d", target)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "message"),
-    [
-        (SequentialHeads, {"heads": 0}, "drafter.heads=0"),
-        (SequentialHeads, {"rank": -1}, "drafter.rank=-1"),
-        (SequentialHeads, {"form": "gru"}, "drafter.form='gru'"),
-        (SequentialHeads, {"min_prob": 1.0}, "drafter.min_prob=1.0"),
-        (SequentialHeads, {"loss": "mse"}, "drafter.loss='mse'"),
-        (SequentialHeads, {"depth_decay": 0}, "drafter.depth_decay=0"),
-        (EarlyExit, {"exit": 0}, "drafter.exit=0 must be between 1 and"),
-        (EarlyExit, {"exit": 3}, "drafter.exit=3 must be between 1 and 2"),
-        (EarlyExit, {"rank": -1}, "drafter.rank=-1"),
-        (EarlyExit, {"depth": 0}, "drafter.depth=0"),
-        (EarlyExit, {"min_prob": -0.1}, "drafter.min_prob=-0.1"),
-        (EarlyExit, {"loss": "mse"}, "drafter.loss='mse'"),
-        (Feature, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
-        (Feature, {"layers": [-1]}, "no layer -1"),
-        (Feature, {"layers": []}, r"drafter.layers=\[\]"),
-        (Feature, {"layers": [1, 1]}, "each once"),
-        (Feature, {"layers": [0.5]}, "0.5 must be an integer"),
-        (Feature, {"layers": "x"}, "must be a list of layers"),
-        (SequentialHeads, {"prefix": "no"}, "drafter.prefix='no'"),
-        (SequentialHeads, {"depth_decay": float("inf")}, "drafter.depth_decay=inf"),
-        (EarlyExit, {"width": 1.5}, "drafter.width=1.5 must be an integer"),
-        (EarlyExit, {"min_prob": None}, "drafter.min_prob=None"),
-        (Feature, {"train": "some"}, "drafter.train='some'"),
-        (Feature, {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
-        (Feature, {"draft_vocab": VOCAB + 1}, f"drafter.draft_vocab={VOCAB + 1}"),
-        (Feature, {"draft_vocab": 5, "loss": "ce"}, "needs the whole vocabulary"),
-        (Eagle3, {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
-        (Eagle3, {"head": "mine"}, "drafter.head='mine'"),
-        (Eagle3, {"fc_norm": "yes"}, "drafter.fc_norm='yes'"),
-        (Eagle3, {"draft_vocab": VOCAB + 1, "head": "own"}, f"drafter.draft_vocab={VOCAB + 1}"),
-        (Eagle3, {"llama": {"num_heads": 2}}, r"drafter.llama has unknown keys \['num_heads'\]"),
-        (Eagle3, {"draft_vocab": VOCAB}, "all of which are drafted with drafter.draft_vocab=null"),
-        (Eagle3, {"llama": {"rope_parameters": {"rope_type": "x"}}}, "rope_type must be one of default"),
-        (Eagle3, {"llama": {"head_dim": 7}}, "head_dim=7 must be even"),
-        (Eagle3, {"llama": {"rms_norm_eps": -1.0}}, "rms_norm_eps=-1.0 must be a finite number"),
-        (Eagle3, {"llama": {"attention_bias": "no"}}, "attention_bias='no' must be true or false"),
-        (Eagle3, {"llama": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "makes no layer"),
-        (Eagle3, {"llama": None}, "drafter.llama=None must be a mapping"),
-        (Eagle3, {"layers": [[1]]}, "must be a list of layers"),
-        (Eagle3, {"llama": {"head_dim": 0}}, "drafter.llama.head_dim=0"),
-        (Eagle3, {"llama": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "num_key_value_heads=3 must divide"),
-    ],
-)
+# Of each kind settings that are named as they stand
+NAMED = {
+    "sequential": "heads=0 rank=-1 form=gru min_prob=1.0 loss=mse depth_decay=0 prefix=nope depth_decay=inf",
+    "early_exit": "rank=-1 depth=0 min_prob=-0.1 loss=mse width=1.5 min_prob=null",
+    "feature": f"train=some draft_vocab={VOCAB + 1} layers=[]",
+    "eagle3": "head=mine fc_norm=maybe llama=null",
+    "prompt_lookup": "longest=0 shortest=0 longest=2.5 choices=0 min_prob=1.0 min_prob=nan",
+    "lookahead": "window=0 ngram=1 guesses=0 pool=0",
+    "mask": "masks=0 rank=-1 passes=3 adapter=full loss=mse",
+    "block": "size=65 predicts=last stack=0 confidence=yes",
+}
+SHAPES = [
+    ("early_exit", {"exit": 0}, "drafter.exit=0 must be between 1 and"),
+    ("early_exit", {"exit": 3}, "drafter.exit=3 must be between 1 and 2"),
+    ("feature", {"layers": [0, 3]}, "no layer 3, only 0 to 2"),
+    ("feature", {"layers": [-1]}, "no layer -1"),
+    ("feature", {"layers": [1, 1]}, "each once"),
+    ("feature", {"layers": [0.5]}, "0.5 must be an integer"),
+    ("feature", {"layers": "x"}, "must be a list of layers"),
+    ("feature", {"rank": -4, "train": "lora"}, "drafter.rank=-4"),
+    ("feature", {"draft_vocab": 5, "loss": "ce"}, "needs the whole vocabulary"),
+    ("eagle3", {"draft_vocab": VOCAB + 1, "head": "own"}, f"drafter.draft_vocab={VOCAB + 1}"),
+    ("eagle3", {"llama": {"num_heads": 2}}, r"drafter.llama has unknown keys \['num_heads'\]"),
+    ("eagle3", {"draft_vocab": VOCAB}, "all of which are drafted with drafter.draft_vocab=null"),
+    ("eagle3", {"llama": {"rope_parameters": {"rope_type": "x"}}}, "rope_type must be one of default"),
+    ("eagle3", {"llama": {"head_dim": 7}}, "head_dim=7 must be even"),
+    ("eagle3", {"llama": {"rms_norm_eps": -1.0}}, "rms_norm_eps=-1.0 must be a finite number"),
+    ("eagle3", {"llama": {"attention_bias": "no"}}, "attention_bias='no' must be true or false"),
+    ("eagle3", {"llama": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "makes no layer"),
+    ("eagle3", {"layers": [[1]]}, "must be a list of layers"),
+    ("eagle3", {"llama": {"head_dim": 0}}, "drafter.llama.head_dim=0"),
+    ("eagle3", {"llama": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "num_key_value_heads=3 must divide"),
+    ("prompt_lookup", {"longest": 256}, "between 1 and 255: the target's context has 256"),
+    (
+        "prompt_lookup",
+        {"shortest": 5, "longest": 3},
+        "drafter.shortest=5 must be between 1 and 3: drafter.longest is 3",
+    ),
+    ("lookahead", {"ngram": 256}, "between 2 and 255: the target's context has 256"),
+    ("mask", {"maps": []}, "drafter.maps is empty"),
+    ("mask", {"maps": ["nothing"]}, "has a linear map nothing whose rows can be gated; there are down_proj, gate_proj"),
+    ("block", {"size": 1, "predicts": "own"}, r"drafter\."),
+    ("block", {"layers": [1, 1]}, "each once"),
+    ("block", {"sliding": [0]}, r"drafter\."),
+    ("block", {"sliding": [2], "window": 8}, r"drafter\."),
+    ("block", {"sliding": [0], "window": 7}, r"drafter\."),
+    ("block", {"causal": True, "sliding_causal": False}, r"drafter\."),
+    ("block", {"correction_form": "rnn", "predicts": "own"}, r"drafter\."),
+    ("block", {"correction": 0, "confidence": "parents"}, r"drafter\."),
+]
+SHAPES += [
+    (kind, {(pair := setting.partition("="))[0]: yaml.safe_load(pair[2])}, "")
+    for kind, settings in NAMED.items()
+    for setting in settings.split()
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "message"), SHAPES)
 def test_bad_shapes_are_refused(kind, shape, message, llama):
-    refused(message, made, kind, llama, **shape)
+    (name, value), *_ = shape.items()
+    refused(message or re.escape(f"drafter.{name}={value!r}"), made, kind, llama, **shape)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo", "cohere", "gpt2"])

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from conftest import compose_config, made, refused, tiny_model
-from omegaconf import OmegaConf
 
 from selfspec.cli.evaluation_runs import run_limits
 from selfspec.core.target import Target
@@ -126,16 +125,3 @@ def test_starts(tiny_folder, heads_folder):
     assert 100 < eager["megabytes"] < cold["megabytes"]
     with pytest.raises(ChildProcessError, match="no drafter at 'nothing/at/all'"):
         start_costs("nothing/at/all", tiny_folder, "float32", None)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("limits.sizes=[2,4]", "must hold 1"),
-        ("limits.sizes=[1,2000]", "at most 1024"),
-        ("limits.rounds=1", "limits.rounds=1"),
-    ],
-)
-def test_bad_settings_are_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        OmegaConf.to_object(compose_config("limits", override))

@@ -148,24 +148,6 @@ def test_a_pass_of_their_own_begins_with_a_token_that_is_right(temperature):
     assert min(found.stats.lengths[:-1]) >= 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"masks": 0}, "drafter.masks=0 must be between 1 and 64"),
-        ({"rank": -1}, r"drafter.rank=-1 must be between 0 and"),
-        ({"maps": []}, "drafter.maps is empty"),
-        ({"passes": 3}, "drafter.passes=3 must be one of 1, 2"),
-        ({"adapter": "full"}, "drafter.adapter='full' must be one of lora, vectors"),
-        ({"maps": ["nothing"]}, "has a linear map nothing whose rows can be gated; there are down_proj, gate_proj"),
-        ({"loss": "mse"}, "drafter.loss='mse' must be one of"),
-    ],
-)
-def test_bad_settings_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        made("mask", Target(tiny_model()), **settings)
-    assert Layout(1, (1,)).nodes == 1
-
-
 @pytest.mark.parametrize("change", ["hook", "lora", "replaced"])
 def test_passes_follow_what_is_changed_in_the_model(change):
     """A pass with mask slots verifies too."""
