@@ -62,10 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"head_dim": 8}),
     "Qwen3-MoE": ("qwen3_moe", {**MOE, "head_dim": 8}),
     "Gemma": ("gemma", {"head_dim": 8}),
-    "Gemma 2 (alternating windows, soft-capping)": (
-        "gemma2",
-        {"head_dim": 8, **ALTERNATING, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
-    ),
+    "Gemma 2 (alternating windows, soft-capping)": ("gemma2", {"head_dim": 8, **ALTERNATING,
+        "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0}),
     "Gemma 3 (alternating windows)": ("gemma3_text", {"head_dim": 8, **ALTERNATING}),
     "Phi": ("phi", {}),
     "Phi-3": ("phi3", {}),
@@ -109,24 +107,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "chunk_size": 8}),
     "Bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
     "Falcon-H1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64}),
-    "Granite 4 (hybrid)": (
-        "granitemoehybrid",
-        {**MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 32},
-    ),
-    "Nemotron-H": (
-        "nemotron_h",
-        {
-            **{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "expand": 2},
-            **{"chunk_size": 8, "layers_block_type": ["mamba", "attention", "mlp"], "time_step_min": 1e-30},
-        },
-    ),
-    "Zamba2": (
-        "zamba2",
-        {
-            **{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 8},
-            **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "time_step_min": 1e-30},
-        },
-    ),
+    "Granite 4 (hybrid)": ("granitemoehybrid", {**MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 0,
+        "shared_intermediate_size": 32}),
+    "Nemotron-H": ("nemotron_h", {**{"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
+        "expand": 2}, **{"chunk_size": 8, "layers_block_type": ["mamba", "attention", "mlp"], "time_step_min": 1e-30}}),
+    "Zamba2": ("zamba2", {**{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8,
+        "chunk_size": 8}, **{"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "time_step_min": 1e-30}}),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}),
     "LFM2-MoE": ("lfm2_moe", {**MOE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "LFM3": ("lfm3", {"layer_types": ["conv", "full_attention"]}),
@@ -134,7 +120,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Falcon-Mamba": ("falcon_mamba", {"state_size": 8, "time_step_rank": 4}),
     "Jamba": ("jamba", {**MAMBA1, "num_experts": 2, "num_experts_per_tok": 1}),
     "Zamba": ("zamba", {**MAMBA1, "n_mamba_heads": 2, "attention_head_dim": 16, **DEEP}),
-}
+}  # fmt: skip
 RECURRENT = tuple(FAMILIES)[tuple(FAMILIES).index("Qwen3-Next") :]  # with layers that keep a state
 NO_ATTENTION = ("mamba2", "mamba", "falcon_mamba")
 _GPT_LIKE = ("gpt2", "gptj", "codegen", "gpt_bigcode")

@@ -57,30 +57,14 @@ SMALL: dict[str, Any] = {
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_ssm": 64},
-    "granitemoehybrid": {
-        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "layer_types": ["mamba", "attention"]},
-        "num_local_experts": 0,
-    },
-    "nemotron_h": {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 2,
-        "layers_block_type": ["mamba", "attention"],
-    },
-    "zamba2": {
-        **{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "num_mem_blocks": 1},
-        "layers_block_type": ["mamba", "hybrid"],
-    },
-    "zamba": {
-        **{
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 4,
-            "n_mamba_heads": 2,
-            "attention_head_dim": 16,
-            "num_hidden_layers": 4,
-        },
-        **{"tie_word_embeddings": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-    },
+    "granitemoehybrid": {**{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "layer_types": ["mamba",
+        "attention"]}, "num_local_experts": 0},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "layers_block_type": ["mamba",
+        "attention"]},
+    "zamba2": {**{"mamba_d_state": 8, "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "num_mem_blocks": 1},
+        "layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {**{"mamba_d_state": 8, "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 16,
+        "num_hidden_layers": 4}, **{"tie_word_embeddings": False, "attn_layer_period": 2, "attn_layer_offset": 1}},
     "jamba": {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "falcon": {"alibi": False, "new_decoder_architecture": False},
@@ -91,7 +75,7 @@ MORE: dict[str, dict[str, Any]] = {
     **{kind: {"layer_types": MIXED} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
     **{kind: {"layer_types": MIXED, "num_key_value_heads": 4} for kind in ("kimi_linear", "bailing_hybrid", "minimax")},
     **{kind: {"layer_types": ["conv", "full_attention"]} for kind in ("lfm2", "lfm2_moe", "lfm3")},
-}
+}  # fmt: skip
 
 
 def tiny(kind: str) -> Any:

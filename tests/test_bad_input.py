@@ -86,28 +86,19 @@ def place(tmp_path_factory, tiny_folder, heads_folder, tokenizer) -> Path:
 TRAIN = "name=x target.name=target data=text data.root=text loop.steps=1"
 EVAL = "drafter=heads data=text data.root=text"
 CASES = [
-    # script, arguments, what the line says
     ("heads", "name=x", "target.name"),
     ("heads", f"{TRAIN} drafter.headz=3", "headz"),
     ("heads", f"{TRAIN} loop.steps=0", "loop.steps=0 must be at least 1"),
     ("heads", f"{TRAIN} train.length=4", "train.length=4 is too short"),
-    (
-        "heads",
+    ("heads",
         f"{TRAIN} train.length=48 train.distill.rows=4 train.distill.new_tokens=8 train.distill.folder=/dev/null/x",
-        "train.distill.folder",
-    ),
+        "train.distill.folder"),
     ("heads", f"{TRAIN} target.name=no_tokenizer", "has no tokenizer"),
     ("heads", f"{TRAIN} train.length=48 data.root=empty", "no file with text matches"),
-    (
-        "heads",
-        "name=x target.name=target train.length=48 data=jsonl data.path=broken.jsonl",
-        "broken.jsonl, line 2: not JSON",
-    ),
-    (
-        "heads",
-        "name=x target.name=target train.length=48 data=jsonl data.path=turns.jsonl",
-        "turns.jsonl, line 1: a turn needs",
-    ),
+    ("heads", "name=x target.name=target train.length=48 data=jsonl data.path=broken.jsonl",
+        "broken.jsonl, line 2: not JSON"),
+    ("heads", "name=x target.name=target train.length=48 data=jsonl data.path=turns.jsonl",
+        "turns.jsonl, line 1: a turn needs"),
     ("heads", f"{TRAIN} hydra.run.dir=file/x", "file must be a folder"),
     ("target", "name=x pretrain.model.hidden=5", "hidden"),
     ("target", "name=x data=text data.root=text pretrain.tokenizer=nowhere/at/all", "no tokenizer at 'nowhere/at/all'"),
@@ -148,7 +139,7 @@ CASES = [
     ("report", "sweep=nowhere", "sweep=nowhere: there is no such folder"),
     ("report", "sweep=empty", "holds no finished run"),
     ("report", "", "sweep"),
-]
+]  # fmt: skip
 
 
 def run(
@@ -218,11 +209,8 @@ REFUSED = [
     ("train", f"{AT_ONCE} data=json", "there is no data=json (did you mean 'jsonl'?)"),
     ("train", f"{AT_ONCE} data.path=a.jsonl", "there is no data.path here; add data=jsonl or data=parquet"),
     ("train", f"{AT_ONCE} data.pth=a.jsonl", "there is no data.pth; did you mean data.path (add data=jsonl"),
-    (
-        "train",
-        f"{AT_ONCE} data=jsonl data.path=x +data.tolerates=1",
-        "there is no data.tolerates; did you mean data.tol",
-    ),
+    ("train", f"{AT_ONCE} data=jsonl data.path=x +data.tolerates=1",
+        "there is no data.tolerates; did you mean data.tol"),
     ("train", f"{AT_ONCE} drafter=medusa,mtp", "drafter=medusa,mtp: several values make a sweep, which -m begins"),
     ("train", f"{AT_ONCE} -m loop.steps=1,0", "loop.steps=0 must be at least 1"),
     ("train", "-m name=a,b target.name=tiny-target", "name can not be swept"),
@@ -241,11 +229,8 @@ REFUSED = [
     ("train", f"{AT_ONCE} train.distill.rows=4 train.distill.drafter=nope", "no drafter at 'nope'"),
     ("train", f"{AT_ONCE} target.dtype=int4", "dtype='int4' must be auto, int8, "),
     ("decode", "target.name=tiny-target", "target.name= is for training; here give target=NAME"),
-    (
-        "decode",
-        "drafter=tiny-mask",
-        "no drafter at 'tiny-mask': it is no longer embedded; train it: selfspec train +exp",
-    ),
+    ("decode", "drafter=tiny-mask",
+        "no drafter at 'tiny-mask': it is no longer embedded; train it: selfspec train +exp"),
     ("decode", "decode.questions=nothing.jsonl", "questions='nothing.jsonl' is none of instructions, edits, "),
     ("compare", "compare.questions=[edit]", "questions='edit' is none of instructions, edits, source, human_eval"),
     ("compare", "compare.methods=[hf_assisted]", "compare.methods holds hf_assisted, but compare.draft_model is null"),
@@ -262,11 +247,8 @@ REFUSED = [
     ("train", f"{AT_ONCE} train.lr=inf", "train.lr=inf must be above 0, finite"),
     ("train", f"{AT_ONCE} data=text data.root=", "data.root is empty"),
     ("train", f"{AT_ONCE} data=jsonl data.path=nothing*.jsonl", "data.path='nothing*.jsonl' is not a file"),
-    (
-        "train",
-        f"{AT_ONCE} data.chat_template_kwargs={{a:1}} data=jsonl data.path={__file__}",
-        "there is no data.chat_templ",
-    ),
+    ("train", f"{AT_ONCE} data.chat_template_kwargs={{a:1}} data=jsonl data.path={__file__}",
+        "there is no data.chat_templ"),
     ("train", f"{AT_ONCE} data=text data.root=nowhere", "data.root='nowhere' is not a folder"),
     ("train", f"{AT_ONCE} data=text data.root=. data.validation_share=half", "data.validation_share=half must lie"),
     ("train", f"{AT_ONCE} data.max_files=0", "data.max_files=0 must be at least 1"),
@@ -319,17 +301,14 @@ REFUSED = [
     ("compare", "compare.nodes=[8,most]", "compare.nodes holds 'most'"),
     ("compare", "compare.groups=[poems]", "compare.groups holds ['poems']"),
     ("compare", "compare.prompts=0", "compare.prompts=0"),
-    (
-        "compare",
-        "compare.prompts=[1,2]",
-        "compare.prompts=[1, 2] must be a number of at least 1, or a list with one for",
-    ),
+    ("compare", "compare.prompts=[1,2]",
+        "compare.prompts=[1, 2] must be a number of at least 1, or a list with one for"),
     ("decode", "decode.arms=[vllm]", "decode.arms holds ['vllm']"),
     ("decode", "tree.nodes=0", "tree.nodes=0 must be auto"),
     ("decode", "tree.nodes=2000", "tree.nodes=2000 must be auto"),
     ("decode", "tree.nodes=1.5", "tree.nodes=1.5 must be auto"),
     ("audit", "audit.seeds=[1180591620717411303424]", "seed=1180591620717411303424 does not fit into 64 bits"),
-]
+]  # fmt: skip
 TAKEN = [
     ("decode", "--multi --info defaults -cnfoo -i all drafter=a"),
     ("decode", "-m drafter=a/b,c/d tree.nodes=8 data=hub data.name=x hydra/launcher=basic wandb.tags=[a] --cfg job"),

@@ -78,23 +78,20 @@ TABLE = {
     "lookahead": of(Lookahead, 0),
     "lookahead_long": of(Lookahead, 0, window=3, ngram=4, guesses=2, pool=20),
     "hybrid": hybrid(medusa=of(Medusa, heads=3, rank=4)),
-    "hybrid_three": hybrid(
-        feature=of(Feature, layers=[1, 2]), sequential=of(SequentialHeads, heads=3, rank=4, width=2)
-    ),
+    "hybrid_three": hybrid(feature=of(Feature, layers=[1, 2]), sequential=of(SequentialHeads, heads=3, rank=4,
+        width=2)),
     "medusa": of(Medusa, 4 * (H2 + HIDDEN) + 4 * 8 * HV, heads=4, rank=8),
     "medusa_deep": of(Medusa, 2 * 3 * (H2 + HIDDEN) + 2 * 4 * HV, heads=2, blocks=3, rank=4),
     "medusa_full": of(Medusa, 3 * (H2 + HIDDEN) + 3 * HIDDEN * VOCAB, heads=3, projection="full"),
     "medusa_few": of(Medusa, 3 * (H2 + HIDDEN) + 3 * 4 * (HIDDEN + 20), heads=3, rank=4, draft_vocab=20),
     "medusa_full_few": of(Medusa, heads=3, projection="full", draft_vocab=20),
     "sequential_few": of(SequentialHeads, heads=3, rank=4, width=3, draft_vocab=20),
-    "sequential_markov_few": of(
-        SequentialHeads, heads=3, form="markov", rank=4, correction=8, prefix=False, draft_vocab=20
-    ),
+    "sequential_markov_few": of(SequentialHeads, heads=3, form="markov", rank=4, correction=8, prefix=False,
+        draft_vocab=20),
     "medusa_ce": of(Medusa, heads=3, rank=4, loss="ce"),
     "sequential": of(SequentialHeads, heads=4, rank=4, width=3),
-    "sequential_alone": of(
-        SequentialHeads, 4 * 2 * (H2 + HIDDEN) + 10 * H2 + 4 * 4 * HV, heads=4, rank=4, prefix=False
-    ),
+    "sequential_alone": of(SequentialHeads, 4 * 2 * (H2 + HIDDEN) + 10 * H2 + 4 * 4 * HV, heads=4, rank=4,
+        prefix=False),
     "sequential_deep": of(SequentialHeads, heads=3, prefix=False, rank=4, blocks=3, min_prob=0.0, loss="ce"),
     "early_exit": of(EarlyExit, exit=1, rank=4, width=2),
     "early_exit_late": of(EarlyExit, exit=2, rank=2, depth=6, width=4, min_prob=0.0, loss="ce"),
@@ -111,85 +108,32 @@ TABLE = {
     "mask_two_passes_few": of(Mask, masks=3, passes=2, rank=4, correction=8, anchors=4, draft_vocab=20),
     "mask_free": of(Mask, 0, masks=3, rank=0, correction=0),
     "eagle3": of(Eagle3, 2 * H2 + 2 * HIDDEN * (32 + 2 * 16) + H2 + 3 * 48 * HIDDEN + 4 * HIDDEN, layers=[0, 1]),
-    "eagle3_flags": of(
-        Eagle3,
-        llama={
-            "intermediate_size": 24,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "attention_bias": True,
-        },
-        norm_before_residual=True,
-        norm_before_fc=True,
-        norm_output=True,
-        head="own",
-        draft_vocab=20,
-        min_prob=0.0,
-    ),
+    "eagle3_flags": of(Eagle3, llama={"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "attention_bias": True}, norm_before_residual=True, norm_before_fc=True, norm_output=True,
+        head="own", draft_vocab=20, min_prob=0.0),
     "eagle3_few": of(Eagle3, layers=[2], fc_norm=True, draft_vocab=20, depth=7, width=5),
     "eagle3_qwen": of(Eagle3, layers=[0, 1], qk_norm=True, embeddings="own", head="own"),
-    "peagle": of(
-        Eagle3,
-        2 * H2 + 2 * HIDDEN + 3 * HIDDEN * (32 + 2 * 16) + 2 * H2 + 2 * 3 * 48 * HIDDEN + 6 * HIDDEN,
-        layers=[0, 1],
-        parallel=True,
-        stack=2,
-        anchors=4,
-    ),
+    "peagle": of(Eagle3, 2 * H2 + 2 * HIDDEN + 3 * HIDDEN * (32 + 2 * 16) + 2 * H2 + 2 * 3 * 48 * HIDDEN + 6 * HIDDEN,
+        layers=[0, 1], parallel=True, stack=2, anchors=4),
     "eagle3_deep": of(Eagle3, layers=[0, 1], stack=2, min_prob=0.0),
-    "peagle_few": of(
-        Eagle3,
-        layers=[2],
-        parallel=True,
-        unroll=1,
-        depth=3,
-        width=2,
-        draft_vocab=20,
-        min_prob=0.0,
-        qk_norm=True,
-        embeddings="own",
-        head="own",
-        mask_token=5,
-        fc_norm=True,
-        anchors=4,
-    ),
+    "peagle_few": of(Eagle3, layers=[2], parallel=True, unroll=1, depth=3, width=2, draft_vocab=20, min_prob=0.0,
+        qk_norm=True, embeddings="own", head="own", mask_token=5, fc_norm=True, anchors=4),
     "feature_few": of(Feature, layers=[1, 2], draft_vocab=20),
     "mtp": of(Mtp, depth=4, width=3),
     "mtp_in_a_row": of(Mtp, modules=2, depth=4, width=3),
-    "block": of(
-        BlockDrafter,
-        H2
-        + 2 * (4 * 8 * 2 * HIDDEN + 2 * 2 * 8 * HIDDEN + 2 * 8 + 3 * 48 * HIDDEN + 2 * HIDDEN)
-        + 3 * HIDDEN
-        + 2 * 4 * VOCAB,
-        size=5,
-        correction=4,
-        anchors=4,
-    ),
+    "block": of(BlockDrafter, H2 + 2 * (4 * 8 * 2 * HIDDEN + 2 * 2 * 8 * HIDDEN + 2 * 8 + 3 * 48 * HIDDEN + 2 * HIDDEN)
+        + 3 * HIDDEN + 2 * 4 * VOCAB, size=5, correction=4, anchors=4),
     "block_own": of(BlockDrafter, size=5, predicts="own", correction=0, stack=1, layers=[2], anchors=4, loss="ce"),
-    "block_causal_few": of(
-        BlockDrafter, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0, anchors=4
-    ),
-    "block_gated": of(
-        BlockDrafter, size=4, correction=4, correction_form="gated", confidence="parents", stack=1, anchors=4
-    ),
-    "block_rnn_sliding": of(
-        BlockDrafter,
-        size=4,
-        correction=4,
-        correction_form="rnn",
-        confidence="rows",
-        draft_vocab=20,
-        sliding=[1],
-        window=6,
-        min_prob=0.0,
-        anchors=4,
-    ),
+    "block_causal_few": of(BlockDrafter, size=4, causal=True, draft_vocab=20, correction=4, stack=1, min_prob=0.0,
+        anchors=4),
+    "block_gated": of(BlockDrafter, size=4, correction=4, correction_form="gated", confidence="parents", stack=1,
+        anchors=4),
+    "block_rnn_sliding": of(BlockDrafter, size=4, correction=4, correction_form="rnn", confidence="rows",
+        draft_vocab=20, sliding=[1], window=6, min_prob=0.0, anchors=4),
     "mtp_in_a_row_few": of(Mtp, modules=3, depth=3, min_prob=0.0, draft_vocab=20, recycled="pre"),
     "mtp_few": of(Mtp, fed="pre", recycled="pre", hidden_first=True, draft_vocab=20),
     "sequential_markov": of(SequentialHeads, heads=4, form="markov", rank=4, blocks=1, correction=8),
-}
+}  # fmt: skip
 
 
 UNTRAINED = [name for name in TABLE if name.startswith(("prompt_lookup", "lookahead", "hybrid"))]

@@ -38,40 +38,14 @@ CASES: dict[str, Eagle3Config] = {
     "portable": Eagle3Config(layers=[0, 1]),
     "three": Eagle3Config(layers=[0, 1, 2], fc_norm=True, norm_output=True),
     "few": Eagle3Config(layers=[1], draft_vocab=20),
-    "own": Eagle3Config(
-        layers=[0, 2],
-        head="own",
-        draft_vocab=17,
-        norm_before_residual=True,
-        norm_before_fc=True,
-        llama={"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
-    ),
-    "yarn": Eagle3Config(
-        layers=[1],
-        llama={
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 2.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
-    "llama3": Eagle3Config(
-        layers=[1],
-        llama={
-            "intermediate_size": 20,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 5000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
-}
+    "own": Eagle3Config(layers=[0, 2], head="own", draft_vocab=17, norm_before_residual=True, norm_before_fc=True,
+        llama={"attention_bias": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}),
+    "yarn": Eagle3Config(layers=[1], llama={"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0,
+        "original_max_position_embeddings": 32}}),
+    "llama3": Eagle3Config(layers=[1], llama={"intermediate_size": 20, "rope_parameters": {"rope_type": "llama3",
+        "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+}  # fmt: skip
 CASES["qwen"] = Eagle3Config(layers=[0, 2], qk_norm=True, embeddings="own")
 CASES["parallel"] = Eagle3Config(layers=[0, 2], parallel=True, unroll=1, stack=2, depth=4, mask_token=7)
 CASES["parallel_own"] = Eagle3Config(

@@ -267,15 +267,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": GAP}, "has a gap"),
     ({"max_new_tokens": 5.0}, r"max_new_tokens=5\.0 must be an integer"),
     ({cache_name(tiny_model("llama")): DynamicCache()}, "need selfspec's own cache"),
-    (
-        {"token_type_ids": torch.ones_like(IDS)},
-        "token_type_ids can not be used with custom_generate=spec|token_type_ids",
-    ),
-    *(
-        ({"stopping_criteria": StoppingCriteriaList([Odd(each)])}, "stopping criterion Odd returned")
-        for each in ANSWERS
-    ),
-]
+    ({"token_type_ids": torch.ones_like(IDS)},
+        "token_type_ids can not be used with custom_generate=spec|token_type_ids"),
+    *(({"stopping_criteria": StoppingCriteriaList([Odd(each)])},
+        "stopping criterion Odd returned") for each in ANSWERS),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD)

@@ -33,17 +33,12 @@ BLOCK = BlockConfig(predicts="own", correction=0, size=5, layers=[0, 1], loss="c
 # The target's family, the drafter, steps of training, and lengths of chains
 Kind = Mtp | BlockDrafter | Eagle3
 CASES: dict[str, tuple[str, type[Kind], DrafterConfig, int, tuple[int, ...]]] = {
-    "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),  # vLLM's latent attention takes no heads as small as these
+    "mtp": ("glm4_moe", Mtp, MtpConfig(), 100, (1, 3)),
     "exaone": ("exaone_moe", Mtp, MtpConfig(form=("sliding_attention", "dense")), 100, (1, 3)),
     "dflash": ("llama", BlockDrafter, BLOCK, 300, (4,)),
-    "eagle3": (
-        "llama",
-        Eagle3,
-        Eagle3Config(layers=[0, 1], parallel=True, depth=4, min_prob=0.0, loss="ce"),
-        300,
-        (4,),
-    ),
-}
+    "eagle3": ("llama", Eagle3, Eagle3Config(layers=[0, 1], parallel=True, depth=4, min_prob=0.0, loss="ce"), 300, (4,
+        )),
+}  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,
