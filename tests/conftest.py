@@ -34,7 +34,7 @@ from transformers import (
 import selfspec.evaluation.plots
 from selfspec.checkpoints.drafter_folder import save_drafter
 from selfspec.checkpoints.load_target import load_target
-from selfspec.cli.config import register, with_classes
+from selfspec.cli.config import TrainRun, register, with_classes
 from selfspec.cli.main import main
 from selfspec.core.contract import Accepted, Context, Drafts, Session
 from selfspec.core.target import Target
@@ -239,7 +239,9 @@ def make_config() -> Any:
 
 def compose_config(config_name: str, *overrides: str) -> DictConfig:
     trains, known = config_name == "train", ConfigStore.instance().repo
-    if "train_schema.yaml" not in known or ("drafter" in known) != trains:  # it takes as long as composing
+    node = getattr(known.get("train_schema.yaml"), "node", None)
+    ours = node is not None and OmegaConf.get_type(node) is TrainRun  # not as the command's own check reads it
+    if not ours or ("drafter" in known) != trains:  # it takes as long as composing
         register(drafters=trains)
     overrides = tuple(with_classes(list(overrides)))
     with initialize_config_dir(str(Path(__file__).parents[1] / "configs"), version_base="1.3"):

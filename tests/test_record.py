@@ -73,7 +73,7 @@ TRAINED = {
     "feature_few": ["drafter=feature", "drafter.draft_vocab=512"],
 }
 SETTINGS = """target.name=tiny-target target.dtype=float32 data=text data.validation_share=0.5 train.length=64
-train.packed=false train.lr=1e-3 train.validation_rows=2 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16
+train.lr=1e-3 train.validation_rows=2 train.prompts=2 train.prompt_tokens=8 train.new_tokens=16
 loop.steps=50 loop.batch_size=2 loop.warmup=5 loop.precision=no loop.log_every=1 loop.validate_every=50
 loop.checkpoint_every=50"""
 

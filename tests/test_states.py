@@ -564,7 +564,6 @@ def test_wrong_arguments(command, arguments, said, capsys):
         (["train.states_url=http://h"], "are read with train.states"),
         (["train.states=server", "train.states_url=http://a:b@h"], "OPENAI_API_KEY"),
         (["train.states=server", "train.states_url=http://h", "train.distill.rows=4"], "take data=server"),
-        (["train.states=server", "train.states_url=http://h", "train.packed=false"], "found by documents"),
         (["train.states=server", "train.states_url=http://h", "train.states_gb=0"], "above 0"),
     ],
 )

@@ -30,8 +30,8 @@ FREE = (
     "loop.checkpoint_minutes",
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
     *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
-    "train.rounds",  # of runs that version 0.2 began
 )
+_GONE = {"train/packed": True}  # keys that earlier versions had, with what is always so now
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def check_same(path: Path, plain: Figures, free: Sequence[str] = FREE, kept: Fig
         raise ValueError(f"{path} is damaged or empty; delete the folder, or choose another name=")
     free = *free, *_ALWAYS
     before, now = dict(flat(saved)), dict(flat(plain))  # type: ignore[arg-type]
-    before = {_present_name(key): value for key, value in before.items()}
+    before = {_present_name(key): value for key, value in before.items() if _GONE.get(key, ...) != value}
     changed = [
         key
         for key in sorted(before.keys() | now.keys())

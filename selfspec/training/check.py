@@ -17,7 +17,6 @@ from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.server import Server
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
@@ -137,12 +136,9 @@ def check(
     counts = config.prompts, config.prompt_tokens, config.new_tokens
     prompts = sample_prompts(validation, tokenizer, *counts, target.max_positions)
     lines += [f"warning: {line}" for line in config_warnings(config, loop, train, rows.per_epoch, len(prompts))]
-    if isinstance(rows, Packed):
-        cut = int((train.lengths() > config.length).sum())
-        filled = f"{rows.per_epoch} rows of {config.length} tokens, {rows.filled:.1%} filled"
-        lines.append(f"{filled}; {cut} documents are longer and are cut")
-    else:
-        lines.append(f"{rows.per_epoch} windows of {config.length} tokens in an epoch")
+    cut = int((train.lengths() > config.length).sum())
+    filled = f"{rows.per_epoch} rows of {config.length} tokens, {rows.filled:.1%} filled"
+    lines.append(f"{filled}; {cut} documents are longer and are cut")
     lines += examples(train, tokenizer, _EXAMPLES)
     if config.distill.rows:
         lines.append(
@@ -198,8 +194,7 @@ def check_unwritten(
         yield f"{conversations} conversations of at most {tokens} tokens are written first, or read if they are kept"
     drawn = torch.randint(target.vocab_size, (1, config.length), generator=torch.Generator().manual_seed(loop.seed))
     batch = {"tokens": drawn, "mask": torch.ones_like(drawn, dtype=torch.bool)}
-    if config.packed:
-        batch |= {"documents": torch.zeros_like(drawn), "rows": torch.zeros(1, dtype=torch.int64)}
+    batch |= {"documents": torch.zeros_like(drawn), "rows": torch.zeros(1, dtype=torch.int64)}
     yield from costs(target, drafter, batch, max(1, conversations * tokens // config.length), config, loop)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from selfspec.checkpoints.loading import find_drafter
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed, Windows, consecutive
+from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
@@ -33,8 +32,8 @@ from selfspec.utils.openai_client import Servers, server_urls
 
 @dataclass
 class DrafterTraining:
-    """length: tokens per row of the data; packed: whether rows hold whole documents, side by side, each of which sees
-    itself alone, instead of windows that cut through them; cache: none, or whether the target's hidden states on them
+    """length: tokens per row of the data, in which whole documents stand side by side, each of which sees itself alone;
+    cache: none, or whether the target's hidden states on them
     are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
     weight_decay: of AdamW, of matrices alone; validation_rows: rows of validation text for the loss; prompts: texts
     that the target writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each
@@ -47,7 +46,6 @@ class DrafterTraining:
     `selfspec serve-target` has them written); states_gb: of states that are asked for in advance, at most."""
 
     length: int = 512
-    packed: bool = True
     cache: str = "none"
     lr: float = 1e-3
     weight_decay: float = 0.0
@@ -69,10 +67,6 @@ class DrafterTraining:
         above_zero(self, "train", "lr")
         if self.cache not in PLACES:
             raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
-        if self.cache != "none" and not self.packed:
-            raise ValueError(f"train.cache={self.cache}: windows change with every epoch; take train.packed=true")
-        if not self.packed and self.distill.rows:
-            raise ValueError("train.packed=false is not read with train.distill.rows: texts of the target stay whole")
         above_zero(self, "train", "states_gb")
         if self.states is None:
             if self.states_url is not None or self.states_layers is not None:
@@ -82,8 +76,6 @@ class DrafterTraining:
             return
         if self.distill.rows:
             raise ValueError("train.distill.rows: no target is here to write with train.states; take data=server")
-        if not self.packed:
-            raise ValueError("train.packed=false: states are found by documents, which windows cut; leave it out")
         if (self.states == SERVER) != (self.states_url is not None):
             raise ValueError("train.states=server and train.states_url=http://host:port go together")
         if self.states == SERVER:
@@ -92,12 +84,9 @@ class DrafterTraining:
             raise ValueError(f"train.states={self.states} is no folder; give one, or train.states=server")
 
 
-def rows_of(
-    corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1
-) -> Packed | Windows:
+def rows_of(corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1) -> Packed:
     """Rows of the data. Raises ValueError where there are none, or they do not divide over `world` processes."""
-    kind = Packed if config.packed else Windows
-    return kind(corpus, config.length, loop.batch_size, loop.seed, rank, world)
+    return Packed(corpus, config.length, loop.batch_size, loop.seed, rank, world)
 
 
 def distilled_rows(
@@ -161,29 +150,17 @@ def distilled(
 
 def validation_rows(corpus: Corpus, config: DrafterTraining) -> dict[str, Tensor]:
     """Rows for the loss, spread over the corpus. Raises ValueError where it is too short for one."""
-    if not config.packed:
-        cut = {"tokens": corpus.tokens, "mask": corpus.mask}
-        windows = {name: consecutive(values, config.length) for name, values in cut.items()}
-        at = _counting(windows["mask"].__getitem__, len(windows["mask"]), config.validation_rows)
-        return {"tokens": windows["tokens"][at].long(), "mask": windows["mask"][at]}
     packed = Packed(corpus, config.length, 1, seed=0)  # the same rows for all seeds of training
-    at = _counting(lambda row: packed.rows([row])["mask"][0], packed.per_epoch, config.validation_rows)
-    found = packed.rows(at)
-    del found["rows"]  # their numbers are not those of training rows
-    return found
-
-
-def _counting(mask: Callable[[int], Tensor], rows: int, most: int) -> list[int]:
-    """At most so many of the rows, spread over them, in each of which something counts in the loss. mask: of a row.
-    Raises ValueError where there is none."""
-    starts = torch.linspace(0, rows - 1, min(most, rows)).long().tolist()
-    chosen = [
-        next((row for row in range(first, after) if mask(row)[1:].any()), None)
-        for first, after in pairwise([*starts, rows])
+    starts = torch.linspace(0, packed.per_epoch - 1, min(config.validation_rows, packed.per_epoch)).long().tolist()
+    chosen = [  # from each start on the first row in which something counts
+        next((row for row in range(first, after) if packed.rows([row])["mask"][0, 1:].any()), None)
+        for first, after in pairwise([*starts, packed.per_epoch])
     ]
     if not (at := [row for row in chosen if row is not None]):
         raise ValueError("no usable example: none of the validation tokens counts in the loss; give other texts")
-    return at
+    found = packed.rows(at)
+    del found["rows"]  # their numbers are not those of training rows
+    return found
 
 
 def fill_vocabulary(drafter: Drafter, corpus: Corpus, vocab: int) -> None:

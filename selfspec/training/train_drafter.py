@@ -15,7 +15,7 @@ from selfspec.checkpoints.weights_hash import target_hash, weights_hash
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed, Windows
+from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
@@ -75,7 +75,7 @@ class _Data:
     target wrote, by decoding mode, this process's part of those that continue so many `prompts`; kept_dtype: of hidden
     states that are kept (None: none are)."""
 
-    batches: Packed | Windows
+    batches: Packed
     texts: Corpus
     validation: dict[str, Tensor]
     samples: dict[str, list[Sample]]
@@ -183,7 +183,6 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
     batch: Batches = batches.batch
     server = run.states if isinstance(run.states, FromServer) and hidden is None else None
     if server is not None:
-        assert isinstance(batches, Packed)
         batch = Ahead(batches, server, loop.steps)
     at_once = batches.size * batches.length // processes.world // loop.accumulate
     processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
@@ -224,7 +223,6 @@ def _hidden_states(run: DrafterRun, data: _Data, processes: Processes) -> Hidden
     place, dtype, batches = None, data.kept_dtype, data.batches
     if dtype is None:
         return None
-    assert isinstance(batches, Packed)
     if run.config.cache == "disk":
         how = f"{dtype} {run.loop.precision}{' int8' * run.target.int8}"
         if run.states is not None:  # whose layers may be of another target with the same embeddings
