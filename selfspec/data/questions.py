@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -142,23 +144,14 @@ def _plain(question: Question, tokenizer: Tokenizer) -> Question:
 def _even(groups: dict[str, list[Question]], count: int, most: int) -> list[Question]:
     """One question of each group in turn, as long as it has any, of a group spread over what it holds and `most` of
     them."""
-    shares, room = dict.fromkeys(groups, 0), {group: min(most, len(each)) for group, each in groups.items()}
-    while sum(shares.values()) < min(count, sum(room.values())):
-        for group in groups:
-            if shares[group] < room[group] and sum(shares.values()) < count:
-                shares[group] += 1
-    picked = {
-        group: [
-            group_questions[(2 * i + 1) * len(group_questions) // (2 * shares[group])] for i in range(shares[group])
-        ]
-        for group, group_questions in groups.items()
-    }
-    return [
-        group_questions[i]
-        for i in range(max(shares.values()))
-        for group_questions in picked.values()
-        if i < len(group_questions)
+    room = {group: min(most, len(each)) for group, each in groups.items()}
+    turns = [group for i in range(max(room.values(), default=0)) for group in groups if i < room[group]]
+    shares = Counter(turns[:count])
+    picked = [
+        [each[(2 * i + 1) * len(each) // (2 * shares[group])] for i in range(shares[group])]
+        for group, each in groups.items()
     ]
+    return [question for turn in zip_longest(*picked) for question in turn if question is not None]
 
 
 def _instructions(chosen: list[Instruction], groups: Sequence[str]) -> list[Question]:
