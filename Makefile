@@ -78,7 +78,7 @@ peers: $(VENV)/.ready $(PEERS)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python tests/test_speed.py $(if $(RECORD),--record)
 
-# What needs a GPU, in five minutes (minutes=9: others), with its results in notebooks/results/gpu.md.
+# What needs a GPU, in five minutes (another number: minutes=9), with its results in notebooks/results/gpu.md.
 gpu: $(VENV)/.ready
 	$(BIN)/python eval/gpu.py $(if $(minutes),minutes=$(minutes))
 

@@ -90,15 +90,14 @@ def loaded(drafter: str, sizes: Sizes, dtype: str = "auto", target: str | None =
 def speeds(sizes: Sizes) -> Iterator[Piece]:
     """Decoding with 8 nodes beside plain decoding and transformers' own, in bfloat16."""
     spec_of = cache(lambda name: loaded(name, sizes, "bfloat16"))
-    one = spec_of(sizes.drafters[0])
 
     def given(batch: int, temperature: float) -> tuple[list[Prompt], Sampling]:
-        ids = one.encode(list(itertools.islice(itertools.cycle(questions()), batch)))
+        ids = spec_of(sizes.drafters[0]).encode(list(itertools.islice(itertools.cycle(questions()), batch)))
         return [Prompt(row, seed) for seed, row in enumerate(ids)], Sampling(temperature)
 
     @cache
     def measured(arm: str, batch: int, temperature: float) -> tuple[Generated, float]:
-        theirs = ("hf_generate", "hf_static")
+        one, theirs = spec_of(sizes.drafters[0]), ("hf_generate", "hf_static")
         call = plain_arm(one, sizes.tokens) if arm == "plain" else None
         call = call or (of_transformers(one, sizes.tokens)[arm] if arm in theirs else None)
         call = call or drafted(spec_of(arm), sizes.tokens, 8)
@@ -245,7 +244,7 @@ def run(wanted: Sequence[str], sizes: Sizes, folder: Path, end: float) -> Iterat
     kept, missing = {name: dict[str, list[Row]]() for name in wanted}, dict.fromkeys(wanted, "")
     for name in wanted:
         path = folder / f"{name}.json"
-        if path.is_file() and (before := json.loads(path.read_text()))["by"] == by:
+        if path.is_file() and (before := json.loads(path.read_text()))["by"] == by and isinstance(before["rows"], dict):
             kept[name] = before["rows"]
     turns = itertools.zip_longest(*([(name, *piece) for piece in PARTS[name][1](sizes)] for name in wanted))
     for name, key, measure in (piece for turn in turns for piece in turn if piece is not None):

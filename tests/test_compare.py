@@ -29,7 +29,7 @@ from selfspec.evaluation.compare import best_sizes, regimes, summarize_compariso
 from selfspec.evaluation.figures import against, over_plain
 from selfspec.evaluation.peers import made_with
 from selfspec.evaluation.records import RECORDS, Beside, Record, Regime, read_records
-from selfspec.evaluation.tables import regime_table, verdict
+from selfspec.evaluation.tables import groups_table, regime_table, table, verdict
 from selfspec.utils.files import ORIGIN
 
 
@@ -170,6 +170,16 @@ def run(arm: str, seconds: float, plain: float = 2.0, prompt: object = 0, turn: 
     return Record(0, arm, seconds=seconds, **{**given, **changes})
 
 
+def of_before(record):
+    """A line of `runs.jsonl`, as comparisons of version 0.4 wrote them."""
+    (question, turn), stats = record.questions[0], record.stats
+    line = {key: getattr(record, key) for key in ("temperature", "group", "arm", "nodes", "seconds", "tokens")}
+    line |= {"question": question, "turn": turn, "text": 1, "plain": record.plain.seconds, "plain_tokens": 10}
+    line |= {"passes": stats.passes, "decode": 0.5, "plain_decode": record.plain.decode, "same": True}
+    line |= {"draft": stats.seconds_draft, "target": stats.seconds_target, "other": stats.seconds_other}
+    return json.dumps(line | {"forecast": None, "nodes_run": stats.nodes, "right": True, "regime": None}) + "\n"
+
+
 def test_figures_are_the_definitions():
     ours = [run("x", 1.0), run("x", 0.5, plain=1.0, prompt=1)]
     theirs = [run("hf_generate", 2.0, nodes="-"), run("hf_generate", 1.0, plain=1.0, prompt=1, nodes="-")]
@@ -193,6 +203,17 @@ def test_figures_are_the_definitions():
     assert "wins 2.00x" in verdict(best_sizes([*ours, *theirs]))
     faster = [run("hf_generate", 0.5, nodes="-"), run("hf_generate", 0.25, plain=1.0, prompt=1, nodes="-")]
     assert "loses 0.50x" in verdict(best_sizes([*ours, *faster]))
+
+
+def test_a_comparison_of_before_has_its_figures(tmp_path):
+    runs = [run("x", 1.0, prompt=i, right=[True], same=[True], texts=[1]) for i in range(3)]
+    (tmp_path / "runs.jsonl").write_text("".join(map(of_before, runs)))
+    costs = {0.0: [0.1, *(0.05 * n for n in range(1, 65))]}
+    before = summarize_comparison(read_records(tmp_path / "runs.jsonl"), costs)
+    now = summarize_comparison(runs, costs)
+    assert table(before) == table(now)
+    assert groups_table(before) == groups_table(now)
+    assert before[0]["same"] == before[0]["right"] == 3
 
 
 def test_the_best_size_is_chosen_on_other_prompts():

@@ -298,7 +298,7 @@ PLANTED = {
         lambda p: altered(p, rope_theta=99.0, rope_parameters={"rope_type": "default", "rope_theta": 99.0}),
         "logits differ",
     ),
-    "inner size": (lambda p: altered(p, intermediate_size=47), "its config says"),
+    "inner size": (lambda p: altered(p, intermediate_size=47), "the config says"),
 }
 
 
@@ -603,7 +603,7 @@ def test_uno_adapters_draft(prefix, folder):
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
         ({"use_dora": True}, "use_dora=True can not be read"),
         ({"r": 8}, "r=8, its tensors are of rank 4"),
-        ({"r": 2}, "its config says"),
+        ({"r": 2}, "the config says"),
         ({"lora_alpha": None}, "lora_alpha=None must be a finite number"),
         ({"use_rslora": "false"}, "use_rslora='false' must be true or false"),
         ({"r": 0}, "r=0 must be a whole number"),

@@ -99,7 +99,7 @@ class Shards:
         else:
             raise FileNotFoundError(
                 f"{name!r} has no safetensors files, from which parts are read: {place} has neither "
-                f"{SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
+                f"{SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; load the target by a folder that has them"
             )
 
     def _path(self, file: str) -> Path:

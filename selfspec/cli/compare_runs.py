@@ -67,7 +67,8 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     if config.engine == "auto":  # what is kept of a comparison names the engine that it had
         config.engine = chosen("auto", device_type(config.device))
     run = typed(CompareRun, config)
-    path = folder / RECORDS
+    path, earlier = folder / RECORDS, folder / "runs.jsonl"  # the name until version 0.4
+    begun = path if path.exists() or not earlier.is_file() else earlier
     place = "compare" if run.engine == "eager" else f"compare {run.engine}"
     if run.compare.results is not None:
         section(Path(run.compare.results), place)  # refused before anything is measured
@@ -77,7 +78,9 @@ def run_compare(config: DictConfig, folder: Path) -> list[Figures]:
     if not run.compare.drafters:
         raise ValueError("compare.drafters is empty; give at least one")
     free = tuple(f"compare.{key}" for key in changing)
-    with run_folder(config, folder, path, free) as plain:
+    with run_folder(config, folder, begun, free) as plain:
+        if begun == earlier:
+            earlier.rename(path)
         rows, text = _comparison(run, config, folder, path, plain)
     if run.compare.results is not None:
         write_section(Path(run.compare.results), place, text)

@@ -195,7 +195,7 @@ def _own_drafter(parsed: list[Override]) -> bool:
 
 
 def _check_keys(node: DictConfig, composed: str, place: str = "") -> None:
-    """Raises ValueError for a key that was added and that nothing reads; where no schema is, any may be added."""
+    """Raises ValueError for a key that was added and that nothing reads. Without a schema any may be added."""
     kind = OmegaConf.get_type(node)
     known = [part.name for part in fields(kind)] if is_dataclass(kind) else [*node]
     for name in map(str, node):

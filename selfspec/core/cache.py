@@ -65,7 +65,7 @@ class KVCache:
         self.members: list[list[tuple[int, int]]] = []  # of each store, (layer, 0 for keys or 1 for values)
         self._views: dict[tuple[int, int, int], Buffers] = {}  # of the present stores
         first, self.beginning = torch.zeros(self.rows, dtype=torch.long), states or {}
-        # Of each layer, and behind it what `KV.committed` made of it since the last commit
+        # Of each layer: the state at the last commit, then those that `KV.committed` appended
         self.states = {layer: [state.rows(first)] for layer, state in (states or {}).items()}
         self._closed = False
         self._lengths: Tensor | None = None  # `lengths` on the device, of all rows; None: to be uploaded

@@ -255,13 +255,13 @@ class ChainTarget(Target):
         not kept."""
         if any(value is not None for value in (layers, hidden, masks, positions)):
             self.part()
-        texts = [[tokens]]
-        if documents is not None:  # each document alone
+        if documents is None:
+            whole = self._passed(reads, tokens, 0, use_cache=False)[0]
+        else:  # each document alone
             counts = [of.unique_consecutive(return_counts=True)[1].tolist() for of in documents]
             texts = [[part[None] for part in row.split(of)] for row, of in zip(tokens, counts, strict=True)]
-        rows = [[self._passed(reads, part, 0, use_cache=False)[0] for part in row] for row in texts]
-        names = [i for i in rows[0][0] if logits or i != -2]
-        whole = {i: torch.cat([torch.cat([part[i] for part in row], 1) for row in rows]) for i in names}
+            rows = [[self._passed(reads, part, 0, use_cache=False)[0] for part in row] for row in texts]
+            whole = {i: torch.cat([torch.cat([part[i] for part in row], 1) for row in rows]) for i in rows[0][0]}
         return Pass(whole[-2] if logits else None, whole[-1], {i: whole[i] for i in reads})
 
 

@@ -121,8 +121,8 @@ class Buffer(NamedTuple):
 
 
 class Buffers(list[tuple[Buffer, Buffer] | None]):
-    """Keys and values of each layer, None for layers that do not run. layout, tensors: stand for all of them where
-    compiled code and graphs are looked up; set once, other tensors are another list."""
+    """Keys and values of each layer, None for layers that do not run. layout: a key for compiled code; tensors: all of
+    them, for graphs. Both are set once: a list whose tensors change is replaced by another."""
 
     layout: Hashable = None
     tensors: list[Tensor] | None = None
@@ -130,7 +130,7 @@ class Buffers(list[tuple[Buffer, Buffer] | None]):
 
 class KV(NamedTuple):
     """A KV cache as tensors, for one pass or several in a row. lengths: int64 [B], the kept entries of each row;
-    states: of each layer that keeps one, as the cache holds it, and once more behind each `committed`."""
+    states: of each layer that keeps one, as the cache holds it; `committed` appends the next."""
 
     buffers: Buffers
     lengths: Tensor

@@ -28,7 +28,7 @@ def refuse_any(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; selfspec serves decoder-only models")
     if model.device.type == "mps":
-        raise ValueError(f"{name} lies on MPS, which has no float64, of which noise is made; move it to the CPU")
+        raise ValueError(f"{name} lies on MPS, which has no float64; noise is made in float64, so move it to the CPU")
     head = model.get_output_embeddings() if model.can_generate() else None
     if getattr(head, "out_features", None) is None:
         raise ValueError(f"{name} has no language-model head; load it with AutoModelForCausalLM")

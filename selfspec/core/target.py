@@ -90,7 +90,7 @@ class Target:
         kinds = {("sliding" if "sliding" in kind else "full") + "_attention" for kind in self.layer_types}
         kinds = kinds & self.layer_types or kinds  # layers with a state alone need no mask
         self.windows = {name: windows[name] for name in sorted(kinds)}
-        # Whether its layers alone are not in memory
+        # Whether its decoder is not in memory, but for single tensors
         self.partial = any(p.is_meta for p in self.decoder.parameters()) and self.device.type != "meta"
         self.recurrent = any(True for _ in mixers(self.decoder))  # whether some layers keep a state
         self._head = self._head_now()

@@ -54,9 +54,10 @@ class Captured:
     def __call__(self, *args: Any) -> Any:
         """What the function gives, in tensors of its own. Raises what the function raises."""
         tensors = list(parts_of(args))
-        if self.weights is None:  # found once: 0.6 ms for SmolLM2's; `engine.replaced_weights` drops this
-            self.weights = list(weights_of(args))
-        place = tuple(t.data_ptr() for t in (*self.weights, *(tensor for tensor, stays in tensors if stays)))
+        weights = self.weights  # `engine.replaced_weights` drops them, perhaps in another thread
+        if weights is None:  # found once: 0.6 ms for SmolLM2's
+            weights = self.weights = list(weights_of(args))
+        place = tuple(t.data_ptr() for t in (*weights, *(tensor for tensor, stays in tensors if stays)))
         with self._lock:
             if self.failed:
                 return self.function(*args)
@@ -140,8 +141,8 @@ def devices_of(argument: Any) -> set[torch.device]:
 
 
 def mapped(argument: Any, change: Callable[[Tensor], Tensor], lists: bool = False) -> Any:
-    """The same with its loose tensors changed, and tuples and dicts of its own. lists: those too, but for lists with a
-    layout, which never change."""
+    """A copy of the argument in which `change` was applied to every tensor that is in no list. lists: to those in
+    lists too, but for lists with a layout."""
     if isinstance(argument, Tensor):
         return change(argument)
     if isinstance(argument, tuple):

@@ -47,8 +47,8 @@ class Engine:
     functions by `fit.key`; made: (what, seconds, "compiled", "read" or "not compiled") in the order of time; failed:
     the reason for each function that runs as it is instead; varying: for each function whose rows may depend on how
     many there are, the operations by which they do; busy: seconds spent in functions, by name; later: seconds that a
-    function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran so, or on a GPU
-    before there was a graph.
+    function runs as it is before a thread compiles it (0: its first call does); waited: calls that ran before
+    their code was compiled, or on a GPU before their graph was captured.
     """
 
     backend: str | None = None

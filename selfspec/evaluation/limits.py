@@ -201,7 +201,7 @@ def step_seconds(
             return [(stats.seconds_draft, stats.seconds_target + stats.seconds_other, sum(busy.values())) for _ in made]
 
         after = with_room(marks)
-        if seed and not stats.compiled:  # the first call warms up
+        if seed and (not stats.compiled or seed > 4 * rounds):  # the first call warms up
             counted += 1
             for one, two in pairwise(after):
                 draft, behind, busy = (later - earlier for earlier, later in zip(one, two, strict=True))

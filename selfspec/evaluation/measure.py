@@ -29,7 +29,7 @@ from selfspec.utils.files import append_text, write_text
 from selfspec.utils.progress import progress
 
 BETWEEN = 5  # arms between two runs of plain decoding
-_TRIES = 20  # calls before what still compiles is measured as it is: buffers may lie elsewhere in every call
+_TRIES = 20  # calls, after which one is measured though it compiles: on a GPU its buffers may lie elsewhere every time
 
 Run = tuple[Generated, float]  # a call of an arm, and its seconds
 

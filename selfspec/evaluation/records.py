@@ -110,9 +110,9 @@ def lines_of(records: Iterable[Record]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Those of a file. Raises ValueError as `read_jsonl` does, and for those of an earlier version, which do not say
-    what stood beside them."""
-    return read_jsonl(path, _record, "record")
+    """Those of a file, of earlier comparisons too. Raises ValueError as `read_jsonl` does, and for those of an earlier
+    benchmark, which do not say what stood beside them."""
+    return read_jsonl(path, lambda line: _of_run(line) if "plain_tokens" in line else _record(line), "record")
 
 
 def _record(line: Figures) -> Record:
@@ -121,3 +121,30 @@ def _record(line: Figures) -> Record:
     stats, regime, plain = line["stats"], line["regime"], line["plain"]
     line = {**line, "questions": [tuple(each) for each in line["questions"]], "stats": Stats(**stats)}
     return Record(**line | {"regime": regime and Regime(**regime), "plain": plain and Beside(**plain)})
+
+
+def _of_run(line: Figures) -> Record:
+    """A record of the lines of `runs.jsonl`, which had no tokens."""
+    draft, target, other = (line.get(part) or 0.0 for part in ("draft", "target", "other"))
+    stats = Stats(line["passes"], line["passes"], line.get("nodes_run") or 0, line["tokens"])
+    stats.seconds_draft, stats.seconds_target, stats.seconds_other = draft, target, other
+    stats.seconds_prefill = line["seconds"] - draft - target - other
+    regime, same = line.get("regime"), line.get("same")
+    return Record(
+        prompt=-1,
+        arm=line["arm"],
+        nodes=line["nodes"],
+        temperature=line["temperature"],
+        seconds=line["seconds"],
+        tokens=line["tokens"],
+        token_ids=[],
+        stats=stats,
+        group=line["group"],
+        questions=[(line["question"], line["turn"])],
+        plain=Beside(line["plain"], line.get("plain_decode") or 0.0, line["plain_tokens"]),
+        right=[line.get("right")],
+        same=None if same is None else [same],
+        regime=regime and Regime(**regime),
+        forecast=line.get("forecast"),
+        texts=[line["text"]],
+    )

@@ -33,8 +33,8 @@ from selfspec.utils.openai_client import Servers, server_urls
 @dataclass
 class DrafterTraining:
     """length: tokens per row of the data, in which whole documents stand side by side, each of which sees itself alone;
-    cache: none, or whether the target's hidden states on them
-    are kept in memory, or on disk for other runs too (see `HiddenStates`); lr: peak learning rate (AdamW);
+    cache: none, or whether the target's hidden states on them are kept in memory, or on disk for other runs too (see
+    `HiddenStates`); lr: peak learning rate (AdamW);
     weight_decay: of AdamW, of matrices alone; validation_rows: rows of validation text for the loss; prompts: texts
     that the target writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each
     such text; distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same

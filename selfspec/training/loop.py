@@ -139,7 +139,7 @@ class Loop:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What a server of hidden states refuses saves first: other processes wait no longer."""
+        """Save the training before an error of a server of hidden states ends it: other processes would wait."""
         try:
             yield
         except (ConnectionError, Refused) as error:

@@ -19,7 +19,7 @@ class Processes:
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            torch.cuda.set_device(device)  # a process alone would take the first one
+            torch.cuda.set_device(device)  # accelerate takes the first GPU where there is one process
         self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")  # loop.precision says it
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.formats.files import (
+    check_held,
     check_plain,
     fill,
     number,
@@ -100,7 +101,8 @@ def read(folder: Path, target: Target) -> BlockDrafter:
     tensors = renamed(found, lambda name: name.removeprefix("model."), path)
     _refuse(config, target, folder)
     few = settle(config, tensors, target, folder)
-    form = config.get("markov_head_type", "vanilla")
+    form, rank = config.get("markov_head_type", "vanilla"), config.get("markov_rank") or 0
+    check_held(rank * (target.vocab_size + few), tensors, f"a markov_rank of {rank}", folder)
     ids = vocabulary(tensors, few, target, path)
     _drop_copies(tensors, target, ids, path)
     if _SURE[0] in tensors:
@@ -114,8 +116,8 @@ def read(folder: Path, target: Target) -> BlockDrafter:
             stack=config["num_hidden_layers"],
             size=number(config, "block_size", folder),
             predicts="next" if config["sample_from_anchor"] else "own",
-            correction=config.get("markov_rank") or 0,
-            correction_form=form if config.get("markov_rank") else "vanilla",
+            correction=rank,
+            correction_form=form if rank else "vanilla",
             confidence=sure,
             draft_vocab=None if ids is None else few,
             llama=own_settings(config),

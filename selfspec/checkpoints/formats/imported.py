@@ -32,6 +32,10 @@ def read(folder: Path, target: Target) -> Drafter:
     readers = {"block": block.read, "eagle3": eagle3.read, "medusa": medusa.read, "uno": uno.read}
     try:
         return readers[published(folder) or ""](folder, target)
+    except ValueError as error:
+        if str(folder) in str(error):
+            raise
+        raise ValueError(f"{folder}/config.json can not be read: {error}") from error  # the drafter's own words
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the config in {folder} holds a value of the wrong type ({error!r}); copy it again"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import fill, number, read_config, read_tensors, renamed, write_files
+from selfspec.checkpoints.formats.files import check_held, fill, number, read_config, read_tensors, renamed, write_files
 from selfspec.core.target import Target
 from selfspec.drafters.medusa import Medusa, MedusaConfig
 
@@ -89,9 +89,6 @@ def read(folder: Path, target: Target) -> Medusa:
         where, heads = f"{folder}/config.json: {key} is {heads}", len(held)
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
-    if heads * layers > len(tensors):
-        where = f"{folder}/config.json: {heads} heads of {layers} layers"
-        raise ValueError(f"{where} can not lie in a file of {len(tensors)} tensors; copy the folder again")
     biased = any(name.endswith(".bias") for name in tensors)
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
@@ -100,6 +97,8 @@ def read(folder: Path, target: Target) -> Medusa:
     if whole is not None and not torch.equal(whole.to(target.lm_head.weight), target.lm_head.weight):
         tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}
     has_heads = any(name.startswith("lm_heads.") for name in tensors)
+    numbers = heads * target.hidden_size * (layers * target.hidden_size + has_heads * target.vocab_size)
+    check_held(numbers, tensors, f"{heads} heads of {layers} layers", folder)
     # Heads without a projection read through the target's lm_head
     drafter = Medusa(target, MedusaConfig(heads, layers, "full" if has_heads else "lora", 1))
     parts = _parts(drafter, *_VLLM).items()

@@ -24,7 +24,7 @@ def tap_indices(below: Tensor, width: int) -> Tensor:
 
 def taps(convolution: Recurrence, new: Tensor, width: int, indices: Tensor | None) -> Tensor:
     """The taps [B, C, n * W] of nodes with inputs [B, C, n]; indices: see `tap_indices`, None: a chain. convolution:
-    its state are the last inputs [B, C, W - 1] at the checkpoint, None: zeros; what is written are inputs [B, C, m]."""
+    `state` holds its last inputs [B, C, W - 1] at the checkpoint (None: zeros), `written` those [B, C, m] since."""
     state = convolution.state
     if state is None:
         state = convolution.state = new.new_zeros(*new.shape[:2], width - 1)

@@ -53,7 +53,7 @@ def attention(
     module: nn.Module, queries: Tensor, keys: Tensor, values: Tensor, mask: Mask, **_: Any
 ) -> tuple[Tensor, None]:
     """[B, n, heads, D] of queries [B, heads, n, D] over keys and values [B, key heads, S, D], as transformers' modules
-    call it. Its own sdpa takes another way for a single query."""
+    call it. transformers' own sdpa takes another kernel for a single query."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
     if isinstance(mask, BlockMask):
         run: Any = _compiled() if queries.device.type == "cuda" else flex_attention

@@ -24,8 +24,8 @@ V = TypeVar("V")  # what a function that drafts is given of the layers: a `Draft
 class PendingRows(NamedTuple, Generic[V]):
     """Features of verified positions that draft layers have not read yet, up to each row's root. features: [B, n, H] of
     each layer read; paths: int64 [B, t], which of the n are read; tokens: int64 [B, t] after them; last: int64 [B],
-    which of the t is the root's; carried: [B, K - 1, H], of K layers in a row the outputs of each but the last at its
-    last entry."""
+    which of the t is the root's; carried: [B, K - 1, H], where K layers run in a row: what each but the last
+    gave at the last entry of its cache."""
 
     layers: V
     features: tuple[Tensor, ...]
