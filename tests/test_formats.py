@@ -102,6 +102,10 @@ def test_folders_by_the_authors_themselves(form, folder):
     assert again.config.llama["rope_parameters"] == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     assert torch.equal(again.vocabulary, drafter.vocabulary)
     assert torch.equal(again.trained()["layer.fc.weight"], drafter.trained()["layer.fc.weight"])
+    if form == "bin":
+        altered(out, num_key_value_heads=3)
+        message = "out/config.json can not be read: drafter.llama.num_key_value_heads=3 must divide"
+        refused(message, find_drafter, str(out), target)
     if form == "shards":
         index = json.loads((out / "model.safetensors.index.json").read_text())
         index["weight_map"]["norm.weight"] = "../../secret.safetensors"
@@ -136,6 +140,8 @@ def test_medusa_heads_that_the_config_does_not_count(folder, capsys):
     (out / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 1}))
     assert find_drafter(str(out), target).depth == 4
     assert "medusa_num_heads is 2, the file holds 4 heads, which are read" in capsys.readouterr().err
+    (out / "config.json").write_text(json.dumps({"medusa_num_heads": 4, "medusa_num_layers": 2**20}))
+    refused("4 heads of 1048576 layers can not lie in its file", find_drafter, str(out), target)
 
 
 def test_medusa_heads_that_share_one_lm_head(folder):

@@ -3,12 +3,13 @@
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import made, tiny_model
+from conftest import made, refused, tiny_model
 
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options
@@ -27,6 +28,12 @@ def gpu() -> Any:
     sys.modules["gpu"] = module  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_drafter_that_is_missing_fails_in_its_piece(gpu):
+    (_, first), *others = gpu.speeds(replace(gpu.CPU, drafters=("nobody",)))
+    assert others
+    refused("nobody", first, error=FileNotFoundError)
 
 
 def test_parts_take_turns_and_go_on_with_what_is_missing(gpu, tmp_path, monkeypatch):
