@@ -41,7 +41,7 @@ from selfspec.output import Generated
 from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.resources import relative_cost
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import code_hash, parse_json, write_section, write_text
+from selfspec.utils.files import code_hash, parse_json, section, write_section, write_text
 from selfspec.utils.machine import device_name
 
 register()
@@ -241,11 +241,7 @@ def run(wanted: Sequence[str], sizes: Sizes, folder: Path, end: float) -> Iterat
     """Each part's lines so far, and why others are missing, after each piece. What this code measured here before is
     read."""
     by = [code_hash("core", "engine", "drafters", "budget"), device_name(torch.device(sizes.device)), torch.__version__]
-    kept, missing = {name: dict[str, list[Row]]() for name in wanted}, dict.fromkeys(wanted, "")
-    for name in wanted:
-        path = folder / f"{name}.json"
-        if path.is_file() and (before := json.loads(path.read_text()))["by"] == by and isinstance(before["rows"], dict):
-            kept[name] = before["rows"]
+    kept, missing = {name: _kept(folder / f"{name}.json", by) for name in wanted}, dict.fromkeys(wanted, "")
     turns = itertools.zip_longest(*([(name, *piece) for piece in PARTS[name][1](sizes)] for name in wanted))
     for name, key, measure in (piece for turn in turns for piece in turn if piece is not None):
         if key in kept[name]:
@@ -265,6 +261,15 @@ def run(wanted: Sequence[str], sizes: Sizes, folder: Path, end: float) -> Iterat
     yield {part: (_rows(kept[part]), missing[part]) for part in wanted}
 
 
+def _kept(path: Path, by: list[str]) -> dict[str, list[Row]]:
+    """The pieces of a file; none of one that is missing, damaged or of other code."""
+    try:
+        before = json.loads(path.read_text())
+        return {key: [list(row) for row in rows] for key, rows in before["rows"].items()} if before["by"] == by else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def _rows(pieces: dict[str, list[Row]]) -> list[Row]:
     return [row for rows in pieces.values() for row in rows]
 
@@ -273,9 +278,17 @@ def _rows(pieces: dict[str, list[Row]]) -> list[Row]:
 def main(config: DictConfig) -> None:
     with clear_errors():
         folder, gpu = Path(HydraConfig.get().runtime.output_dir), torch.cuda.is_available()
-        wanted = list(PARTS) if config.parts is None else list(config.parts)
+        wanted = (
+            list(PARTS)
+            if config.parts is None
+            else [config.parts]
+            if isinstance(config.parts, str)
+            else list(config.parts)
+        )
         if unknown := sorted(set(wanted) - set(PARTS)):
             raise ValueError(f"parts={unknown} are unknown; known are {', '.join(PARTS)}")
+        if gpu and config.parts is None:
+            section(Path(config.results), "gpu")  # refused before anything is measured
         title = torch.cuda.get_device_name() if gpu else "no GPU here: tiny sizes on the CPU, which measure nothing"
         print(title)
         first = f"{datetime.date.today()}, {title}, torch {torch.__version__}, `python eval/gpu.py`"

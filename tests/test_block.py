@@ -188,6 +188,9 @@ def test_a_draft_vocabulary_of_the_first_tokens_is_read(tmp_path):
     block.write(drafter, target, tmp_path)
     assert not load_file(tmp_path / "model.safetensors")["d2t"].any()  # and there is no t2d beside
     assert block.read(tmp_path, target).vocabulary.tolist() == list(range(20))
+    other = torch.arange(61) >= 41
+    save_file({**load_file(tmp_path / "model.safetensors"), "t2d": other}, tmp_path / "model.safetensors")
+    refused("d2t is all zero", block.read, tmp_path, target)
 
 
 def test_an_older_config_is_read_by_its_own_rotary_base(tmp_path):
@@ -249,6 +252,7 @@ def test_an_export_is_held_to_a_reading_of_its_own(form, tmp_path):
         ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is None; give positions"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' must be one of vanilla, gated, rnn"),
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "missing tensors"),
+        ({"use_swa": "false"}, "use_swa='false' must be true or false"),
         ({"markov_rank": 2**20}, "a markov_rank of 1048576 can not lie in its file"),
         ({"num_attention_heads": "2"}, "config.json: num_attention_heads='2' must be a whole number above 0"),
         ({"draft_vocab_size": 900}, "draft_vocab_size=900 must lie between 1 and 61"),

@@ -102,7 +102,7 @@ def test_truncated_file_is_named_even_where_its_hash_was_rewritten(folder, tiny_
         (lambda s: {**s, "extra": torch.zeros(1)}, r"unknown tensors \['extra'\]"),
         (
             lambda s: {**s, "bias": s["bias"][:, :1].clone()},
-            r"bias is \[1, 1, 1, 32\], the config says \[1, 3, 1, 32\]",
+            r"bias is \[1, 1, 1, 32\], the config and the target ask for \[1, 3, 1, 32\]",
         ),
     ],
 )

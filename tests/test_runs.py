@@ -21,7 +21,7 @@ from conftest import compose_config, refused, typed, write_lines
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_training import SMALL, small
 
 import selfspec
@@ -584,6 +584,15 @@ def flip(path: Path, *places: int) -> None:
     for at in places:
         data[at] ^= 1
     path.write_bytes(bytes(data))
+
+
+def test_a_training_does_not_go_on_with_another_target(tiny_folder, source_root, tmp_path):
+    weights = shutil.copytree(tiny_folder, tmp_path / "target") / "model.safetensors"
+    run_training(small("x", weights.parent, source_root, "loop.steps=2"), tmp_path / "x")
+    tensors = load_file(weights)
+    save_file({**tensors, "model.norm.weight": 2 * tensors["model.norm.weight"]}, weights, {"format": "pt"})
+    again = small("x", weights.parent, source_root, "loop.steps=4")
+    refused("state.pt: the target's weights are not those of the steps before", run_training, again, tmp_path / "x")
 
 
 def test_damage_of_the_same_size_is_noticed(tiny_folder, source_root, tmp_path, capsys):

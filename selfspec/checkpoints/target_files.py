@@ -105,7 +105,7 @@ class Shards:
     def _path(self, file: str) -> Path:
         if self.hub is not None:
             fetch(self.hub, self.revision, file)
-        return self.folder / file
+        return inside(self.folder, file, self.folder / SAFE_WEIGHTS_INDEX_NAME)
 
     def find(self, parameter: str) -> str | None:
         """A parameter's name in the files, which may have another prefix there: of several the one of the text model,

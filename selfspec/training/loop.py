@@ -58,8 +58,9 @@ class Loop:
     Only parameters that require gradients are trained and saved, and `buffers` beside them. A `state.pt` in `folder` is
     resumed, and gives the same weights as a run that was never interrupted. data: keys of the training data and of the
     validation data; a change is reported. `headline` names the validation figure in the progress bar. With `best`,
-    higher is better, and the run ends with the weights of the validation that scored highest. figures: of the last
-    validation; kept: when it was saved last, by the monotonic clock.
+    higher is better, and the run ends with the weights of the validation that scored highest. target: hash of the
+    weights that stay, which a resumed run has to have. figures: of the last validation; kept: when it was saved last,
+    by the monotonic clock.
     """
 
     accelerator: Accelerator
@@ -74,6 +75,7 @@ class Loop:
     data: tuple[str, str]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     best: bool = False
+    target: str = ""
     figures: Figures = field(default_factory=dict)
     signals: Signals = field(default_factory=Signals)
     kept: float = field(default_factory=lambda: time.monotonic())
@@ -85,7 +87,7 @@ class Loop:
         self.world, self.first = self.accelerator.num_processes, bool(self.accelerator.is_main_process)
         owned, place = {n: p for n, p in module.named_parameters() if p.requires_grad}, checkpoint_path(self.folder)
         self.checkpoint = Checkpoint(
-            place, owned, self.buffers, self.optimizers, self.world, self.data, self.log.config
+            place, owned, self.buffers, self.optimizers, self.world, self.data, self.target, self.log.config
         )
         self.state = resumed(self.checkpoint, config, self.log, self.first)
         module.train()  # packs again from the buffers that were read

@@ -34,6 +34,8 @@ def _load(path: Path) -> Figures:
         saved: Figures = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, LookupError, ValueError, TypeError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete it to start over, or choose another name=") from error
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is damaged; delete it to start over, or choose another name=")
     return saved
 
 
@@ -73,7 +75,8 @@ class State:
 
 class Checkpoint:
     """`state.pt` of a run: trained parameters, buffers, optimizers, and where the run is. data: keys of the training
-    data and of the validation data; config: the run's, kept beside."""
+    data and of the validation data; target: hash of the weights that stay, "" where all are trained; config: the
+    run's, kept beside."""
 
     def __init__(
         self,
@@ -83,10 +86,11 @@ class Checkpoint:
         optimizers: list[torch.optim.Optimizer],
         world: int,
         data: tuple[str, str],
+        target: str,
         config: Figures,
     ) -> None:
         self.path, self.owned, self.buffers, self.optimizers = path, owned, buffers, optimizers
-        self.world, self.data, self.config = world, list(data), config
+        self.world, self.data, self.target, self.config = world, list(data), target, config
 
     def read(self) -> tuple[State, list[str]]:
         """Where the run goes on, its weights put in place, and what to say of differences. Raises ValueError for a
@@ -94,6 +98,13 @@ class Checkpoint:
         if not self.path.exists():
             return State(), []
         saved_run = _load(self.path)
+        if "digest" in saved_run and saved_run["digest"] != _digest(saved_run):
+            raise ValueError(f"{self.path} was changed on the disk: its hash differs; delete it to start over")
+        if saved_run.get("target", self.target) != self.target:
+            raise ValueError(
+                f"{self.path}: the target's weights are not those of the steps before; bring them back, or choose "
+                "another name="
+            )
         if "state" not in saved_run:
             raise ValueError(f"{self.path} was written by an older version; delete it, or choose another name=")
         if {n: p.shape for n, p in saved_run["parameters"].items()} != {n: p.shape for n, p in self.owned.items()}:
@@ -122,8 +133,6 @@ class Checkpoint:
                 f"resumed in {self.world} processes, begun in {saved_run['world']}: each step reads the same rows, and "
                 "results differ in rounding alone"
             )
-        if "digest" in saved_run and saved_run["digest"] != _digest(saved_run):
-            raise ValueError(f"{self.path} was changed on the disk: its hash differs; delete it to start over")
         state, (train, validation) = State(**saved_run["state"]), saved_run.get("data", self.data)
         if train != self.data[0]:
             notes.append(
@@ -149,7 +158,7 @@ class Checkpoint:
         record: Figures = {"state": vars(state), "optimizers": [o.state_dict() for o in self.optimizers]}
         record |= {"parameters": {name: p.detach() for name, p in self.owned.items()}, "buffers": self.buffers}
         record |= {"step": state.step, "world": self.world, "data": self.data, "versions": _versions()}
-        record |= {"config": self.config}
+        record |= {"config": self.config, "target": self.target}
         _save(self.path, {**record, "digest": _digest(record)})
 
 

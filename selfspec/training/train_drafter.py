@@ -200,7 +200,9 @@ def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figure
         return _validated(run, module, data, processes)
 
     beside = run.folder, run.log, "tau16", keys, drafter.saved_buffers()
-    figures = Loop(processes.accelerator, module, optimizers, batch, validate, loop, *beside, best=True).fit()
+    figures = Loop(
+        processes.accelerator, module, optimizers, batch, validate, loop, *beside, best=True, target=target_hash(target)
+    ).fit()
     if run.states is None:
         piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
         most = 20.0 if processes.world == 1 else math.inf  # several processes make the same number of rounds

@@ -140,7 +140,7 @@ def _refuse(config: Figures, target: Target, folder: Path) -> None:
         raise ValueError(f"{where}: {_IDS}={ids!r} must list layers of the target, 0 to {target.n_layers - 1}")
     if sorted(set(ids)) != ids:
         raise ValueError(f"{where}: {_IDS}={ids} must ascend")
-    for name in ("causal", "is_causal", "sample_from_anchor"):
+    for name in ("causal", "is_causal", "sample_from_anchor", "use_swa", "sliding_window_non_causal"):
         if not isinstance(config.get(name) or False, bool):
             raise ValueError(f"{where}: {name}={config[name]!r} must be true or false")
     plain = {"hidden_act": "silu", "attention_value_scale": None, "projector_type": "dflash"}

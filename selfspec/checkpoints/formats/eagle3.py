@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from selfspec.checkpoints.formats.files import fill, read_config, read_weights, renamed, settle, vocabulary, write_files
+from selfspec.checkpoints.formats.files import (
+    fill,
+    read_config,
+    read_weights,
+    renamed,
+    settle,
+    unwritten,
+    vocabulary,
+    write_files,
+)
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
 from selfspec.drafters.parts.llama_config import own_settings
@@ -172,10 +180,10 @@ def read(folder: Path, target: Target) -> Eagle3:
     theirs = target.model.get_input_embeddings().weight
     if EMBEDDINGS in tensors and torch.equal(tensors[EMBEDDINGS].to(theirs), theirs):
         del tensors[EMBEDDINGS]  # a copy
-    t2d = tensors.get("t2d")
+    alone = "t2d" not in tensors
     ids = vocabulary(tensors, few, target, path)
-    if ids is not None:
-        _check_map(ids, t2d, target.vocab_size, path)
+    if ids is not None and alone and torch.equal(ids, torch.arange(few)):  # a choice of tokens, which is never these
+        raise unwritten(few, target.vocab_size, path)
     if ids is not None and "lm_head.weight" not in tensors:
         raise ValueError(f"{path}: missing tensors ['lm_head.weight'], of a draft vocabulary of {few} tokens")
     settings: dict[str, Any] = {
@@ -197,19 +205,6 @@ def read(folder: Path, target: Target) -> Eagle3:
         drafter.drafts_only(ids)
     fill({name.removeprefix("layer."): part for name, part in drafter.trained().items()}, tensors, path)
     return drafter.eval()
-
-
-def _check_map(ids: Tensor, t2d: Tensor | None, every: int, path: Path) -> None:
-    """Raises ValueError for a d2t that was not written, or that contradicts t2d, the mask of tokens that are drafted.
-    ids: the tokens that d2t leads to."""
-    kept = None if t2d is None else t2d.flatten().bool().nonzero()[:, 0]
-    if torch.equal(ids, torch.arange(len(ids))) and (kept is None or not torch.equal(kept, ids)):
-        raise ValueError(
-            f"{path}: d2t is all zero, so that only the first {len(ids)} of {every} tokens could be drafted; the map "
-            "was not written: copy or convert the drafter again"
-        )
-    if kept is not None and not torch.equal(kept, ids.sort().values):
-        raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
 
 
 def _check_values(config: Figures, folder: Path) -> None:

@@ -138,7 +138,9 @@ def fill(
     for name, part in into.items():
         tensor = found[name]
         if tensor.shape != part.shape:
-            raise ValueError(f"{path}: {name} is {list(tensor.shape)}, the config says {list(part.shape)}")
+            raise ValueError(
+                f"{path}: {name} is {list(tensor.shape)}, the config and the target ask for {list(part.shape)}"
+            )
         if tensor.is_floating_point() != part.is_floating_point():
             raise ValueError(f"{path}: {name} is {tensor.dtype}, expected {part.dtype}")
         if not tensor.to(dtype or part.dtype).isfinite().all():
@@ -154,10 +156,10 @@ def number(config: Figures, name: str, folder: Path, file: str = "config.json") 
     return value
 
 
-def check_held(numbers: int, tensors: Mapping[str, Tensor], what: str, folder: Path) -> None:
+def check_held(numbers: int, tensors: Mapping[str, Tensor], what: str, folder: Path, file: str = "config.json") -> None:
     """Raises ValueError for more numbers than a file holds, before memory is taken for them."""
     if numbers > max(_BUILT, sum(tensor.numel() for tensor in tensors.values())):
-        raise ValueError(f"{folder}/config.json: {what} can not lie in its file; copy it again")
+        raise ValueError(f"{folder}/{file}: {what} can not lie in its file; copy it again")
 
 
 # -- draft models of Llama's form
@@ -187,9 +189,9 @@ def settle(config: Figures, tensors: Mapping[str, Tensor], target: Target, folde
 
 def vocabulary(tensors: dict[str, Tensor], few: int, target: Target, path: Path) -> Tensor | None:
     """The tokens, int64, of a draft vocabulary of `few` tokens (None: it is the target's), by the map d2t. It is taken
-    out, and so is t2d. Raises ValueError for a map that is missing or leads nowhere."""
-    d2t, every = tensors.pop("d2t", None), target.vocab_size
-    tensors.pop("t2d", None)
+    out, and so is t2d, the mask of these tokens. Raises ValueError for maps that are missing, contradict each other, or
+    lead nowhere."""
+    d2t, t2d, every = tensors.pop("d2t", None), tensors.pop("t2d", None), target.vocab_size
     if d2t is None and few == every:
         return None
     if d2t is None or d2t.ndim != 1 or d2t.is_floating_point() or d2t.dtype == torch.bool or len(d2t) != few:
@@ -210,4 +212,15 @@ def vocabulary(tensors: dict[str, Tensor], few: int, target: Target, path: Path)
             f"{path}: d2t leads to tokens from {int(ids.min())} to {int(ids.max())}; it must hold each draft token's "
             f"distance to a token of the target, 0 to {every - 1}"
         )
+    if t2d is not None and not torch.equal(t2d.flatten().bool().nonzero()[:, 0], ids.sort().values):
+        if not d2t.any():
+            raise unwritten(few, every, path)
+        raise ValueError(f"{path}: d2t and t2d name different tokens; copy or convert the drafter again")
     return ids
+
+
+def unwritten(few: int, every: int, path: Path) -> ValueError:
+    return ValueError(
+        f"{path}: d2t is all zero, so that only the first {few} of {every} tokens could be drafted; the map was not "
+        "written: copy or convert the drafter again"
+    )

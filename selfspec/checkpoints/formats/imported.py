@@ -35,7 +35,7 @@ def read(folder: Path, target: Target) -> Drafter:
     except ValueError as error:
         if str(folder) in str(error):
             raise
-        raise ValueError(f"{folder}/config.json can not be read: {error}") from error  # the drafter's own words
+        raise ValueError(f"{folder} can not be read: {error}") from error  # the drafter's own words
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"the config in {folder} holds a value of the wrong type ({error!r}); copy it again"

@@ -93,6 +93,8 @@ def read(folder: Path, target: Target) -> Medusa:
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
         raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")
+    if not isinstance(config.get("original_lm_head") or False, bool):
+        raise ValueError(f"{folder}/config.json: original_lm_head={config['original_lm_head']!r} must be true or false")
     whole = tensors.pop("lm_head.weight", None) if config.get("original_lm_head") else None  # one for all heads
     if whole is not None and not torch.equal(whole.to(target.lm_head.weight), target.lm_head.weight):
         tensors |= {f"lm_heads.{i}.weight": whole for i in range(heads)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selfspec.checkpoints.formats.files import fill, number, read_config, read_tensors
+from selfspec.checkpoints.formats.files import check_held, fill, number, read_config, read_tensors
 from selfspec.core.target import Target
 from selfspec.drafters.mask import Mask, MaskConfig
 from selfspec.drafters.parts.views import lora_of
@@ -43,10 +43,15 @@ def read(folder: Path, target: Target) -> Mask:
     if not isinstance(config.get("use_rslora", False), bool):
         raise ValueError(f"{folder}/{NAME}: use_rslora={config['use_rslora']!r} must be true or false")
     tensors = {name.removeprefix("base_model.model."): t for name, t in read_tensors(path).items()}
-    longest = max((t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")), default=0)
+    longest = max(((*t.shape, 0)[0] for name, t in tensors.items() if name.endswith("lora_A.weight")), default=0)
     if rank > longest:
         raise ValueError(f"{folder}/{NAME}: r={rank}, its tensors are of rank {longest}")
     names = sorted({name.rsplit(".", 1)[-1] for name in modules})
+    linear = [
+        m for name, m in target.decoder.named_modules() if name.rsplit(".", 1)[-1] in names and hasattr(m, "weight")
+    ]
+    asked = rank * sum(sum(map_.weight.shape) for map_ in linear)
+    check_held(asked, tensors, f"a rank of {rank}", folder, NAME)
     drafter = Mask(target, MaskConfig(masks=_ROWS, passes=2, rank=rank, maps=names, correction=0))
     maps = zip(drafter.gated.paths, drafter.gated.maps, strict=True)
     loras = {place: lora_of(module, drafter.gated.adapter) for place, module in maps}
@@ -57,6 +62,8 @@ def read(folder: Path, target: Target) -> Mask:
     with torch.no_grad():
         for _, b, own in loras.values():
             b.mul_(scale / own)
+            if not b.isfinite().all():
+                raise ValueError(f"{folder}/{NAME}: lora_alpha={alpha!r} is too large for {b.dtype}")
         embeddings: Tensor = target.model.get_input_embeddings().weight
         drafter.gated.masks.copy_(embeddings[noise.to(embeddings.device)])
     return drafter.eval()
