@@ -278,13 +278,8 @@ def _rows(pieces: dict[str, list[Row]]) -> list[Row]:
 def main(config: DictConfig) -> None:
     with clear_errors():
         folder, gpu = Path(HydraConfig.get().runtime.output_dir), torch.cuda.is_available()
-        wanted = (
-            list(PARTS)
-            if config.parts is None
-            else [config.parts]
-            if isinstance(config.parts, str)
-            else list(config.parts)
-        )
+        asked = PARTS if config.parts is None else config.parts
+        wanted = [asked] if isinstance(asked, str) else list(asked)
         if unknown := sorted(set(wanted) - set(PARTS)):
             raise ValueError(f"parts={unknown} are unknown; known are {', '.join(PARTS)}")
         if gpu and config.parts is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from selfspec.checkpoints.formats.files import check_held, fill, number, read_config, read_tensors
 from selfspec.core.target import Target
 from selfspec.drafters.mask import Mask, MaskConfig
+from selfspec.drafters.parts.gated import adapted_maps
 from selfspec.drafters.parts.views import lora_of
 
 NAME, FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -47,11 +48,8 @@ def read(folder: Path, target: Target) -> Mask:
     if rank > longest:
         raise ValueError(f"{folder}/{NAME}: r={rank}, its tensors are of rank {longest}")
     names = sorted({name.rsplit(".", 1)[-1] for name in modules})
-    linear = [
-        m for name, m in target.decoder.named_modules() if name.rsplit(".", 1)[-1] in names and hasattr(m, "weight")
-    ]
-    asked = rank * sum(sum(map_.weight.shape) for map_ in linear)
-    check_held(asked, tensors, f"a rank of {rank}", folder, NAME)
+    sizes = [target.model.get_submodule(path).weight.shape for path in adapted_maps(target.model, names)]
+    check_held(rank * sum(map(sum, sizes)), tensors, f"a rank of {rank}", folder, NAME)
     drafter = Mask(target, MaskConfig(masks=_ROWS, passes=2, rank=rank, maps=names, correction=0))
     maps = zip(drafter.gated.paths, drafter.gated.maps, strict=True)
     loras = {place: lora_of(module, drafter.gated.adapter) for place, module in maps}

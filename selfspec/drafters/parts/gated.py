@@ -83,11 +83,11 @@ class GatedTarget(Adapted):
         self, target: Target, masks: int, rank: int | None, maps: list[str] | None, dtype: torch.dtype, adapter: str
     ) -> None:
         """rank: of the LoRA, None for vectors; maps: names of linear maps, such as o_proj; the adapter is in each
-        layer's (None: see `_maps`). Raises ValueError for a name that no layer has."""
+        layer's (None: see `adapted_maps`). Raises ValueError for a name that no layer has."""
         super().__init__()
         self.target, self.dtype, self.adapter = target, target.dtype, adapter  # of target: no submodule
         model = view(target.model)
-        wanted = [] if rank == 0 else _maps(model, maps)
+        wanted = [] if rank == 0 else adapted_maps(model, maps)
         if rank:
             inject(model, rank, wanted, adapter, dtype)
         self.adapters = {adapter: model} if rank else {}
@@ -155,7 +155,7 @@ class GatedTarget(Adapted):
         return self._copies[id(weight)]
 
 
-def _maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
+def adapted_maps(model: PreTrainedModel, names: list[str] | None) -> list[str]:
     """Paths of the linear maps of the layers with these last names; with None of the last of each block of a layer, of
     those whose rows can be told apart.
 
