@@ -241,6 +241,7 @@ def test_an_export_is_held_to_a_reading_of_its_own(form, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"mask_token_id": 3}, "dflash_config and the config around it differ in mask_token_id"),
         ({"block_size": 0}, "block_size=0 must be a whole number above 0"),
         ({"hidden_size": 8}, "hidden_size is 8, the target's is 32"),
         ({"dflash_config": {"target_layer_ids": [0, 9]}}, r"target_layer_ids=\[0, 9\] must list layers of the target"),
@@ -275,6 +276,8 @@ def test_masks_that_are_none_are_refused(mask, tmp_path):
     block.write(drafter_of(target, **FORMS["dflash"]), target, tmp_path)
     torch.save(mask, tmp_path / "mask_embedding.pt")
     refused("must hold 32 finite numbers", block.read, tmp_path, target)
+    (tmp_path / "mask_embedding.pt").unlink()
+    refused("mask_embedding.pt is missing, which config.json names", block.read, tmp_path, target, error=OSError)
 
 
 def test_planted_errors_change_the_drafts(tmp_path):

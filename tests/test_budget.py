@@ -51,6 +51,7 @@ def session_of(drafter: Any, costs: list[float], target: Target, limit: int = 30
 
 
 def test_costs_are_measured_once(llama, monkeypatch):
+    monkeypatch.setattr(cost, "implausible", lambda _: "")  # whatever else runs beside the tests
     first = pass_costs(llama)
     assert len(first) == LARGEST + 1
     assert all(a <= b for a, b in itertools.pairwise(first[1:]))
@@ -379,8 +380,9 @@ def test_measuring_is_bounded(llama, monkeypatch):
     assert measured[5:] == [pytest.approx(measured[4] + slope * (n - 8)) for n in SIZES[4:]]
 
 
-def test_spec_takes_auto(llama):
+def test_spec_takes_auto(llama, monkeypatch):
     """Costs are measured when calls have taken as long as measuring does; until then trees are small."""
+    monkeypatch.setattr(cost, "implausible", lambda _: "")  # whatever else runs beside the tests
     spec = Spec(llama, made("prompt_lookup", llama))
     prompt = [[5, 9, 2, 7] * 3]
     short = spec.generate(prompt, 40, nodes="auto")

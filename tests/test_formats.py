@@ -1,7 +1,9 @@
 """Drafters in the forms of other engines: written, checked, read back."""
 
 import json
+import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,9 +110,15 @@ def test_folders_by_the_authors_themselves(form, folder):
         refused(message, find_drafter, str(out), target)
     if form == "shards":
         index = json.loads((out / "model.safetensors.index.json").read_text())
-        index["weight_map"]["norm.weight"] = "../../secret.safetensors"
-        (out / "model.safetensors.index.json").write_text(json.dumps(index))
-        refused(r"names the file '../../secret.safetensors', which does not lie in", find_drafter, str(out), target)
+        shutil.copy(out / "model-0.safetensors", out / "model-2.safetensors")
+        for name, message in {
+            "../../secret.safetensors": "names the file '../../secret.safetensors', which does not lie in",
+            "a" * 5000: "names the file 'aaa",
+            "model-2.safetensors": "index.json: two files hold ",
+        }.items():
+            index["weight_map"]["norm.weight"] = name
+            (out / "model.safetensors.index.json").write_text(json.dumps(index))
+            refused(message, find_drafter, str(out), target)
 
 
 def test_a_map_of_the_whole_vocabulary_and_one_that_was_not_written(folder):
@@ -157,6 +165,8 @@ def test_medusa_heads_that_share_one_lm_head(folder):
     assert isinstance(found, Medusa)
     assert torch.equal(found.full[0], found.full[1])
     assert torch.equal(found.full[0], shared.to(found.full))
+    altered(out, hidden_size=64)
+    refused("hidden_size is 64, the target's is 32", find_drafter, str(out), target)
 
 
 HALF: dict[str, Any] = {"partial_rotary_factor": 0.5}
@@ -428,12 +438,15 @@ def check_eagle3_of(out: Path, spec: Any) -> None:
         (lambda p: altered(p, **{IDS: ["a"]}), "must be a list of whole numbers"),
         (lambda p: altered(p, norm_before_residual="false"), "norm_before_residual='false' must be true or false"),
         (lambda p: altered(p, draft_vocab_size=99), "draft_vocab_size=99 must lie between 1 and 61"),
-        (lambda p: altered(p, eagle_config="x"), "holds a value of the wrong type"),
+        (lambda p: altered(p, **{IDS: [True, 2]}), "must be a list of whole numbers"),
+        (lambda p: altered(p, eagle_config="x"), "eagle_config='x' must be a mapping"),
+        (lambda p: altered(p, eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state=False can not be"),
         (lambda p: altered(p, rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "makes no layer"),
-        (
-            lambda p: altered(p, rope_parameters={"rope_type": "odd", "rope_theta": 1.0}),
-            "rope_type must be one of default",
-        ),
+        (lambda p: altered(p, rope_parameters={"rope_type": "odd", "rope_theta": 1e4}), "rope_type must be one of def"),
+        (lambda p: altered(p, rope_theta=99.0), "differ in rope_theta from rope_scaling=None and rope_theta=99"),
+        (lambda p: altered(p, rope_scaling={"type": "linear", "factor": 2.0}), "differ in rope_type from rope_scaling"),
+        (lambda p: altered(p, rope_parameters={**ROPE, "factor": math.nan}, rope_theta=99.0), "factor=nan must be a"),
+        (lambda p: altered(p, rms_norm_eps=1e308), r"rms_norm_eps=1e\+308 must be a number above 0, below 1"),
         (lambda p: altered(p, num_attention_heads="4"), "num_attention_heads='4' must be a whole number"),
         (lambda p: altered(p, **{IDS: [1, 9]}), "one less throughout"),
         (lambda p: (p / "config.json").write_text("{"), "is no JSON"),
@@ -452,6 +465,9 @@ def test_masks_that_were_lost_are_missed(folder):
     found = load_file(out / "model.safetensors")
     save_file({name: t for name, t in found.items() if name != "mask_hidden"}, out / "model.safetensors")
     refused("mask_hidden is missing", find_drafter, str(out), target)
+    save_file(found, out / "model.safetensors")
+    altered(out, pard_token=3)
+    refused("are different tokens; engines read any of them", find_drafter, str(out), target)
 
 
 def test_a_map_that_leads_nowhere_is_refused(folder):

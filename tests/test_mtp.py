@@ -391,6 +391,9 @@ def test_a_config_of_wrong_types_is_one_line(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mtp_layer_types": 5}))
     refused(r"its config\.json is not read: .*mtp_layer_types", load_target, tmp_path)
+    model, _ = shipped("GLM-4.5", tmp_path / "second")
+    model.config.mtp_mlp_layer_types = -1
+    refused(r"mtp_mlp_layer_types=-1 must list kinds of layers", mtp.read, Target(model), tmp_path / "second")
 
 
 def test_odd_experts_are_refused(tmp_path):

@@ -50,6 +50,8 @@ def kind_of(config: Figures) -> str | None:
 def flat(config: Figures) -> Figures:
     """A config of either form with all keys at one level."""
     nested = config.get("dflash_config") or {}
+    if odd := sorted(name for name in nested.keys() & config.keys() if nested[name] != config[name]):
+        raise ValueError(f"dflash_config and the config around it differ in {', '.join(odd)}; remove what is wrong")
     if "speculators_model_type" not in config:
         merged = {**config, **nested}
         return {"sample_from_anchor": kind_of(config) == "dspark", **merged}
@@ -160,6 +162,8 @@ def _mask(config: Figures, target: Target, folder: Path) -> Tensor:
         raise ValueError(
             f"{folder}/config.json: mask_token_id={token!r} must be a token of the target, 0 to {target.vocab_size - 1}"
         )
+    if not path.is_file() and config.get("mask_embedding"):  # as `write` names it
+        raise FileNotFoundError(f"{path} is missing, which config.json names; copy it again")
     if not path.is_file():
         return target.model.get_input_embeddings().weight[token]
     mask = read_torch(path)
@@ -231,6 +235,7 @@ def write(drafter: BlockDrafter, target: Target, folder: Path) -> None:
         "rope_theta": rope.get("rope_theta"),
         "rope_parameters": rope,
         "draft_vocab_size": config.draft_vocab,
+        "mask_embedding": MASK_FILE,
         "block_size": config.size,
         "dflash_config": {**ids_read, **causal, "sample_from_anchor": config.predicts == "next"},
         **slides,

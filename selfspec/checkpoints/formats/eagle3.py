@@ -142,9 +142,15 @@ def layers_read(config: Figures, layers: int, folder: Path) -> list[int]:
 
     Raises ValueError for lists that contradict each other, are not ascending, or name a layer there is not.
     """
-    nested, states = (config.get("eagle_config") or {}).get(IDS), config.get(IDS)
+    ours = config.get("eagle_config") or {}
+    if ours.get("use_aux_hidden_state") not in (None, True):
+        raise ValueError(
+            f"{folder}/config.json: use_aux_hidden_state={ours['use_aux_hidden_state']!r} can not be read; an EAGLE-3 "
+            "layer reads such states"
+        )
+    nested, states = ours.get(IDS), config.get(IDS)
     for found in (nested, states):
-        if found is not None and not (isinstance(found, list) and all(isinstance(v, int) for v in found)):
+        if found is not None and not (isinstance(found, list) and all(type(v) is int for v in found)):
             raise ValueError(f"{folder}/config.json: {IDS}={found!r} must be a list of whole numbers")
     if states is None:
         states = [2, layers // 2, layers - 3] if nested is None else [layer + 1 for layer in nested]
@@ -233,7 +239,10 @@ def _check_values(config: Figures, folder: Path) -> None:
 
 def _mask_token(config: Figures, target: Target, folder: Path) -> int:
     """The token that masks are embedded as. Raises ValueError for one that does not exist."""
-    token = next((config[name] for name in _MASK_TOKENS if config.get(name) is not None), None)
+    tokens = {name: config[name] for name in _MASK_TOKENS if config.get(name) is not None}
+    token = next(iter(tokens.values()), None)
+    if any(other != token for other in tokens.values()):
+        raise ValueError(f"{folder}/config.json: {tokens} are different tokens; engines read any of them: remove others")
     if type(token) is not int or not 0 <= token < target.vocab_size:
         raise ValueError(
             f"{folder}/config.json: mask_token_id={token!r} must be a token of the target, 0 to {target.vocab_size - 1}"

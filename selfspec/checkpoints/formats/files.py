@@ -18,6 +18,8 @@ from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
 _BUILT = 2**22  # numbers that a drafter may have whatever its file holds: the error then names a tensor
+_MAPPINGS = ("rope_parameters", "rope_scaling", "eagle_config", "dflash_config", "transformer_layer_config")
+_MAPPINGS += ("speculators_config",)  # of configs, where they have them
 _MOST = 5  # names that an error lists
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 
@@ -33,7 +35,11 @@ def read_config(folder: Path, name: str = "config.json") -> Figures:
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
-    return read_json(path)
+    config = read_json(path)
+    for key in _MAPPINGS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise ValueError(f"{path}: {key}={config[key]!r:.200} must be a mapping")
+    return config
 
 
 def weight_map(path: Path) -> dict[str, str]:
@@ -98,8 +104,13 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
         if (folder / name).is_file():
             return read_tensors(folder / name), folder / name
         if (index := folder / f"{name}.index.json").is_file():
-            shards = [read_tensors(inside(folder, shard, index)) for shard in sorted({*weight_map(index).values()})]
-            return {key: tensor for shard in shards for key, tensor in shard.items()}, index
+            tensors: dict[str, Tensor] = {}
+            for shard in sorted({*weight_map(index).values()}):
+                found = read_tensors(inside(folder, shard, index))
+                if twice := tensors.keys() & found.keys():
+                    raise ValueError(f"{index}: two files hold {few(twice)}; copy the folder again")
+                tensors |= found
+            return tensors, index
     raise FileNotFoundError(f"{folder}/model.safetensors is missing, and so are its shards and pytorch_model.bin")
 
 

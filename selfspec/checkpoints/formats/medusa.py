@@ -90,6 +90,9 @@ def read(folder: Path, target: Target) -> Medusa:
         print(f"{where}, the file holds {heads} heads, which are read", file=sys.stderr)
     layers = number(config, "medusa_num_layers" if "medusa_num_layers" in config else "num_hidden_layers", folder)
     biased = any(name.endswith(".bias") for name in tensors)
+    for name, wanted in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
+        if config.get(name) not in (None, wanted):
+            raise ValueError(f"{folder}/config.json: {name} is {config[name]!r:.40}, the target's is {wanted}")
     if config.get("truncated_vocab_size") not in (None, target.vocab_size):
         few = config["truncated_vocab_size"]
         raise ValueError(f"{folder}: truncated_vocab_size={few}: heads need all {target.vocab_size} tokens")

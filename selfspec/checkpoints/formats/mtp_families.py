@@ -43,6 +43,10 @@ class Family:
         """What a module's layer is, as the target's config or the family says; None where it is as the target's last
         one."""
         config = target.model.config.get_text_config()
+        for name in ("mtp_layers_block_type", "mtp_layer_types", "mtp_mlp_layer_types"):
+            kinds = getattr(config, name, None)
+            if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+                raise ValueError(f"the target's config.json: {name}={kinds!r:.200} must list kinds of layers, or be null")
         if row := getattr(config, "mtp_layers_block_type", None):  # of a family whose MLPs are layers of their own
             return tuple(row)
         form: list[str | None] = [None, None] if self.form is None else [*self.form]

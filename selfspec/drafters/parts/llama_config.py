@@ -22,6 +22,8 @@ OWN = (
     "max_position_embeddings",
 )
 _WIDEST = 64  # times the target's hidden size that a layer is wide inside, at most
+_ROPE_NUMBERS = ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_ROPE_NUMBERS += ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
 
 
@@ -32,13 +34,16 @@ def own_settings(config: dict[str, Any]) -> dict[str, Any]:
             f"partial_rotary_factor={config['partial_rotary_factor']} can not be read: all of a head turns"
         )
     settings = {name: config[name] for name in OWN if config.get(name) is not None}
-    rope = config.get("rope_parameters")
-    if rope is None:
-        rope = {**(config.get("rope_scaling") or {"rope_type": "default"}), "rope_theta": config.get("rope_theta")}
-        if "type" in rope:  # its older name
-            rope = {"rope_type": rope["type"], **{key: value for key, value in rope.items() if key != "type"}}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return {**settings, "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta}}
+    rope, scaling, theta = (config.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
+    older = {("rope_type" if key == "type" else key): value for key, value in (scaling or {}).items()}
+    older |= {} if theta is None else {"rope_theta": theta}
+    rope = {"rope_type": "default", "rope_theta": theta or 10000.0, **(rope or older)}
+    if odd := sorted(key for key in older if rope.get(key, older[key]) != older[key]):
+        raise ValueError(
+            f"rope_parameters={rope!r:.200} differ in {', '.join(odd)} from rope_scaling={scaling!r:.200} and "
+            f"rope_theta={theta!r:.40}; engines read one or the other, so remove what is wrong"
+        )
+    return {**settings, "rope_parameters": rope}
 
 
 def layer_config(target: Target, own: dict[str, Any], tokens: int) -> LlamaConfig:
@@ -102,10 +107,12 @@ def _check_numbers(settings: dict[str, Any], widest: int) -> None:
         raise ValueError(f"drafter.llama: heads of {settings['head_dim']} are wider together than {widest}")
     if settings["head_dim"] % 2:
         raise ValueError(f"drafter.llama.head_dim={settings['head_dim']} must be even: positions turn pairs of numbers")
-    theta = settings["rope_parameters"].get("rope_theta")
-    for name, value in {"rms_norm_eps": settings["rms_norm_eps"], "rope_theta": theta}.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ValueError(f"drafter.llama: {name}={value!r} must be a finite number above 0")
+    rope = {"rope_theta": None, **settings["rope_parameters"]}
+    numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None or name == "rope_theta"}
+    for name, value in {"rms_norm_eps": settings["rms_norm_eps"], **numbers}.items():
+        most = 1 if name == "rms_norm_eps" else math.inf
+        if type(value) not in (int, float) or not 0 < value < most:
+            raise ValueError(f"drafter.llama: {name}={value!r:.40} must be a number above 0, below {most}")
     if not isinstance(settings["attention_bias"], bool):
         raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
     if settings["num_attention_heads"] % settings["num_key_value_heads"]:
