@@ -280,8 +280,10 @@ def main(config: DictConfig) -> None:
         folder, gpu = Path(HydraConfig.get().runtime.output_dir), torch.cuda.is_available()
         asked = PARTS if config.parts is None else config.parts
         wanted = [asked] if isinstance(asked, str) else list(asked)
-        if unknown := sorted(set(wanted) - set(PARTS)):
-            raise ValueError(f"parts={unknown} are unknown; known are {', '.join(PARTS)}")
+        if type(config.minutes) not in (int, float) or not 0 < config.minutes < float("inf"):
+            raise ValueError(f"minutes={config.minutes!r} must be a number above 0")
+        if not wanted or not set(wanted) <= set(PARTS):
+            raise ValueError(f"parts={wanted} must name some of {', '.join(PARTS)}")
         if gpu and config.parts is None:
             section(Path(config.results), "gpu")  # refused before anything is measured
         title = torch.cuda.get_device_name() if gpu else "no GPU here: tiny sizes on the CPU, which measure nothing"
@@ -304,4 +306,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with clear_errors():
+        main()

@@ -43,6 +43,7 @@ from selfspec.training.distill import DistillConfig
 from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import Pace
+from selfspec.training.state import State
 from selfspec.utils import errors as log
 from selfspec.utils import progress
 from selfspec.utils.files import append_text, cache_folder
@@ -264,9 +265,9 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert [record["step"] for _, record in whole_lines(path)] == [1, 2]
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2: no record in JSON"):
-        list(whole_lines(path))
+    for second in ('{"st', "3", '{"step": "2"}'):
+        path.write_text(f'{{"step": 1}}\n{second}\n{{"step": 3}}\n')
+        refused("line 2: no record in JSON", list, whole_lines(path))
 
 
 # -- labels and plots
@@ -605,13 +606,19 @@ def test_damage_of_the_same_size_is_noticed(tiny_folder, source_root, tmp_path, 
     torch.save(state, tmp_path / "x/state.pt")
     with pytest.raises(ValueError, match=r"state.pt was changed on the disk: its hash differs"):
         run_training(small("x", tiny_folder, source_root, *few, "loop.steps=6"), tmp_path / "x")
+    torch.save({"state": vars(State()), "config": state["config"]}, tmp_path / "x/state.pt")
+    again = small("x", tiny_folder, source_root, *few, "loop.steps=6")
+    refused(r"state.pt is damaged \(KeyError\('parameters'\)\)", run_training, again, tmp_path / "x")
+    (tmp_path / "x/config.yaml").write_text("- 1")
+    again = small("x", tiny_folder, source_root, *few, "loop.precision=auto")
+    refused("config.yaml is damaged or empty", run_training, again, tmp_path / "x")
     (chunk,) = (tmp_path / "texts").rglob("*.safetensors")
     flip(chunk, chunk.stat().st_size - 200)
     capsys.readouterr()
     run_training(small("y", tiny_folder, source_root, *few), tmp_path / "y")  # written anew
     assert "was changed on the disk and is written anew" in capsys.readouterr().err
-    again = load_file(tmp_path / "y/drafter/drafter.safetensors")
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    written = load_file(tmp_path / "y/drafter/drafter.safetensors")
+    assert all(torch.equal(weights[name], written[name]) for name in weights)
 
 
 def test_kept_texts_and_states_that_the_disk_changed_are_made_again(tiny_folder, tmp_path, monkeypatch, capsys):

@@ -54,7 +54,7 @@ def settled(kind: type[R], config: DictConfig, folder: Path) -> tuple[R, DictCon
     config, begun = config.copy(), folder / "config.yaml"
     before: Any = OmegaConf.create()
     with suppress(Exception):  # of YAML, of Unicode: `check_same` tells of it
-        before = OmegaConf.load(begun) if begun.exists() else before
+        before = OmegaConf.merge(before, OmegaConf.load(begun))
     for key in ("loop.precision", "target.dtype"):
         if OmegaConf.select(config, key) == "auto" and (value := OmegaConf.select(before, key)) is not None:
             OmegaConf.update(config, key, value)

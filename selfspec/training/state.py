@@ -100,6 +100,12 @@ class Checkpoint:
         saved_run = _load(self.path)
         if "digest" in saved_run and saved_run["digest"] != _digest(saved_run):
             raise ValueError(f"{self.path} was changed on the disk: its hash differs; delete it to start over")
+        try:
+            return self._take(saved_run)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self.path} is damaged ({error!r}); delete it to start over") from error
+
+    def _take(self, saved_run: Figures) -> tuple[State, list[str]]:
         if saved_run.get("target", self.target) != self.target:
             raise ValueError(
                 f"{self.path}: the target's weights are not those of the steps before; bring them back, or choose "

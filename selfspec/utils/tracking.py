@@ -215,7 +215,7 @@ def whole_lines(path: Path) -> Iterator[tuple[str, Figures]]:
     for number, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
-            if not isinstance(record, dict):
+            if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
                 raise ValueError(f"it is {record!r:.40}")
         except ValueError as error:
             if number == len(lines):
