@@ -63,16 +63,12 @@ def test_costs_are_measured_once(llama, monkeypatch):
     assert pass_costs(llama, sampled=True) == other
 
 
-def test_costs_of_other_devices_are_refused_and_damaged_ones_measured_again(llama, monkeypatch, capsys):
+def test_damaged_costs_are_measured_again(llama, monkeypatch, capsys):
     steady = [1.0, 1.0, 1.1, 1.2, 1.4, 1.8, 2.6, 4.0]
     monkeypatch.setattr(cost, "measure_costs", lambda *_: steady)
     wanted = pass_costs(llama)
     path = cost_file(llama, 1)
     saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "device": "another GPU"}))
-    with pytest.raises(ValueError, match=r"holds costs of \{'device': 'another GPU'\}.*delete it") as error:
-        pass_costs(llama)
-    assert str(path) in str(error.value)
     zero, endless = ({**saved["greedy"], "0": value} for value in (0, float("inf")))
     broken = [{**saved, "greedy": mode} for mode in ({"1": 2}, zero, endless)]
     for text in (path.read_text()[:50], "[]", *map(json.dumps, broken)):

@@ -60,7 +60,6 @@ def overrides(tiny_folder, heads_folder, tmp_path, tokenizer) -> list[str]:
         "compare.prompt_tokens=24",
         "compare.max_new_tokens=8",
         "compare.exit_layer=1",
-        "compare.between=3",
         f"compare.draft_model={draft}",
         f"compare.results={results}",
         "dtype=float32",

@@ -13,15 +13,7 @@ from selfspec.core.target import Target
 from selfspec.drafters.base import Calibration
 from selfspec.engine.engine import Engine
 from selfspec.evaluation import limits
-from selfspec.evaluation.limits import (
-    LimitsConfig,
-    bandwidth,
-    expected_length,
-    measure_limits,
-    peak,
-    start_costs,
-    weights_of,
-)
+from selfspec.evaluation.limits import LimitsConfig, bandwidth, expected_length, measure_limits, peak, weights_of
 
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300}
@@ -104,7 +96,6 @@ def test_limits_of_a_target_of_ones_own(tiny_folder, heads_folder, tmp_path):
         "limits.sizes=[1,2]",
         "limits.rounds=3",
         f"limits.drafters=[{heads_folder}]",
-        "limits.starts=false",
     )
     figures = run_limits(config, tmp_path / "run")
     assert not figures["forecast"]
@@ -112,16 +103,3 @@ def test_limits_of_a_target_of_ones_own(tiny_folder, heads_folder, tmp_path):
     model, settings = tiny_model(max_position_embeddings=64), LimitsConfig(rounds=3)
     refused(r"has 64 positions, too few for 80 nodes; give smaller limits\.sizes", measure_limits, model, {}, settings)
     assert limits._context(Target(model), 40) == 24  # the pass and its tree fit
-
-
-@pytest.mark.slow
-def test_starts(tiny_folder, heads_folder):
-    """A second process reads what the first one compiled."""
-    eager, cold, warm = start_costs(str(heads_folder), tiny_folder, "float32", None).values()
-    assert eager["functions"] == 0
-    assert cold["functions"] == warm["functions"] > 3
-    assert warm["compiling"] < 0.5 * cold["compiling"]
-    assert warm["first"] < cold["first"]
-    assert 100 < eager["megabytes"] < cold["megabytes"]
-    with pytest.raises(ChildProcessError, match="no drafter at 'nothing/at/all'"):
-        start_costs("nothing/at/all", tiny_folder, "float32", None)

@@ -432,20 +432,6 @@ def test_right_answers_and_regime_are_counted_by_group(spec):
     assert 0 < plain["top1"] <= 1
 
 
-def test_prompts_are_asked_until_the_interval_is_narrow(spec, tmp_path):
-    prompts = [Prompt([5, 9, i], i) for i in range(12)]
-    wide = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1000.0)
-    assert len(run_benchmark(spec, prompts, wide, 4)) == 2 * 8  # at least eight
-    never = DecodeConfig(max_new_tokens=4, repeats=1, arms=["autoregressive", "speculative"], until_width=1e-9)
-    path = tmp_path / "records.jsonl"
-    assert len(run_benchmark(spec, prompts, never, 4, path)) == 2 * 12
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:19]))  # killed within the tenth prompt
-    again = run_benchmark(spec, prompts, wide, 4, path)
-    assert summarize(again)["identical"]["autoregressive"] == {"rows": 9, "of": 9}
-    refused("until_width=0 must be above 0", DecodeConfig, until_width=0)
-    refused("needs the arms autoregressive and speculative", DecodeConfig, until_width=0.1, arms=["speculative"])
-
-
 def test_the_data_source_mixes_conversations_and_source(source_root, chatty):
     data = Instructions(chatty, count=12, held_out=8, root=str(source_root))
     train, validation = data.train(), data.validation()

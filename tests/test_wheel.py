@@ -68,7 +68,7 @@ SHORT = {  # a short call of every command
     "calibrate": f"drafter=runs/mine name=again {ASKED.format('calibrate')}",
     "compare": f"name=compare compare.drafters=[runs/mine] compare.groups=null {COMPARED} "
     "compare.nodes=[4] compare.methods=[hf_generate]",
-    "limits": "target=TARGET logger=none limits.drafters=[] limits.sizes=[1,2] limits.rounds=3 limits.starts=false",
+    "limits": "target=TARGET logger=none limits.drafters=[] limits.sizes=[1,2] limits.rounds=3",
     "report": "sweep=runs",
     "page": "page.runs=[runs/point]",
     "compile": "--target TARGET --drafter prompt_lookup --nodes 4 --temperatures 0",

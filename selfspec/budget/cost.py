@@ -72,7 +72,7 @@ def pass_costs(target: Target, rows: int = 1, sampled: bool = False, insist: boo
     """Seconds of a pass over 0, 1, ..., LARGEST nodes per row, all but drafting included; over 0 nodes: of a plain
     step. They are measured where no file holds them. What can not be, since other programs took the machine, is
     measured once more and then not kept, so that it is measured again when it is asked for again (insist: in other
-    processes alone). Raises ValueError as `saved_costs` does."""
+    processes alone)."""
     with _measuring:
         if (costs := saved_costs(target, rows, sampled)) is not None:
             return costs
@@ -126,18 +126,10 @@ def implausible(seconds: Sequence[float]) -> str:
 
 
 def saved_costs(target: Target, rows: int = 1, sampled: bool = False) -> list[float] | None:
-    """The same where they have been measured, else None. Raises ValueError for a file of costs that was measured on
-    another device."""
-    path, identity, mode = cost_file(target, rows), _identity(target, rows), _mode(sampled)
-    seconds = _measured.get((path, sampled))
-    if (saved := _saved(path)) is not None:
-        wrong = {key: saved.get(key) for key, value in identity.items() if saved.get(key) != value}
-        seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else seconds
-        if wrong:
-            raise ValueError(
-                f"{path} holds costs of {wrong}, not of { ({key: identity[key] for key in wrong}) }; delete it, "
-                "they will be measured again"
-            )
+    """The same where they have been measured, else None."""
+    path, mode = cost_file(target, rows), _mode(sampled)
+    saved = _saved(path) or {}
+    seconds = [float(saved[mode][str(n)]) for n in (0, *SIZES)] if mode in saved else _measured.get((path, sampled))
     return None if seconds is None else _by_nodes(seconds, target)
 
 

@@ -15,13 +15,6 @@ from selfspec.checkpoints.named import HUB, qwen_coder, smollm2
 
 TARGETS = ("tiny-target", *HUB)
 DRAFTERS = ("tiny-early-exit", "tiny-eagle3", "tiny-medusa", "smollm2-medusa", "smollm2-eagle3", "qwen-coder-eagle3")
-_FORMER = ("tiny-block", "tiny-feature", "tiny-mask", "tiny-mtp", "tiny-sequential", "tiny-draft")  # until 0.4
-
-
-def how_to_train(name: str) -> str:
-    """Behind the name of a model that was embedded once: the command that trains it."""
-    command = "target" if name == "tiny-draft" else "train"
-    return f"; train it: selfspec {command} +experiment={name.replace('-', '_')} name=mine" if name in _FORMER else ""
 
 
 def assets() -> Path | None:

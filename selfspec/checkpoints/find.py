@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, how_to_train, resolve
+from selfspec.checkpoints.embedded import DRAFTERS, TARGETS, resolve
 from selfspec.drafters import OWN_KINDS
 from selfspec.utils.errors import did_you_mean
 from selfspec.utils.files import inside
@@ -79,15 +79,13 @@ def check_target_name(name: str, path: str | None = None) -> None:
         drafter = (place / "drafter.json").is_file() or (place / "drafter" / "drafter.json").is_file()
         holds = "; it is a file, so give its folder" if place.is_file() else ""
         holds = f"; give the file {files[0]}" if files else "; it holds a drafter: give drafter=" if drafter else holds
-        what = how_to_train(name) or holds or f"; give a folder, a hub id owner/name, or one of {', '.join(TARGETS)}"
+        what = holds or f"; give a folder, a hub id owner/name, or one of {', '.join(TARGETS)}"
         lacks = f"{place} has no config.json" if place.exists() else f"there is no folder {place}"
         raise FileNotFoundError(f"target {name!r}{did_you_mean(name, TARGETS)}: {lacks}{what}")
 
 
 def _no_drafter(name: str) -> FileNotFoundError:
     place, embedded = Path(name), ", ".join(DRAFTERS)
-    if how := how_to_train(name):
-        return FileNotFoundError(f"no drafter at {name!r}: it is no longer embedded{how}")
     if place.is_file():
         return FileNotFoundError(f"no drafter at {name!r}: it is a file; give the folder of a drafter")
     if (place / "config.json").is_file():

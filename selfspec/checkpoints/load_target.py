@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, logging
 
 from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import check_target_name
 from selfspec.checkpoints.formats.files import few
 from selfspec.checkpoints.hub import fetch
 from selfspec.checkpoints.named import elsewhere
-from selfspec.checkpoints.target_files import check_config, check_shards, readable_log
+from selfspec.checkpoints.target_files import check_config, check_shards
 from selfspec.checkpoints.weights_hash import parts_of, weights_hash
 from selfspec.core.chains import served
 from selfspec.core.quantized import Int8Linear, has_kernel, quantize
@@ -38,10 +34,6 @@ _FETCHING = (
     "code_revision",
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# What transformers raises for configs that make no model
-_ODD = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, RecursionError, ArithmeticError)
-# What it raises for weights that are damaged or of another model
-_DAMAGED = (RuntimeError, AssertionError, EOFError, struct.error, pickle.UnpicklingError)
 _TREES = ("sdpa", "eager")  # attention that takes tree masks
 _OTHERS = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
@@ -128,31 +120,35 @@ def _read(name: str, path: str, revision: str | None, fetching: Figures, loading
     try:
         check_config(path, {"revision": revision, **fetching}, "attn_implementation" in loading)
         config = AutoConfig.from_pretrained(path, revision=revision, **fetching)
-    except _ODD as error:  # a value of the wrong type, or none that a model can have
-        raise ValueError(f"target {name!r}: its config.json is not read: {one_line(error):.300}") from error
+    except (OSError, ImportError):
+        raise
     except ValueError as error:  # of transformers, which names no place
         if name in str(error):
             raise
         raise ValueError(f"target {name!r}: {one_line(error):.300}") from error
+    except Exception as error:  # a value of the wrong type, or none that a model can have
+        raise ValueError(f"target {name!r}: its config.json is not read: {one_line(error):.300}") from error
     for index in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (Path(path) / index).is_file():
             check_shards(Path(path) / index)
     if config.is_encoder_decoder:
         raise ValueError(f"target {name!r} is an encoder-decoder; selfspec serves decoder-only models")
-    loading = _attention(config, loading)
+    loading, level = _attention(config, loading), logging.get_verbosity()
+    logging.set_verbosity_error()  # names of tensors, which come from files; what matters of them is said below
     try:
         settings = {"dtype": "auto", "revision": revision, "config": config, **fetching, **loading}
-        with readable_log():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **settings, output_loading_info=True)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"no room for target {name!r}: {one_line(error):.300}") from error
-    except (*_ODD, *_DAMAGED) as error:
+    except (OSError, ImportError, ValueError):
+        raise
+    except Exception as error:  # damaged weights, or those of another model
         if loading and "unexpected keyword" in str(error):  # of the model's constructor, which names itself alone
             raise ValueError(f"from_pretrained does not take {', '.join(loading)} ({error})") from error
         why = f"its config.json and weights make no model: {one_line(error):.300}"
         raise ValueError(f"target {name!r}: {why}") from error
-    except SafetensorError as error:
-        raise ValueError(f"target {name!r}: its weights are no whole safetensors file ({error})") from error
+    finally:
+        logging.set_verbosity(level)
     model, report = loaded
     if unused := sorted(report["unexpected_keys"]):
         print(

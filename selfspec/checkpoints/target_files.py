@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +18,6 @@ from selfspec.checkpoints.embedded import resolve
 from selfspec.checkpoints.find import is_path
 from selfspec.checkpoints.formats.files import weight_map
 from selfspec.checkpoints.hub import fetch
-from selfspec.utils.errors import visible
 from selfspec.utils.files import Figures, inside, read_json
 
 _BESIDE = ["*.json", "*.txt", "*.model", "*.jinja"]  # a checkpoint's weights: config, tokenizer, index
@@ -44,26 +41,6 @@ def check_config(path: str, fetching: Figures, attention: bool) -> None:
                     f"target {path!r}: config.json: {name}={value!r:.200} is code of a repository; give "
                     "attn_implementation='sdpa', or trust_remote_code=True"
                 )
-
-
-@contextmanager
-def readable_log() -> Iterator[None]:
-    """What transformers logs in the meantime is text: names of tensors come from files."""
-
-    def readable(record: logging.LogRecord) -> bool:
-        if "LOAD REPORT" in record.getMessage():  # of weights, which the caller names
-            return False
-        record.msg, record.args = visible(re.sub(r"\x1b\[[\d;]*m", "", record.getMessage())), ()
-        return True
-
-    handlers = list(logging.getLogger("transformers").handlers)
-    for handler in handlers:
-        handler.addFilter(readable)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(readable)
 
 
 def check_shards(index: Path) -> None:

@@ -31,7 +31,7 @@ from selfspec.evaluation.arms import Prompt, prompts_of
 from selfspec.evaluation.audit import audit, distribution_tests, distribution_verdict
 from selfspec.evaluation.decode import defined, host_overhead, run_benchmark, summarize, write_traces
 from selfspec.evaluation.figures import total
-from selfspec.evaluation.limits import measure_limits, random_model, start_costs
+from selfspec.evaluation.limits import measure_limits, random_model
 from selfspec.evaluation.plots import plot_limits, plot_margins, plot_points
 from selfspec.evaluation.points import answer_files, check_ids, labelled, rows_of, write_answers, write_point
 from selfspec.evaluation.records import RECORDS, Record
@@ -43,10 +43,7 @@ from selfspec.utils.machine import device_type
 from selfspec.utils.tracking import RunLog
 
 # Keys that may change when a benchmark that was killed goes on
-_BESIDE = (
-    *("name", "trust_code"),
-    *(f"decode.{key}" for key in ("columns", "metrics", "traces", "answers", "until_width")),
-)
+_BESIDE = (*("name", "trust_code"), *(f"decode.{key}" for key in ("columns", "metrics", "traces", "answers")))
 
 
 def asked(
@@ -150,7 +147,7 @@ def _outputs(config: Figures) -> Figures:
     """The outputs that a point is asked for, beyond what was measured."""
     decode = config["decode"]
     columns = [name for name in decode.get("columns", ()) if name != "all"]  # which is of the terminal
-    return {"columns": columns} | {key: decode.get(key) for key in ("metrics", "traces", "answers", "until_width")}
+    return {"columns": columns} | {key: decode.get(key) for key in ("metrics", "traces", "answers")}
 
 
 def _cell(name: str, column: Column, point: Figures, records: list[Record]) -> str:
@@ -250,8 +247,6 @@ def run_limits(config: DictConfig, folder: Path) -> Figures:
     with run_folder(config, folder, done) as plain, RunLog(folder, run, plain, "figures.jsonl") as log:
         figures: Figures = {"target": name, "forecast": run.limits.config is not None}
         figures |= measure_limits(model, makers, run.limits) | origin(model.device) | {"config": plain}
-        if run.limits.starts and run.limits.drafters and run.limits.config is None:
-            figures["starts"] = start_costs(run.limits.drafters[0], run.target, run.dtype, run.device)
         text = limits_tables(figures)
         write_text(folder / "limits.json", json.dumps(figures, indent=1) + "\n")
         write_text(folder / "table.md", text + "\n")

@@ -22,7 +22,8 @@ from selfspec.utils.tracking import flat, whole_lines
 R = TypeVar("R")
 _NAMED = 8  # keys that differ and are listed
 
-_ALWAYS = ("wandb", "logger", "data.record_mb")  # keys that may change in every run
+# Keys that may change in every run, and some that earlier versions had
+_ALWAYS = ("wandb", "logger", "data.record_mb", "limits.starts", "decode.until_width")
 # Those that may when a training is resumed: they alter how long it runs or what it reports, not what it is.
 FREE = (
     *("name", "check", "trust_code"),  # name: of a folder that was moved
@@ -31,7 +32,11 @@ FREE = (
     *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
     *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
 )
-_GONE = {"train/packed": True}  # keys that earlier versions had, with what is always so now
+_GONE = {
+    "train/packed": True,
+    "compare/between": 5,
+    "compare/lookup_tokens": 10,
+}  # keys that earlier versions had, with what is always so now
 
 
 @contextmanager

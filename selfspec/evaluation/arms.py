@@ -116,7 +116,7 @@ def drafted(spec: Spec, max_new_tokens: int, nodes: int | str, lossy: str | None
 
 
 def of_transformers(
-    spec: Spec, max_new_tokens: int, draft_model: nn.Module | None = None, exit_layer: int = 1, lookup_tokens: int = 10
+    spec: Spec, max_new_tokens: int, draft_model: nn.Module | None = None, exit_layer: int = 1
 ) -> dict[str, Call]:
     """Those of METHODS, by name."""
     everywhere = CompileConfig()
@@ -124,7 +124,7 @@ def of_transformers(
     methods: dict[str, Figures] = {
         "hf_generate": {},
         "hf_static": {"cache_implementation": "static", "compile_config": everywhere},
-        "hf_prompt_lookup": {"prompt_lookup_num_tokens": lookup_tokens},
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": 10},
         "hf_early_exit": {"assistant_early_exit": exit_layer},
         "hf_assisted": {"assistant_model": draft_model},
     }

@@ -24,7 +24,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
 from selfspec.evaluation.arms import Arm, Call, Prompt, drafted, of_transformers, plain
 from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, grouped, over_plain, right, tau, texts, total
-from selfspec.evaluation.measure import BETWEEN, measure, points_of
+from selfspec.evaluation.measure import measure, points_of
 from selfspec.evaluation.peers import answering, started
 from selfspec.evaluation.records import METHODS, PEERS, Record, ours, read_records
 from selfspec.evaluation.tables import groups_table, price_table, regime_table, summary_table, table, verdict
@@ -43,11 +43,11 @@ class CompareConfig:
     prompt gets its own; methods: of transformers (hf_generate, hf_static, hf_prompt_lookup, hf_early_exit,
     hf_assisted), and other engines on the target's GGUF file, greedy alone (llamacpp_file, llamacpp_lookup,
     llamacpp_bf16, llamacpp_q8_0, openvino_fp16, openvino_int8, openvino_int4); draft_model: of assisted generation
-    (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; lookup_tokens: drafted by its prompt
-    lookup; between: arms between two runs of plain decoding; results: a Markdown file whose lines between <!-- compare
-    --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables replace; summary: one whose lines
-    between <!-- summary --> and <!-- end --> a short table and its figure replace; allow_code_execution: whether code
-    that the target writes may be run against a problem's tests (see `Answering`)."""
+    (hf_assisted), a folder or a hub id; exit_layer: of transformers' early exit; results: a Markdown file whose
+    lines between <!-- compare --> (of a compiled engine: <!-- compare compiled -->) and <!-- end --> the tables
+    replace; summary: one whose lines between <!-- summary --> and <!-- end --> a short table and its figure replace;
+    allow_code_execution: whether code that the target writes may be run against a problem's tests (see
+    `Answering`)."""
 
     drafters: list[str] = field(default_factory=list)
     nodes: list[Any] = field(default_factory=lambda: [8, 16, 32, "auto"])
@@ -61,8 +61,6 @@ class CompareConfig:
     methods: list[str] = field(default_factory=lambda: [name for name in METHODS if name != "hf_assisted"])
     draft_model: str | None = None
     exit_layer: int = 3
-    lookup_tokens: int = 10
-    between: int = BETWEEN
     results: str | None = None
     summary: str | None = None
     allow_code_execution: bool = False
@@ -70,7 +68,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         not_empty(self, "compare", "nodes", "temperatures", "questions")
         not_empty(self, "compare", "groups", give="give at least one, or null for all")
-        at_least(self, "compare", 1, "prompt_tokens", "max_new_tokens", "exit_layer", "lookup_tokens", "between")
+        at_least(self, "compare", 1, "prompt_tokens", "max_new_tokens", "exit_layer")
         if len(self.counts) != len(self.questions) or not all(type(n) is int and n > 0 for n in self.counts):
             raise ValueError(
                 f"compare.prompts={self.prompts} must be a number of at least 1, or a list with one for each of "
@@ -118,7 +116,7 @@ def run_comparison(
     check(spec.target, [prompt.ids for prompt in prompts], Options(most))
     calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
     calls |= {Arm(name, str(n)): drafted(each, most, n) for name, each in specs.items() for n in config.nodes}
-    theirs = of_transformers(spec, most, draft_model, config.exit_layer, config.lookup_tokens)
+    theirs = of_transformers(spec, most, draft_model, config.exit_layer)
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])
     for temperature in config.temperatures:
@@ -133,7 +131,7 @@ def run_comparison(
     context = max(len(prompt.ids) for prompt in prompts) + most
     with started(config.peers, spec.target, context) as peers:
         calls |= {Arm(name): answering(peer, name, spec, most) for name, peer in peers.items()}
-        return common(measure(spec, calls, Arm("plain"), points, path, seed=config.seed, between=config.between))
+        return common(measure(spec, calls, Arm("plain"), points, path, seed=config.seed))
 
 
 def _answered(records: Iterable[Record]) -> dict[float, dict[tuple[str, str], set[Any]]]:

@@ -30,22 +30,20 @@ from selfspec.evaluation.figures import (
 )
 from selfspec.evaluation.measure import measure, points_of, timed
 from selfspec.evaluation.records import Record
-from selfspec.utils.checks import above_zero, all_known, at_least, not_empty
+from selfspec.utils.checks import all_known, at_least, not_empty
 from selfspec.utils.files import Figures, mean, write_text
 from selfspec.utils.progress import progress
 
 DEFINITIONS = ("vllm", "spec_bench", "specforge", "modelopt")  # of acceptance, others'; see `defined`
 ARMS = ("hf_generate", "autoregressive", "speculative")
 _TRACED = 3  # calls, of which one is kept
-_FEWEST = 8  # prompts before an interval over prompts is believed
 
 
 @dataclass
 class DecodeConfig(Answering):
     """temperature: 0 is greedy; top_k, top_p and min_p: warp as in transformers; seed: of all noise, from which every
     prompt gets its own; repeats: timed runs per prompt and arm, of which the median counts; batch_size: prompts per
-    call; arms: what is timed; until_width: stop once the 95% interval of the speedup is narrower than this share of it
-    (such an interval is a little too narrow, since its width chose when to stop); metrics: acceptance by other
+    call; arms: what is timed; metrics: acceptance by other
     projects' definitions too: vllm, spec_bench, specforge, modelopt; answers: a file, in the run's folder unless it is
     absolute, that gets the answers in Spec-Bench's form; columns: all, for every column in the terminal, and functions
     of yours, package.module.function, each a column of the table from (point, records); traces: so many prompts of each
@@ -61,7 +59,6 @@ class DecodeConfig(Answering):
     batch_size: int = 1
     repeats: int = 2
     arms: list[str] = field(default_factory=lambda: list(ARMS))
-    until_width: float | None = None
     metrics: list[str] = field(default_factory=list)
     answers: str | None = None
     columns: list[str] = field(default_factory=list)
@@ -75,9 +72,6 @@ class DecodeConfig(Answering):
         at_least(self, "decode", 0, "traces")
         not_empty(self, "decode", "arms", give=f"choose from {', '.join(ARMS)}")
         all_known(self, "decode", arms=ARMS, metrics=DEFINITIONS)
-        above_zero(self, "decode", "until_width")
-        if self.until_width is not None and not {"autoregressive", "speculative"} <= set(self.arms):
-            raise ValueError("decode.until_width needs the arms autoregressive and speculative, whose ratio it watches")
         if self.batch_size > 1 and (self.answers is not None or "modelopt" in self.metrics):
             raise ValueError(
                 f"decode.batch_size={self.batch_size}: decode.answers and the metric modelopt need 1, since each "
@@ -120,18 +114,8 @@ def run_benchmark(
         path,
         seed=config.seed,
         repeats=config.repeats,
-        enough=partial(_narrow, width=config.until_width),
         others=False,
     )
-
-
-def _narrow(records: Sequence[Record], width: float | None) -> bool:
-    """Whether the interval of the speedup is as narrow as `until_width` asks."""
-    fast = [record for record in records if record.arm == "speculative"]
-    if width is None or len({record.cluster for record in fast}) < _FEWEST:
-        return False
-    interval = over_plain(fast)
-    return interval["high"] - interval["low"] <= width * interval["ratio"]
 
 
 def write_traces(

@@ -1,16 +1,10 @@
 """What limits a pass: this machine's bandwidth and peak, what passes cost in either engine, and what each drafter can
-bring on top of that, from its measured acceptance and the time of its draft. At the end, how long a process takes from
-its start to its first text."""
+bring on top of that, from its measured acceptance and the time of its draft."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +30,7 @@ from selfspec.drafters.parts.static_tree import static_tree
 from selfspec.engine.engine import with_room
 from selfspec.utils.checks import at_least, not_empty
 from selfspec.utils.errors import one_line
-from selfspec.utils.files import Figures, cache_folder
+from selfspec.utils.files import Figures
 from selfspec.utils.progress import progress
 
 _CONTEXT = 128  # kept tokens behind which passes are timed
@@ -49,15 +43,13 @@ _SHORTEST = 0.02  # seconds that one measurement of the machine takes at least
 class LimitsConfig:
     """sizes: nodes of a pass; rounds: times that each pass is timed, of which the median counts; drafters: whose
     acceptance and drafts are taken; temperatures: for which speedups are expected; config: a config.json, or a folder
-    or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast; starts: whether
-    new processes are timed too, with the first drafter, which compiles everything anew."""
+    or hub id with one, for a target of random weights, on which the drafters' acceptance is a forecast."""
 
     sizes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     rounds: int = 15
     drafters: list[str] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     config: str | None = None
-    starts: bool = True
 
     def __post_init__(self) -> None:
         if 1 not in self.sizes or not all(1 <= size <= MAX_NODES for size in self.sizes):
@@ -272,56 +264,3 @@ def measure_limits(
     figures = {"bytes": size, "products": products, **machine, "passes": rows, "forecasts": forecasts}
     figures |= {"compiled": compiled, "failed": fast.engine.failed}
     return figures | {"kernels": fast.engine.kernels, "exact": fast.exact, "varying": fast.engine.varying}
-
-
-# -- from the start of a process to its first text
-
-STARTS = {"eager": "eager", "compiled, nothing kept": "compiled", "compiled, kept": "compiled"}
-_PROGRAM = """
-import json, resource, sys, time
-begin = time.perf_counter()
-import selfspec
-drafter, target, dtype, device, engine = json.loads(sys.argv[1])
-spec = selfspec.load(drafter, target, dtype, device, engine=engine)
-loaded = time.perf_counter()
-spec.generate([[5, 9, 2, 7, 7, 1]], 32, temperature=0.0, nodes=8)
-first = time.perf_counter()
-spec.generate([[5, 9, 2, 7, 7, 1]], 32, temperature=0.0, nodes=8)
-again = time.perf_counter()
-engine = spec.target.engine
-figures = {"load": loaded - begin, "first": first - loaded, "again": again - first}
-try:  # where there is none, ru_maxrss, which begins at what the process that started this one held
-    figures["megabytes"] = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
-except OSError:
-    figures["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-figures["functions"] = len(engine.compiled)
-figures["compiling"] = sum(took for _, took, _ in engine.made)
-print(json.dumps(figures))
-"""
-
-
-def start_costs(drafter: str, target: str, dtype: str, device: str | None) -> dict[str, Figures]:
-    """Of each of STARTS, measured in a process of its own: seconds to load, of a first and of a second call of 32
-    tokens, seconds of them spent on compiling, functions compiled, and the peak of memory in MB.
-
-    Raises ChildProcessError with what a process said that failed.
-    """
-    costs = {}
-    with tempfile.TemporaryDirectory() as top:
-        for name, engine in STARTS.items():
-            folder = Path(top, engine)  # what eager passes keep would help the first compiled ones
-            if not folder.is_dir() and (targets := cache_folder() / "targets").is_dir():
-                folder.mkdir()
-                (folder / "targets").symlink_to(targets.resolve())  # converted once, which is no part of a start
-            arguments = json.dumps([drafter, target, dtype, device, engine])
-            done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, arguments],
-                env={**os.environ, "SELFSPEC_CACHE": str(folder), "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise ChildProcessError(f"a process that starts {engine} failed: {done.stderr.strip()[-2000:]}")
-            costs[name] = json.loads(done.stdout.splitlines()[-1])
-    return costs

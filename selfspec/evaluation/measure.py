@@ -74,15 +74,12 @@ def measure(
     path: Path | None = None,
     seed: int = 0,
     repeats: int = 1,
-    between: int = BETWEEN,
-    enough: Callable[[list[Record]], bool] = lambda records: False,
     others: bool = True,
 ) -> list[Record]:
     """The records of all arms on all points. spec: any on the target; baseline: the arm that is plain decoding, None
     where arms are not compared with it; path: JSON lines that each record is appended to, and those that are there
-    already are kept; seed: of the order of the arms; repeats: runs of each, of which the median counts; between: arms
-    between two runs of plain decoding; enough: whether what was measured so far suffices; others: whether `path` may
-    hold records of other points.
+    already are kept; seed: of the order of the arms; repeats: runs of each, of which the median counts; others:
+    whether `path` may hold records of other points.
 
     Raises ValueError where `path` holds records of other texts.
     """
@@ -90,23 +87,19 @@ def measure(
     done = {(*record.point, record.arm, record.nodes) for record in records}
     left = [(i, point, [arm for arm in calls if (*point.key, *arm) not in done]) for i, point in enumerate(points)]
     left = [(i, point, arms) for i, point, arms in left if arms]
-    torn = {point.key for _, point, _ in left}
-    whole = [record for record in records if record.point not in torn]
-    if not left or enough(whole):
-        return whole
+    if not left:
+        return records
     _warm_up(spec, calls, [(point, arms) for _, point, arms in left])
     bar = progress(total=sum(len(arms) for *_, arms in left), desc="measured")
     for i, point, arms in left:
         order = Random(f"{seed} {i}")
-        for record in _on_point(spec, calls, baseline, point, arms, order, repeats, between):
+        for record in _on_point(spec, calls, baseline, point, arms, order, repeats):
             records.append(record)
             if path is not None:
                 append_text(path, lines_of([record]))
             bar.update()
             if baseline is None or record.arm != baseline.name:
                 bar.set_postfix(_shown(records))
-        if enough(records):
-            break
     bar.close()
     return records
 
@@ -166,9 +159,8 @@ def _on_point(
     arms: list[Arm],
     order: Random,
     repeats: int,
-    between: int,
 ) -> Iterator[Record]:
-    """The records of some arms on one point, run `between` at a time between two runs of plain decoding, whose own
+    """The records of some arms on one point, run BETWEEN at a time between two runs of plain decoding, whose own
     record comes last."""
 
     def run(arm: Arm) -> Run:
@@ -179,8 +171,8 @@ def _on_point(
     taken: dict[Arm, list[tuple[Run, Beside | None]]] = {arm: [] for arm in others}
     for turn in range(repeats):
         shuffled = order.sample(others, len(others))
-        for first in range(0, max(1, len(others)), between):
-            part = [(arm, run(arm)) for arm in shuffled[first : first + between]]
+        for first in range(0, max(1, len(others)), BETWEEN):
+            part = [(arm, run(arm)) for arm in shuffled[first : first + BETWEEN]]
             plain += [] if baseline is None else [run(baseline)]
             for arm, result in part:
                 taken[arm].append((result, _beside(plain[-2:])))

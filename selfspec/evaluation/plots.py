@@ -15,7 +15,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-_LINES = 8  # points at most that are distinguished as lines
 _PARTS = {"target": "target pass", "draft": "draft", "other": "everything else"}  # of a step's time
 _NOTHING = dict.fromkeys(("ratio", "low", "high"), float("nan"))
 Line = list[tuple[float, float, bool]]  # nodes, value, and whether `auto` chose the nodes
@@ -150,29 +149,15 @@ def _titled(axes: Axes, rows: Sequence[Figures], more: str = "") -> None:
 
 
 def _acceptance(axes: Axes, rows: Sequence[Figures]) -> None:
-    """Lines for a few points, a coloured table for many."""
-    if len(rows) > _LINES:
-        _acceptance_table(axes, rows)
-        return
     for i, row in enumerate(rows):
         full, conditional = row["full_acceptance"], row["conditional_acceptance"]
         depths = range(1, len(full) + 1)
-        axes.plot(depths, full, "o-", color=f"C{i}", label=row["label"])
-        axes.plot(depths, conditional, "x:", color=f"C{i}", alpha=0.6)
+        axes.plot(depths, full, "o-", color=f"C{i % 10}", label=row["label"])
+        axes.plot(depths, conditional, "x:", color=f"C{i % 10}", alpha=0.6)
     axes.set(xlabel="depth", ylabel="accepted", ylim=(0, 1))
     axes.set_title("solid: all up to here; dotted: given that the parent was", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     _legend(axes)
-
-
-def _acceptance_table(axes: Axes, rows: Sequence[Figures]) -> None:
-    full = [row["full_acceptance"] for row in rows]
-    depth = max(1, *map(len, full))
-    shown = axes.imshow([row + [float("nan")] * (depth - len(row)) for row in full], aspect="auto", vmin=0, vmax=1)
-    axes.figure.colorbar(shown, label="accepted, all up to this depth")
-    axes.set_xticks(range(depth), [str(d + 1) for d in range(depth)])
-    axes.set(xlabel="depth")
-    _bars(axes, [row["label"] for row in rows])
 
 
 def _lines(rows: Sequence[Figures], value: Callable[[Figures], float]) -> dict[str, Line]:

@@ -247,7 +247,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 # Keys of what is reported and extended, not of what is measured
 _REPORTS = {f"compare/{key}" for key in ("results", "summary", "drafters", "nodes", "temperatures", "methods")}
-_REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers", "until_width")}
+_REPORTS |= {f"decode/{key}" for key in ("columns", "metrics", "traces", "answers")}
 
 
 def _ratios(folder: Path, beside: Path) -> dict[str, Figures]:

@@ -278,8 +278,7 @@ def limits_tables(figures: Figures) -> str:
     for engine in ("eager", "compiled"):
         columns += [f"{engine}, ms", "c(n) / c(1)", "overhead"]
     text = f"{head}\n\n{markdown([*columns, 'eager / compiled'], rows)}"
-    for part in (_compiled_lines(figures), _kernels_table(figures), _starts_table(figures.get("starts", {}))):
-        text += f"\n\n{part}" if part else ""
+    text += f"\n\n{_kernels_table(figures)}".rstrip()
     if not figures["forecasts"]:
         return text
     alike = grouped(figures["forecasts"], itemgetter("drafter", "engine", "T"))
@@ -294,18 +293,6 @@ def limits_tables(figures: Figures) -> str:
     columns += ["step, ms", "host overhead, ms", "of the step", "expected"]
     origin = "a forecast: acceptance is another target's" if figures["forecast"] else "from calibrated acceptance"
     return f"{text}\n\nExpected over plain decoding of the same engine ({origin}):\n\n" + markdown(columns, lines)
-
-
-def _compiled_lines(figures: Figures) -> str:
-    """What was compiled for passes and drafts, and what could not be."""
-    functions = [each for each in figures["compiled"] if each["how"] == "compiled"]
-    read = sum(each["how"] == "read" for each in figures["compiled"])
-    text = f"{read} functions read from disk, {len(functions)} compiled"
-    if functions:
-        seconds = sorted(each["seconds"] for each in functions)
-        text += f" in {sum(seconds):.0f} s ({seconds[0]:.1f} to {seconds[-1]:.1f} s each)"
-    failed = "; ".join(f"{what}: {why}" for what, why in figures["failed"].items())
-    return f"{text}." + (f" Not compiled: {failed}." if failed else "")
 
 
 def _kernels_table(figures: Figures) -> str:
@@ -325,13 +312,3 @@ def _kernels_table(figures: Figures) -> str:
         f"*: a row's bits depend on the rows beside it. Compiled passes are exact {figures['exact']}."
     )
     return f"{head}\n\n{markdown(['outputs x inputs', 'chosen', *names], rows)}"
-
-
-def _starts_table(starts: dict[str, Figures]) -> str:
-    columns = ["a new process", "loads, s", "first 32 tokens, s", "next 32 tokens, s", "compiling, s", "functions"]
-    rows = [
-        [name, *(f"{s[key]:.2f}" for key in ("load", "first", "again", "compiling"))]
-        + [f"{s[key]:.0f}" for key in ("functions", "megabytes")]
-        for name, s in starts.items()
-    ]
-    return markdown([*columns, "peak memory, MB"], rows) if rows else ""

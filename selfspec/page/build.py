@@ -11,7 +11,7 @@ from pathlib import Path
 from selfspec import __version__
 from selfspec.trace import Trace, read_traces
 from selfspec.utils.checks import at_least, not_empty
-from selfspec.utils.files import Figures, null_for_nan, parse_json, write_text
+from selfspec.utils.files import Figures, null_for_nan, read_json, write_text
 
 VERSION = 1  # of the page's data
 LARGEST_PAGE = 3_000_000  # bytes
@@ -67,7 +67,8 @@ def page_data(config: PageConfig) -> Figures:
             continue
         if not Path(run).is_dir():
             raise FileNotFoundError(f"page.runs holds {run!r}: there is no such folder")
-        paths = [path for name in ("compare.json", "limits.json", "traces.jsonl") for path in _below(Path(run), name)]
+        names = "compare.json", "limits.json", "traces.jsonl"
+        paths = [path for name in names for path in sorted(Path(run).rglob(name))]
         if not paths:
             raise ValueError(
                 f"page.runs holds {run!r}, in which no run left compare.json, limits.json or traces.jsonl; "
@@ -78,7 +79,7 @@ def page_data(config: PageConfig) -> Figures:
                 traces += read_traces(path)
                 continue
             try:
-                figures = parse_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+                figures = read_json(path)
                 if path.name == "compare.json":
                     data["comparisons"].append(_comparison(figures))
                 else:
@@ -116,7 +117,7 @@ def write_page(data: Figures, path: Path) -> int:
 def _saved(path: Path) -> Figures:
     """What another page shows. Raises ValueError for a file that is no page's data."""
     try:
-        found: Figures = parse_json(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+        found: Figures = read_json(path)
         if found["version"] != VERSION or not all(isinstance(found[name], list) for name in _PARTS):
             raise ValueError(f"version {found['version']!r}")
     except (ValueError, KeyError, TypeError) as error:
@@ -124,14 +125,6 @@ def _saved(path: Path) -> Figures:
             f"page.runs holds {str(path)!r}, which is not the data of a page ({error!r}); page.data=FILE writes one"
         ) from error
     return found
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"it holds {name}")
-
-
-def _below(folder: Path, name: str) -> list[Path]:
-    return sorted(path for path in folder.rglob(name) if path.is_file())
 
 
 def _last(name: str) -> str:

@@ -242,7 +242,9 @@ def _mask_token(config: Figures, target: Target, folder: Path) -> int:
     tokens = {name: config[name] for name in _MASK_TOKENS if config.get(name) is not None}
     token = next(iter(tokens.values()), None)
     if any(other != token for other in tokens.values()):
-        raise ValueError(f"{folder}/config.json: {tokens} are different tokens; engines read any of them: remove others")
+        raise ValueError(
+            f"{folder}/config.json: {tokens} are different tokens; engines read any of them: remove others"
+        )
     if type(token) is not int or not 0 <= token < target.vocab_size:
         raise ValueError(
             f"{folder}/config.json: mask_token_id={token!r} must be a token of the target, 0 to {target.vocab_size - 1}"

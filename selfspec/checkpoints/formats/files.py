@@ -18,8 +18,10 @@ from selfspec.utils.errors import one_line
 from selfspec.utils.files import Figures, inside, read_json
 
 _BUILT = 2**22  # numbers that a drafter may have whatever its file holds: the error then names a tensor
-_MAPPINGS = ("rope_parameters", "rope_scaling", "eagle_config", "dflash_config", "transformer_layer_config")
-_MAPPINGS += ("speculators_config",)  # of configs, where they have them
+_MAPPINGS = (  # of configs, where they have them
+    *("rope_parameters", "rope_scaling", "eagle_config", "dflash_config"),
+    *("transformer_layer_config", "speculators_config"),
+)
 _MOST = 5  # names that an error lists
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 

@@ -46,7 +46,7 @@ class Family:
         for name in ("mtp_layers_block_type", "mtp_layer_types", "mtp_mlp_layer_types"):
             kinds = getattr(config, name, None)
             if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-                raise ValueError(f"the target's config.json: {name}={kinds!r:.200} must list kinds of layers, or be null")
+                raise ValueError(f"the target's config.json: {name}={kinds!r:.200} must list kinds of layers")
         if row := getattr(config, "mtp_layers_block_type", None):  # of a family whose MLPs are layers of their own
             return tuple(row)
         form: list[str | None] = [None, None] if self.form is None else [*self.form]

@@ -22,8 +22,10 @@ OWN = (
     "max_position_embeddings",
 )
 _WIDEST = 64  # times the target's hidden size that a layer is wide inside, at most
-_ROPE_NUMBERS = ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_ROPE_NUMBERS += ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+)
 _ROPES = ("default", "linear", "dynamic", "yarn", "llama3")  # that draft models of all engines can have
 
 
@@ -110,9 +112,9 @@ def _check_numbers(settings: dict[str, Any], widest: int) -> None:
     rope = {"rope_theta": None, **settings["rope_parameters"]}
     numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None or name == "rope_theta"}
     for name, value in {"rms_norm_eps": settings["rms_norm_eps"], **numbers}.items():
-        most = 1 if name == "rms_norm_eps" else math.inf
-        if type(value) not in (int, float) or not 0 < value < most:
-            raise ValueError(f"drafter.llama: {name}={value!r:.40} must be a number above 0, below {most}")
+        below = 1.0 if name == "rms_norm_eps" else math.inf
+        if type(value) not in (int, float) or not 0 < value < below:
+            raise ValueError(f"drafter.llama: {name}={value!r:.40} must be a number above 0, below {below:g}")
     if not isinstance(settings["attention_bias"], bool):
         raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
     if settings["num_attention_heads"] % settings["num_key_value_heads"]:
