@@ -60,7 +60,7 @@ def test_behaves_like_one_list_per_row(rows, seed, passes):
         assert cache.lengths == [len(k) for k in kept]
         if alive > 1 and torch.rand(1, generator=g) < 0.3:
             going = sorted(torch.randperm(alive, generator=g)[: alive - 1].tolist())
-            cache.select(torch.tensor(going))
+            cache.select(going)
             kept, alive = [kept[i] for i in going], alive - 1
 
 
@@ -74,7 +74,7 @@ def test_rows_of_compiled_sizes_leave(going):
         cache.stores[store].copy_(torch.rand(cache.stores[store].shape))
     cache.lengths = [3, 4, 2, 3]
     before = [cache.stores[store].clone() for store in range(2)]
-    cache.select(torch.tensor(going))
+    cache.select(going)
     assert cache.rows == {1: 1, 2: 2, 3: 4}[len(going)]
     assert cache.lengths == [[3, 4, 2, 3][row] for row in going]
     for store, old in enumerate(before):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import randomize, tiny_model
+from conftest import made, randomize, tiny_model
+from families import build
 from test_drafters import PROMPTS, TABLE
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
@@ -51,7 +52,6 @@ class Counting(TorchFunctionMode):
 @pytest.fixture
 def static(monkeypatch) -> Target:
     """A target whose engine has the sizes and functions of a compiled one, which run as they are."""
-    monkeypatch.setattr(generate, "_standing", lambda tree, roots: tree.on(roots))  # as on a GPU
     monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
     return Target(tiny_model(), engine=Engine("eager", quiet=True))
 
@@ -78,6 +78,21 @@ def test_reads_and_uploads_of_a_step(static, kind, temperature, batch):
     reads, uploads = (1, 0) if kind is None else STEPS[kind]
     assert 6 <= counting.reads.total() <= 6 * reads  # a hybrid may leave its trained members alone
     assert counting.uploads.total() <= 6 * uploads
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Qwen3.5"])
+def test_layers_with_a_state_read_and_upload_nothing(monkeypatch, family):
+    monkeypatch.setattr(Engine, "run", lambda self, function, *args, compiled=True: function(*args))
+    target = Target(build(family), engine=Engine("eager", quiet=True))
+    steps = speculative_steps(
+        target, PROMPTS[:2], Options(60, Sampling(1.0), 0, frozenset()), made("medusa", target), 8, Result.of(2)
+    )
+    for _ in range(3):
+        next(steps)
+    with Counting() as counting:
+        for _ in range(4):
+            next(steps)
+    assert (counting.reads.total(), counting.uploads.total()) == (4, 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -80,7 +80,7 @@ def test_a_pass_of_compiled_sizes_is_the_eager_pass(window):
         rest = target.forward(TREES, cache, False, (0, 2), ran=2).hidden
         outs.append(target.forward(TREES, cache, True, (2, 3), torch.cat([first, rest], 1), reads=(1,)))
         cache.commit([[0, 2], [0, 1, 2], [0]])
-        cache.select(torch.tensor([0, 2]))
+        cache.select([0, 2])
     close(outs[1].logits, outs[0].logits)
     close(outs[1].features[1], outs[0].features[1])
     left = DraftTree(TREES.tokens[[0, 2]], TREES.parents[[0, 2]])
@@ -421,7 +421,7 @@ def test_compiled_noise_is_the_noise():
     for positions, count in (([7, 9, 1], 4), ([9, 9, 2], 3)):
         torch.testing.assert_close(fast.ahead(positions, count), noise.ahead(positions, count), rtol=1e-13, atol=1e-13)
     for each in (noise, fast):
-        each.select(torch.tensor([2]))
+        each.select([2])
     torch.testing.assert_close(fast.ahead([40], 2), noise.ahead([40], 2), rtol=1e-13, atol=1e-13)
 
 

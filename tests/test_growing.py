@@ -469,7 +469,7 @@ SHAPES = [
     ("eagle3", {"draft_vocab": VOCAB}, "all of which are drafted with drafter.draft_vocab=null"),
     ("eagle3", {"llama": {"rope_parameters": {"rope_type": "x"}}}, "rope_type must be one of default"),
     ("eagle3", {"llama": {"head_dim": 7}}, "head_dim=7 must be even"),
-    ("eagle3", {"llama": {"rms_norm_eps": -1.0}}, "rms_norm_eps=-1.0 must be a finite number"),
+    ("eagle3", {"llama": {"rms_norm_eps": -1.0}}, "rms_norm_eps=-1.0 must be a number above 0, below 1"),
     ("eagle3", {"llama": {"attention_bias": "no"}}, "attention_bias='no' must be true or false"),
     ("eagle3", {"llama": {"num_attention_heads": 3, "num_key_value_heads": 1}}, "makes no layer"),
     ("eagle3", {"layers": [[1]]}, "must be a list of layers"),

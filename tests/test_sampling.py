@@ -52,7 +52,7 @@ def test_block_reuse_never_changes_the_values():
     for positions, count in [([5, 5], 4), ([7, 6], 3), ([7, 6], 60), ([100, 9], 2), ([101, 9], 1)]:
         fresh = Noise([1, 2], [0, 0], 50, torch.device("cpu")).ahead(positions, count)
         assert torch.equal(noise.ahead(positions, count), fresh)
-    noise.select(torch.tensor([1]))
+    noise.select([1])
     assert torch.equal(noise.ahead([9], 2)[0], Noise([2], [0], 50, torch.device("cpu")).ahead([9], 2)[0])
 
 

@@ -27,6 +27,7 @@ from selfspec.core.tree import chain
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.feature import Feature
 from selfspec.drafters.medusa import Medusa
+from selfspec.drafters.registry import _Seen
 from selfspec.drafters.sequential import SequentialHeads
 from selfspec.hf_generate import from_config
 from selfspec.request import Request
@@ -444,9 +445,10 @@ def test_a_session_serves_one_call(spec):
         def session(self, target: Target, rows: int) -> Session:
             return self.kept
 
-    drafter = Keeps()
+    drafter: Any = Keeps()
+    drafter = _Seen(drafter)
     speculative(spec.target, [[5, 9, 2]], Options(4), drafter, 4)
-    with pytest.raises(ValueError, match=r"Keeps.session returned a session of an earlier call"):
+    with pytest.raises(ValueError, match=r"Keeps: session gave that of an earlier call"):
         speculative(spec.target, [[5, 9, 2]], Options(4), drafter, 4)
     watch = Watch(spec.drafter)
     contexts: list[Context] = []

@@ -37,7 +37,7 @@ def test_mask_depth_and_children_follow_from_parents(rows):
 def test_with_tokens_shares_the_structure_and_not_the_tokens():
     tree = chain(torch.tensor([[1, 2, 3]]))
     other = tree.with_tokens(torch.tensor([[4, 5, 6]]))
-    assert other.mask is tree.mask
+    assert other.parents is tree.parents
     assert tree.tokens.tolist() == [[1, 2, 3]]
     assert other.tokens.tolist() == [[4, 5, 6]]
 

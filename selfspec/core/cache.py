@@ -175,22 +175,25 @@ class KVCache:
         """Keep of the last pass only these nodes of each row (ascending; may be empty) and drop all others. kept:
         `paths` on the device, which spares an upload; lengths: int64 [B] on the device, given only where each row keeps
         its first nodes: how many."""
-        if self.stores and any(path != list(range(len(path))) for path in paths):
+        moves = bool(self.stores) and any(path != list(range(len(path))) for path in paths)
+        replays = bool(self.states) and any(paths)
+        if moves or replays:
+            kept = Kept.of(paths, paths, self.device) if kept is None else kept
             depth = self.engine.size(max(map(len, paths)))
-            assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
-            if kept is None:
-                kept = Kept.of(paths, paths, self.device)
             each = torch.arange(depth, device=self.device)  # idle rows, and places behind a path, move nowhere
             path = kept.path[:, :depth]
             if path.shape[1] < depth:
                 path = torch.cat([path, each[path.shape[1] :].expand(len(paths), -1)], 1)
             path = torch.cat([path, each.expand(self.idle, -1)]) if self.idle else path
+            if replays:
+                counts = nn.functional.pad(kept.lengths, (0, self.idle))
+                self._advance(torch.where(each < counts[:, None], path, 0), counts)
+        if moves:
+            assert max(self.lengths) + depth <= self.capacity, "a pass leaves room for the paths through its tree"
             for device in {store.device for store in self.stores}:
                 stores = [store for store in self.stores if store.device == device]
                 moved = self.row_lengths(device), path.to(device).contiguous()
                 self.engine.run(compact, stores, *moved, compiled=device.type != "cpu")  # on a CPU it is a few copies
-        if self.states and any(paths):
-            self._advance(paths)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
         more = lengths if kept is None else kept.lengths
         if more is None or self._lengths is None:
@@ -198,24 +201,16 @@ class KVCache:
         else:
             self._lengths = self._lengths + (nn.functional.pad(more, (0, self.idle)) if self.idle else more)
 
-    def _advance(self, paths: list[list[int]]) -> None:
-        """Replay the accepted paths in layers that keep a state."""
-        depth = self.engine.size(max(map(len, paths)))
-        padded = torch.tensor([path + [0] * (depth - len(path)) for path in paths] + [[0] * depth] * self.idle)
-        counts = torch.tensor([*map(len, paths), *[0] * self.idle])
-        done = replayed({i: stages[0] for i, stages in self.states.items() if len(stages) == 1}, padded, counts)
+    def _advance(self, paths: Tensor, counts: Tensor) -> None:
+        """Replay the accepted paths, int64 [rows, D], of so many nodes, int64 [rows], in layers that keep a state."""
+        done = replayed({i: stages[0] for i, stages in self.states.items() if len(stages) == 1}, paths, counts)
         for layer, stages in self.states.items():  # those of others were replayed by `KV.committed` already
             stages[:] = [done[layer]] if layer in done else stages[1:]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, int64 [B'], in this order. Entries that were not committed are lost."""
-        left = rows.tolist()
+    def select(self, left: list[int]) -> None:
+        """Keep these rows of the batch, in this order. Entries that were not committed are lost."""
         size = self.engine.size(len(left))
-        if self.engine.eager:
-            self.stores = [store[:, rows.to(store.device)] for store in self.stores]
-            self.store_rows = size
-        else:  # only moved rows are copied; smaller buffers are the first rows of the present ones
-            self._move({to: row for to, row in enumerate(left) if to != row})
+        self._move({to: row for to, row in enumerate(left) if to != row})  # buffers are the first rows of the stores
         index = torch.tensor(left + left[:1] * (size - len(left)))
         self.states = {layer: [stages[0].rows(index)] for layer, stages in self.states.items()}
         self.lengths, self.idle, self._views = [self.lengths[row] for row in left], size - len(left), {}

@@ -68,9 +68,8 @@ class ChainCache:
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
         self.ran = []
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, int64 [B'], in this order."""
-        left = rows.tolist()
+    def select(self, left: list[int]) -> None:
+        """Keep these rows, in this order."""
         self.lengths, self.states = [self.lengths[i] for i in left], [self.states[i] for i in left]
         self.waiting = [self.waiting[i] for i in left]
 

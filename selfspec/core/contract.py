@@ -54,7 +54,7 @@ class Accepted:
     """What a pass kept. hidden: [B, N, H] of the pass; features: the same of the layers the drafter reads; rows: which
     of its B rows go on, in their new order, which need not ascend; paths: the kept nodes of each of those rows (empty
     while a longer prompt of the batch is still read); logits: [B, N, V] of the pass, None while the prompt is read;
-    kept: `paths` on the device with the tokens that they emit, None where rows moved or the prompt is read."""
+    kept: `paths` on the device with the tokens that they emit, None while the prompt is read."""
 
     hidden: Tensor
     features: dict[int, Tensor]
@@ -74,9 +74,8 @@ class Accepted:
         if len(self.hidden) == 1 and self.paths[0]:
             return self.hidden[:, self.paths[0][-1]]
         if self.kept is not None:
-            return self.hidden.gather(1, self.kept.leaf[:, None, None].expand(-1, 1, self.hidden.shape[-1]))[:, 0]
-        if all(self.paths):
-            return self.hidden[self.rows, [path[-1] for path in self.paths]]
+            hidden = self.hidden if len(self.rows) == len(self.hidden) else self.hidden[self.rows]
+            return hidden.gather(1, self.kept.leaf[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
         states = self.hidden.new_zeros(len(self.rows), self.hidden.shape[-1]) if before is None else before.clone()
         for i, (row, path) in enumerate(zip(self.rows, self.paths, strict=True)):
             if path:

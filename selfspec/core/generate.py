@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from selfspec.core.rows import MAX_NODES, Rows
 from selfspec.core.stats import Span, Stats, elapsed, moment
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree, chain
+from selfspec.core.verify import Kept
 from selfspec.engine.engine import with_room
 
 # What one pass added: (index of the prompt, its tokens, whether each of them came from the tree)
@@ -26,7 +27,6 @@ _MANY = 200  # drafted tokens, none accepted, before a warning
 _PASSES = ("tree_pass_alone", "_grown")  # functions of the engine: what verifies, and what drafts
 # By drafter, how many drafted tokens were rejected so far; infinity once one was accepted
 _rejected: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
-_begun: WeakValueDictionary[int, Session] = WeakValueDictionary()  # sessions that a call was begun with, by id
 
 
 @dataclass
@@ -77,18 +77,6 @@ def _to_the_end(steps: Iterator[Added]) -> None:
         pass
 
 
-def _begin(drafter: Drafts, target: Target, rows: int) -> Session:
-    """A new session for this call. Raises ValueError if the drafter returns one that an earlier call used."""
-    session = drafter.session(target, rows)
-    if _begun.get(id(session)) is session:
-        raise ValueError(
-            f"{type(drafter).__name__}.session returned a session of an earlier call; it must make a new one each time"
-        )
-    with suppress(TypeError):  # of a class with slots: it can not be remembered
-        _begun[id(session)] = session
-    return session
-
-
 def speculative_steps(
     target: Target, prompts: Sequence[Sequence[int]], options: Options, drafter: Drafts, nodes: int, result: Result
 ) -> Iterator[Added]:
@@ -115,7 +103,7 @@ def _steps(
     compiled, waits, below = target.compiled, [target.engine.waits(name) for name in _PASSES], 0
     begun, spans = moment(device), list[Span]()  # of the last pass; booked on a GPU after the next walk is read
     rows = Rows(target, prompts, options, result.records, result.stopped)
-    session = None if drafter is None else _begin(drafter, target, len(prompts))
+    session = None if drafter is None else drafter.session(target, len(prompts))
     reads, cache = () if drafter is None else drafter.reads, rows.cache
     rejected: Tensor | int = 0  # drafted tokens before the first accepted one
     try:
@@ -141,11 +129,11 @@ def _steps(
             added = _added(rows.alive, paths, tokens, result)
             rows.select(going)
             if going:
-                still = kept if len(going) == len(paths) else None
-                roots = rows.roots(still)
+                kept = kept if len(going) == len(paths) else Kept(kept.walked[going])
+                roots = kept.bonus
                 if session is not None:
                     left = [paths[i] for i in going]
-                    session.observe(Accepted(out.hidden, out.features, going, left, out.logits, still))
+                    session.observe(Accepted(out.hidden, out.features, going, left, out.logits, kept))
             spans = [("draft", start, drafted), ("target", drafted, passed), ("other", passed, moment(device))]
             stats.calls += 1
             stats.nodes += tree.tokens.shape[1]
@@ -181,21 +169,12 @@ def _added(alive: list[int], paths: list[list[int]], tokens: list[list[int]], re
 
 
 def _tree(session: Session | None, rows: Rows, roots: Tensor, last: DraftTree, nodes: int) -> DraftTree:
-    """What the next pass runs, drafted or a root alone. last: the tree of the pass before."""
+    """What the next pass runs, drafted or a root alone, on the rows' last tokens. last: the tree of the pass before."""
     if session is None:
         return last.with_tokens(roots[:, None]) if len(last.tokens) == len(roots) else chain(roots[:, None])
     target, cache, temperature = rows.target, rows.cache, rows.options.sampling.temperature
     context = Context(roots, cache.lengths, rows.tokens, nodes, temperature, rows.noise, target, cache)
-    return target.shaped(_standing(session.propose(context), roots))
-
-
-def _standing(tree: DraftTree, roots: Tensor) -> DraftTree:
-    """Ensure that the tree's root is each row's last token. On a CPU another root is an error. Checking on a GPU would
-    wait for it, so there the roots are written into the tree."""
-    if roots.device.type != "cpu":
-        return tree.on(roots)
-    assert torch.equal(tree.tokens[:, 0], roots), "a session's tree must stand on the row's last token"
-    return tree
+    return target.shaped(session.propose(context).on(roots))
 
 
 def _warn_of_none(drafter: object, stats: Stats) -> None:

@@ -61,10 +61,8 @@ class Rows:
         if options.sampling.temperature > 0:
             self.noise = Noise(seeds, ids, target.vocab_size, target.device, target.engine)
 
-    def roots(self, kept: Kept | None = None) -> Tensor:
-        """int64 [B]: the last token of each row. kept: of the last pass, where all its rows go on."""
-        if kept is not None:
-            return kept.bonus
+    def roots(self) -> Tensor:
+        """int64 [B]: the last token of each row, before the first pass."""
         return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.target.device)
 
     @property
@@ -171,11 +169,10 @@ class Rows:
     def select(self, going: list[int]) -> None:
         if len(going) == len(self.alive):
             return
-        index = torch.tensor(going, dtype=torch.long, device=self.target.device)
         if going:
-            self.cache.select(index)
+            self.cache.select(going)
             if self.noise is not None:
-                self.noise.select(index)
+                self.noise.select(going)
         self.alive = [self.alive[i] for i in going]
         self.tokens = [self.tokens[i] for i in going]
         self.left = [self.left[i] for i in going]

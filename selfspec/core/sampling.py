@@ -142,9 +142,9 @@ class Noise:
         places = begin[:, None] + torch.arange(count, device=self.ids.device)
         return self.block[torch.arange(len(offsets), device=self.ids.device)[:, None], places]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows, int64 [B'], in this order."""
-        left = rows.tolist()
+    def select(self, left: list[int]) -> None:
+        """Keep these rows, in this order."""
+        rows = torch.tensor(left, device=self.ids.device)
         moved = {to: row for to, row in enumerate(left) if to != row}
         if moved:
             self.block[list(moved)] = self.block[list(moved.values())]

@@ -55,8 +55,8 @@ class DraftTree:
             )
 
     def with_tokens(self, tokens: Tensor) -> DraftTree:
-        """The same structure over other tokens int64 [B, N]; mask and depth are computed once for all."""
-        _ = self.mask, self.depth, self.levels
+        """The same structure over other tokens int64 [B, N]; its levels are counted once for all."""
+        _ = self.levels
         return self._with(tokens=tokens)
 
     def on(self, roots: Tensor) -> DraftTree:
@@ -139,7 +139,7 @@ class DraftTree:
 
 
 def trusted(tokens: Tensor, parents: Tensor, scores: Tensor | None = None, **more: Any) -> DraftTree:
-    """A tree of a drafter's own making, whose parents need no check. more: other fields of the tree."""
+    """A tree of a drafter's own making, whose parents need no check. more: other fields and properties."""
     tree = object.__new__(DraftTree)
     for name, value in {**_DEFAULTS, "tokens": tokens, "parents": parents, "scores": scores, **more}.items():
         object.__setattr__(tree, name, value)  # torch 2.11 traces no update of a __dict__
@@ -173,4 +173,4 @@ def ancestors(parents: Tensor) -> Tensor:
 def chain(tokens: Tensor) -> DraftTree:
     """A tree without branches over tokens int64 [B, N]; with N = 1 just the root."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-    return trusted(tokens, parents.expand_as(tokens), deepest=tokens.shape[1] - 1)
+    return trusted(tokens, parents.expand_as(tokens), deepest=tokens.shape[1] - 1, is_chain=True)

@@ -213,9 +213,9 @@ class EarlyExitSession:
         for row, path in zip(accepted.rows, accepted.paths, strict=True):
             paths[row] = [node - 1 for node in path[1:] if node < self.ran]
         if self.ran:  # before rows move, which takes committed entries alone
-            self.cache.commit(paths, None if kept is None else self._run(kept))
+            self.cache.commit(paths, self._run(kept) if kept is not None and len(kept.walked) == len(states) else None)
         if len(accepted.rows) < len(states):
-            self.cache.select(torch.tensor(accepted.rows, device=states.device))
+            self.cache.select(accepted.rows)
             states = states[accepted.rows]
         if not self.ran:  # a part of the prompt, or a pass that nothing was drafted for
             tail, tree = self.drafter.tail, chain(states.new_zeros(states.shape[:2], dtype=torch.long))

@@ -10,7 +10,7 @@ worth the time they take.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from selfspec.core.contract import Accepted, Context, MaskSlots, Session
 from selfspec.core.target import Target
 from selfspec.core.tree import DraftTree
 from selfspec.drafters.base import Drafter, DrafterConfig, Trained
-from selfspec.drafters.parts.ngrams import Listed, ListTree, as_tree
+from selfspec.drafters.parts.ngrams import ListTree, as_tree
 
 _WEIGHT = 8.0  # prior weight of a class of nodes, in checked tokens
 _REST_PASSES = 16  # passes after which trained members are asked again
@@ -209,7 +209,9 @@ def _expected(rows: list[ListTree]) -> float:
 
 
 def _listed(session: Session, context: Context) -> list[ListTree]:
-    return session.lists(context) if isinstance(session, Listed) else _lists(session.propose(context))
+    """A tree as lists. Sessions that draft on the host have `lists`, which needs no tensors."""
+    lists: Callable[[Context], list[ListTree]] | None = getattr(session, "lists", None)
+    return _lists(session.propose(context)) if lists is None else lists(context)
 
 
 def _lists(tree: DraftTree) -> list[ListTree]:

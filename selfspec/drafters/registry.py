@@ -12,6 +12,7 @@ import typing
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -146,9 +147,12 @@ class _Seen:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.reads, self.name = drafter, drafter.reads, type(drafter).__qualname__
+        self.inner: Any = None
 
     def session(self, target: Target, rows: int) -> Session:
-        self.inner = self.drafter.session(target, rows)
+        before, self.inner = self.inner, self.drafter.session(target, rows)
+        if self.inner is before:
+            raise ValueError(f"drafter {self.name}: session gave that of an earlier call; it makes a new one each time")
         for method in ("propose", "observe"):
             if not callable(getattr(self.inner, method, None)):
                 raise ValueError(f"drafter {self.name}: its session, {type(self.inner).__name__}, lacks {method}")
@@ -191,11 +195,11 @@ def try_out(drafter: Drafter, target: Target) -> None:
     before long work starts."""
     was, name = drafter.training, type(drafter).__qualname__
     drafter.eval()
-    prompts = [[0, 1, 0, 1, 0, 1], [1, 0, 1, 1]]
+    prompts, seen = [[0, 1, 0, 1, 0, 1], [1, 0, 1, 1]], _Seen(drafter)
     for temperature in (0.0, 1.0):
         options = Options(5, Sampling(temperature), 1)
         try:
-            ids = speculative(target, prompts, options, _Seen(drafter), 8).token_ids
+            ids = speculative(target, prompts, options, seen, 8).token_ids
         except (TypeError, AttributeError, AssertionError, RuntimeError, IndexError, KeyError) as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             why = f"{error!r:.300}, in {at.filename}, line {at.lineno}"

@@ -206,9 +206,11 @@ class Engine:
 
     def _compile(self, function: Callable[..., Any], args: tuple[Any, ...], what: str) -> Any:
         """The compiled function; None where torch can not compile it."""
+        from selfspec.engine.kernels import graph_pass  # slow to import
+
         code: Any = None
         for modules in ([*modules_in(args)], []):  # layers that change what they hold can not be nested
-            options = _options(str(self.backend))
+            options = graph_pass.options() if self.backend == "inductor" else {}
             with compiled_once(modules) as nested:
                 try:
                     code = self._code(function, args, options)
@@ -227,8 +229,7 @@ class Engine:
         import torch._dynamo.config as dynamo  # slow to import
         from torch._dynamo.exc import RestartAnalysis
 
-        if hasattr(dynamo, "enable_aot_compile"):
-            dynamo.enable_aot_compile = True  # not so by default before torch 2.12
+        dynamo.enable_aot_compile = True  # not so by default before torch 2.12
         compiling: Any = torch.compile(
             function,
             backend=self.backend,  # type: ignore[arg-type]
@@ -352,10 +353,6 @@ def _check_compiling(device: str) -> None:
     """Raises ValueError where nothing can compile. device: its type."""
     if device not in ("cpu", "cuda"):
         raise ValueError(f"engine=compiled serves CPUs and CUDA devices, not {device}; take engine=eager")
-    if not hasattr(torch.compiler, "load_compiled_function"):
-        raise ValueError(
-            f"engine=compiled needs a newer torch than {torch.__version__}; upgrade it, or take engine=eager"
-        )
     if device == "cpu" and not has_compiler():
         raise ValueError(
             "engine=compiled needs a C++ compiler, and there is none; install one (the package g++ of Debian and "
@@ -375,15 +372,6 @@ def bucket(count: int, smallest: int = 1) -> int:
     while size < count:
         size *= 2
     return size
-
-
-def _options(backend: str) -> dict[str, Any]:
-    """The backend's own settings."""
-    if backend != "inductor":
-        return {}
-    from selfspec.engine.kernels.graph_pass import options  # slow to import
-
-    return options()
 
 
 def _holds(known: Any, gone: set[int]) -> bool:

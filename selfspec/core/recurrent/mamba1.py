@@ -63,7 +63,7 @@ def _scan(
         sums = times @ below.mT.to(times.dtype)
     kept = 0 if below is None else below.shape[2] - below.shape[1]
     above = None if below is None else _parents(below)
-    restarts = above is not None and earlier is None and _is_line(above)  # documents of a row, one behind another
+    restarts = above is not None and earlier is None and start is None  # whole texts, one behind another in a row
     states, outs = list[Tensor](), list[Tensor]()
     for node in range(dt.shape[2]):
         state = states[-1] if states else before
@@ -89,12 +89,6 @@ def _seen(recurrence: Recurrence, values: Tensor) -> Tensor:
     if recurrence.below is None:
         return chain_below(values, recurrence.written)
     return recurrence.below.to(values.device)
-
-
-def _is_line(above: Tensor) -> bool:
-    """Whether every node's parent, int64 [B, n], is the node before it or none."""
-    before = torch.arange(-1, above.shape[1] - 1, device=above.device)
-    return bool(((above == before) | (above < 0)).all())
 
 
 def _parents(below: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Growth:
 
     def tree(self) -> DraftTree:
         """The best nodes within the budget. Every parent is better than its children, so none is missing."""
-        return trusted(*self.best())
+        return trusted(*self.best(), deepest=self.depth)
 
     def best(self) -> Nodes:
         """`tree` as tensors."""

@@ -62,7 +62,7 @@ class FeatureCache(Generic[L, V], ABC):
         """Take in the features of what a pass accepted."""
         self._finish()
         if self.caches and len(accepted.rows) < len(accepted.hidden):
-            self._select(torch.tensor(accepted.rows, device=accepted.hidden.device))
+            self._select(accepted.rows)
         self._settle()
         self.late = accepted
 
@@ -147,12 +147,11 @@ class FeatureCache(Generic[L, V], ABC):
             paths = [list(range(max(0, start + n - k) - max(0, start - k))) for start, n in rows]
             cache.commit(paths, lengths=lengths if min(starts) >= k else None)
 
-    def _select(self, rows: Tensor) -> None:
-        """Keep these rows, int64."""
+    def _select(self, rows: list[int]) -> None:
         for cache in self.caches:
             cache.select(rows)
         if self.carried is not None:
-            self.carried = self.carried[rows.to(self.carried.device)]
+            self.carried = self.carried[rows]
 
     def _read_but(self, context: Context, few: int) -> None:
         """Read what is pending until no row has more than `few` left."""

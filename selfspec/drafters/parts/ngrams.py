@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from selfspec.core.contract import Context
 from selfspec.core.tree import DraftTree, depths_of, trusted
 
 
@@ -35,15 +33,6 @@ class Tally:
 
 # A row's tree before it is a tensor: tokens, parents (the root first, with -1) and each node's path probability
 ListTree = tuple[list[int], list[int], list[float]]
-
-
-@runtime_checkable
-class Listed(Protocol):
-    """A session that drafts on the host: what mixes its trees with others needs no tensors of them."""
-
-    def lists(self, context: Context) -> list[ListTree]:
-        """What `propose` makes a tree of, row by row."""
-        ...
 
 
 def as_tree(roots: Tensor, rows: Sequence[ListTree], prunable: bool = True, least: int = 1) -> DraftTree:

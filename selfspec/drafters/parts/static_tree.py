@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -44,20 +43,10 @@ def static_tree(acceptance: list[list[float]] | Acceptance, nodes: int) -> tuple
     return parents, ranks, probs
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A static tree for some number of rows. index: int64 [N], where each node finds its token among the root and the
-    choices; depth: levels below the root; choices: children that a node has at most."""
-
-    tree: DraftTree
-    index: Tensor
-    depth: int
-    choices: int
-
-
 @lru_cache(maxsize=256)
-def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> Plan:
-    """The static tree of at most `nodes` nodes for these acceptance rates."""
+def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) -> tuple[DraftTree, Tensor, int]:
+    """The static tree of at most `nodes` nodes for these acceptance rates; where each of its nodes finds its token
+    among the root and the choices, int64 [N]; and the children that a node has at most."""
     parents, ranks, probs = static_tree(acceptance, nodes)
     depths = depths_of(parents)
     choices = max(ranks) + 1
@@ -65,7 +54,7 @@ def plan(acceptance: Acceptance, nodes: int, rows: int, device: torch.device) ->
     shape = torch.tensor(parents, device=device).expand(rows, -1)
     scores = torch.tensor(probs, device=device).expand(rows, -1)
     tree = trusted(torch.zeros_like(shape), shape, scores, deepest=max(depths))
-    return Plan(tree, torch.tensor(index, device=device), max(depths), choices)
+    return tree, torch.tensor(index, device=device), choices
 
 
 def drafted(
@@ -106,14 +95,14 @@ class StaticTreeSession:
             ids: Tensor | None = getattr(self.drafter, "vocabulary", None)
             choices = context.target.vocab_size if ids is None else len(ids)
             self.table = tuple(tuple(row[:choices]) for row in acceptance)
-        shape = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
-        if self.hidden is None or shape.depth == 0:  # one-token prompts: nothing was seen yet
+        tree, index, choices = plan(self.table, context.nodes, len(context.lengths), context.roots.device)
+        if self.hidden is None or tree.levels == 0:  # one-token prompts: nothing was seen yet
             return chain(context.roots[:, None])
-        engine, noise = context.target.engine, ahead(context, shape.depth)
+        engine, noise = context.target.engine, ahead(context, tree.levels)
         rows = [None if part is None else engine.padded(part) for part in (self.hidden, context.roots, noise)]
-        sizes, temperature = (shape.index, shape.depth, shape.choices), context.temperature_tensor
+        sizes, temperature = (index, tree.levels, choices), context.temperature_tensor
         tokens = engine.run(drafted, self.drafter, *rows[:2], *sizes, rows[2], temperature)
-        return shape.tree.with_tokens(tokens[: len(context.lengths)])
+        return tree.with_tokens(tokens[: len(context.lengths)])
 
     def observe(self, accepted: Accepted) -> None:
         self.hidden = accepted.last_hidden(self.hidden)

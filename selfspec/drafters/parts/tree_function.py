@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,6 @@ from selfspec.drafters.parts.static_tree import Acceptance, static_tree
 Grower = Callable[..., tuple[Tensor, ...]]
 
 
-class _Growing(Protocol):
-    """What the config of a drafter that grows trees says of them."""
-
-    width: int
-    min_prob: float
-
-
 def drafted_by(
     grower: Grower, drafter: Trained, context: Context, given: tuple[Any, ...], depth_cost: float = 0.0
 ) -> tuple[Tensor, ...]:
@@ -38,16 +31,12 @@ def drafted_by(
     Compiled code can not stop early, and stopping on a GPU would wait for it. There `expanded` fixes in advance how
     many nodes each depth expands, from the drafter's calibration, and `min_prob` does not count.
     """
-    engine, calibration, config = (
-        context.target.engine,
-        drafter.calibration[context.mode],
-        cast(_Growing, drafter.config),
-    )
-    width, min_prob = config.width, config.min_prob
-    noise, widths = ahead(context, drafter.depth), cast(int | tuple[int, ...], width)
+    engine, calibration, config = context.target.engine, drafter.calibration[context.mode], cast(Any, drafter.config)
+    widths, min_prob = config.width, config.min_prob
+    noise = ahead(context, drafter.depth)
     if not engine.eager or context.roots.device.type != "cpu":
         acceptance = tuple(map(tuple, calibration.acceptance))
-        widths, min_prob = expanded(acceptance, context.nodes, width, depth_cost), 0.0
+        widths, min_prob = expanded(acceptance, context.nodes, config.width, depth_cost), 0.0
     factors = constant(calibration.inverse_temperature, torch.get_default_dtype(), context.roots.device)
     ranking = Ranking(factors, None if noise is None else engine.padded(noise), context.temperature_tensor)
     padded = [engine.padded(part) if isinstance(part, Tensor) else part for part in given]
