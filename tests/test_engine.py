@@ -76,9 +76,8 @@ def test_a_pass_of_compiled_sizes_is_the_eager_pass(window):
             cache.commit([[0, 1, 3, 5], [0, 1], [0, 2, 5]])
     outs = []
     for target, cache in zip(both, caches, strict=True):
-        first = target.forward(DraftTree(TREES.tokens[:, :2], TREES.parents[:, :2]), cache, False, (0, 2)).hidden
-        rest = target.forward(TREES, cache, False, (0, 2), ran=2).hidden
-        outs.append(target.forward(TREES, cache, True, (2, 3), torch.cat([first, rest], 1), reads=(1,)))
+        first = target.forward(TREES, cache, False, (0, 2)).hidden
+        outs.append(target.forward(TREES, cache, True, (2, 3), first, reads=(1,)))
         cache.commit([[0, 2], [0, 1, 2], [0]])
         cache.select([0, 2])
     close(outs[1].logits, outs[0].logits)

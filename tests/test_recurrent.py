@@ -283,20 +283,6 @@ def test_a_draft_layer_with_a_state_moves_on():
     assert drafts[0] == drafts[1]
 
 
-@pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_a_second_pass_over_a_tree_builds_on_the_first(engine):
-    target = Target(build("LFM2"))
-    target.use_engine(engine)
-    tokens, parents = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 1, 2]])
-    cache = target.cache(1, 64)
-    target.forward(chain(torch.tensor([PROMPTS[0]])), cache, False, prompt=True)
-    cache.commit([list(range(len(PROMPTS[0])))])
-    whole = target.forward(DraftTree(tokens, parents), cache).logits
-    target.forward(DraftTree(tokens[:, :3], parents[:, :3]), cache)
-    rest = target.forward(DraftTree(tokens, parents), cache, ran=3).logits
-    torch.testing.assert_close(rest, whole[:, 3:])
-
-
 def test_older_transformers_are_named(monkeypatch):
     monkeypatch.setattr(support, "_VERSION", "5.16.1")
     with pytest.raises(ValueError, match=r"keep a state: they need transformers 5\.21, here is 5\.16\.1"):

@@ -75,9 +75,9 @@ class KVCache:
         """Rows of the buffers: the first ones of the stores."""
         return len(self.lengths) + self.idle
 
-    def view(self, start: int, stop: int, nodes: int, ran: int = 0) -> KV:
+    def view(self, start: int, stop: int, nodes: int) -> KV:
         """Buffers of layers start to stop - 1 with room for `nodes` more entries. They serve one pass: a later call may
-        allocate larger ones. ran: how many of this tree's nodes an earlier pass ran.
+        allocate larger ones.
 
         Raises ValueError where the call that the cache was made for has ended, MemoryError where what it will need at
         most does not fit.
@@ -94,14 +94,13 @@ class KVCache:
         if (start, stop, filled) not in self._views:
             self._allocate(start, stop)
             self._views[start, stop, filled] = self._buffers(start, stop, filled)
-        return KV(self._views[start, stop, filled], self.row_lengths(), self._opened(start, stop, ran))
+        return KV(self._views[start, stop, filled], self.row_lengths(), self._opened(start, stop))
 
-    def _opened(self, start: int, stop: int, ran: int) -> dict[int, list[LayerState]]:
-        """What layers of this range keep, for one pass or several over the same tree. Drops what was not committed,
-        except the first `ran` nodes, which this pass continues."""
+    def _opened(self, start: int, stop: int) -> dict[int, list[LayerState]]:
+        """What layers of this range keep, for one pass or several over the same tree. Drops what was not committed."""
         opened = {layer: stages for layer, stages in self.states.items() if start <= layer < stop}
         for stages in opened.values():
-            stages[:] = [stages[-1].first(ran)]
+            stages[:] = [stages[-1].first(0)]
         return opened
 
     def leave(self, left: dict[int, LayerState]) -> None:

@@ -208,12 +208,11 @@ class ChainTarget(Target):
         layers: tuple[int, int] | None = None,
         hidden: Tensor | None = None,
         reads: tuple[int, ...] = (),
-        ran: int = 0,
         noise: WalkNoise | None = None,
         prompt: bool = False,
     ) -> Pass:
         """One pass over a chain of each row, see `shaped`; as `Target.forward`."""
-        if layers not in (None, (0, self.n_layers)) or ran or hidden is not None:
+        if layers not in (None, (0, self.n_layers)) or hidden is not None:
             self.part()
         states = cast(ChainCache, cache)
         rows: list[dict[int, Tensor]] = []

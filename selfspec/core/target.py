@@ -281,7 +281,6 @@ class Target:
         layers: tuple[int, int] | None = None,
         hidden: Tensor | None = None,
         reads: tuple[int, ...] = (),
-        ran: int = 0,
         noise: WalkNoise | None = None,
         prompt: bool = False,
     ) -> Pass:
@@ -290,25 +289,23 @@ class Target:
         Appends N entries to the cache; the caller says with `cache.commit` which stay. `layers=(start, stop)` runs only
         those: with start > 0 from `hidden` [B, N, H], the output of layer start - 1 on the same nodes; with stop below
         the number of layers the result holds that layer's output, no final norm and no logits. `reads` are the layers
-        whose outputs are wanted. Nodes below `ran` were run through the same layers in an earlier pass over the same
-        tree; N counts the remaining ones. With `noise` the pass walks the tree as well. A pass over a `prompt` is not
-        compiled: its shape seldom comes again.
+        whose outputs are wanted. With `noise` the pass walks the tree as well. A pass over a `prompt` is not compiled:
+        its shape seldom comes again.
         """
         start, stop = layers or (0, self.n_layers)
         if not 0 <= start < stop <= self.n_layers or (start > 0) != (hidden is not None):
             raise ValueError(
                 f"layers={layers} must satisfy 0 <= start < stop <= {self.n_layers}, hidden goes with start"
             )
-        rows, idle = len(cache.lengths), cache.idle
-        tokens, parents = self._sized(tree, ran, idle, prompt)
-        nodes = tree.tokens.shape[1] - ran
-        kv = cache.view(start, stop, max(ran + tokens.shape[1], 0 if parents is None else parents.shape[1]), ran)
+        rows, idle, nodes = len(cache.lengths), cache.idle, tree.tokens.shape[1]
+        tokens, parents = self._sized(tree, idle, prompt)
+        kv = cache.view(start, stop, tokens.shape[1])
         if hidden is not None and hidden.shape[:2] != tokens.shape:
             hidden = nn.functional.pad(hidden, (0, 0, 0, tokens.shape[1] - nodes, 0, idle))
         if noise is not None and noise.values is not None and idle:
             noise = noise._replace(values=nn.functional.pad(noise.values, (0, 0, 0, 0, 0, idle)))
         part = self.part(start, stop, reads, logits and stop == self.n_layers)
-        arguments = part, kv, hidden, tokens, parents, ran, noise
+        arguments = part, kv, hidden, tokens, parents, 0, noise
         out, outputs, walked, left = self.engine.run(tree_pass_alone, *arguments, compiled=not prompt)
         cache.leave(left)
         self._check_outputs(outputs, start, stop)
@@ -320,19 +317,17 @@ class Target:
             out = out[:rows, :nodes]
         return Pass(out, final, features, None if walked is None else walked[:rows])
 
-    def _sized(self, tree: DraftTree, ran: int, idle: int, prompt: bool) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B + idle, n] of the nodes behind `ran` and parents [B + idle, N] of a tree (None: a long chain), with
-        spare nodes up to sizes that passes are compiled for."""
-        nodes = tree.tokens.shape[1] - ran
+    def _sized(self, tree: DraftTree, idle: int, prompt: bool) -> tuple[Tensor, Tensor | None]:
+        """Tokens and parents (None: a long chain) [B + idle, n] of a tree, with spare nodes up to a size that passes
+        are compiled for."""
+        tokens, parents, nodes = tree.tokens, tree.parents, tree.tokens.shape[1]
         n = nodes if prompt else self.engine.size(nodes)
-        wide = ran + n if prompt else self.engine.size(ran + n)
-        tokens, parents = tree.tokens[:, ran:], tree.parents
         if n > nodes or idle:
             tokens = nn.functional.pad(tokens, (0, n - nodes, 0, idle))
-        if not ran and n > LONG and tree.is_chain:
+        if n > LONG and tree.is_chain:
             return tokens.contiguous(), None
-        if wide > parents.shape[1] or idle:
-            parents = nn.functional.pad(parents, (0, wide - parents.shape[1], 0, idle), value=-1)
+        if n > nodes or idle:
+            parents = nn.functional.pad(parents, (0, n - nodes, 0, idle), value=-1)
         return tokens.contiguous(), parents.contiguous()
 
     def _check_outputs(self, outputs: dict[int, Tensor], start: int, stop: int) -> None:
