@@ -265,7 +265,7 @@ def test_prompts_are_those_that_decoding_has(special, tmp_path):
     assert len(prompts) == 4
     assert all(made.tokenizer.decode(ids).endswith("<|Assistant|><think>\n") for ids in prompts)
     target = Target(tiny_model(vocab_size=len(made.tokenizer)))
-    texts, _ = distill(target, corpus, DistillConfig(2, 64, 32, sampled=0.0), 0, tmp_path / "texts", quiet=True)
+    texts, _ = distill(target, corpus, DistillConfig(2, 64, 32, sampled=0.0), 0, tmp_path / "texts")
     for i in range(2):
         one = texts.document(i)
         before = made.tokenizer.decode(one.tokens[: int(one.mask.int().argmax())])

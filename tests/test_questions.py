@@ -180,7 +180,7 @@ def test_distillation_answers_questions(chatty, held_out, tmp_path):
     target = Target(model)
     talks = tokenize(conversations(instructions(held_out, ["extract"], 6, 0), ChatTemplate(chatty), 0), chatty)
     config = DistillConfig(rows=6, prompt_tokens=200, new_tokens=200)
-    whole, _ = distill(target, talks, config, 0, tmp_path, quiet=True)
+    whole, _ = distill(target, talks, config, 0, tmp_path)
     assert len(whole.starts) == 7
     asked = {tuple(talks.tokens[a:b].tolist()) for a, b in zip(*openings(talks), strict=True)}
     row = whole.document(0).tokens.tolist()
@@ -190,10 +190,10 @@ def test_distillation_answers_questions(chatty, held_out, tmp_path):
     own = autoregressive(target, [row[:start]], options).token_ids[0]
     assert row[start : start + len(own)] == own
     assert whole.mask[start : start + len(own)].all()
-    again, _ = distill(target, talks, config, 0, tmp_path, quiet=True)
+    again, _ = distill(target, talks, config, 0, tmp_path)
     assert torch.equal(again.tokens, whole.tokens)
     with pytest.raises(ValueError, match=r"none of .* questions leaves room for an answer in 16 tokens"):
-        distill(target, talks, DistillConfig(6, 8, 8), 0, tmp_path, quiet=True)
+        distill(target, talks, DistillConfig(6, 8, 8), 0, tmp_path)
 
 
 def of_sizes(sizes: Sequence[int]) -> Corpus:

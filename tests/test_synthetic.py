@@ -81,7 +81,7 @@ def test_a_tokenizer_without_a_template_is_refused(tokenizer):
 
 def test_conversations_are_the_targets_own_text(tmp_path, pair):
     target, tokenizer = pair
-    train, validation = synthetic(settings(tmp_path), target, tokenizer, quiet=True)
+    train, validation = synthetic(settings(tmp_path), target, tokenizer)
     template = Template.of(ChatTemplate(tokenizer))
     assert len(train.is_chat) + len(validation.is_chat) <= 8
     assert train.counted
@@ -99,7 +99,7 @@ def test_conversations_are_the_targets_own_text(tmp_path, pair):
 
 def test_a_greedy_answer_is_what_the_target_says(tmp_path, pair):
     target, tokenizer = pair
-    train, _ = synthetic(settings(tmp_path, sampled=0.0, turns=1), target, tokenizer, quiet=True)
+    train, _ = synthetic(settings(tmp_path, sampled=0.0, turns=1), target, tokenizer)
     document = train.document(0)
     start = int(document.mask.int().argmax())
     logits = target.text(document.tokens[None]).logits
@@ -135,7 +135,7 @@ def test_sampled_tokens_follow_the_distribution():
 
 def test_an_interrupted_call_goes_on(tmp_path, pair, monkeypatch):
     target, tokenizer = pair
-    whole, calls, write = synthetic(settings(tmp_path / "a"), target, tokenizer, quiet=True), [0], module.write
+    whole, calls, write = synthetic(settings(tmp_path / "a"), target, tokenizer), [0], module.write
 
     def breaks(*arguments: Any) -> None:
         calls[0] += 1
@@ -145,11 +145,11 @@ def test_an_interrupted_call_goes_on(tmp_path, pair, monkeypatch):
 
     monkeypatch.setattr(module, "write", breaks)
     with pytest.raises(KeyboardInterrupt):
-        synthetic(settings(tmp_path / "b"), target, tokenizer, quiet=True)
-    again = synthetic(settings(tmp_path / "b", batch=3), target, tokenizer, quiet=True)  # other rows, the same texts
+        synthetic(settings(tmp_path / "b"), target, tokenizer)
+    again = synthetic(settings(tmp_path / "b", batch=3), target, tokenizer)  # other rows, the same texts
     assert calls[0] == 3
     assert [c.key for c in again] == [c.key for c in whole]
-    more = synthetic(settings(tmp_path / "b", conversations=10), target, tokenizer, quiet=True)  # keeps what is there
+    more = synthetic(settings(tmp_path / "b", conversations=10), target, tokenizer)  # keeps what is there
     assert calls[0] == 4
     assert len(more[0].tokens) > len(whole[0].tokens)
     most = synthetic(settings(tmp_path / "b", conversations=12), target, tokenizer)
@@ -178,7 +178,7 @@ def test_questions_need_letters_and_no_template_tokens(tokenizer):
 
 def test_conversations_longer_than_the_positions_are_refused(tmp_path, pair):
     with pytest.raises(ValueError, match=r"2 turns of 8 \+ 300 tokens may take .* 256 positions"):
-        synthetic(settings(tmp_path, new_tokens=300), *pair, quiet=True)
+        synthetic(settings(tmp_path, new_tokens=300), *pair)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_the_temperature_of_questions_is_checked(temperature):
 
 def test_first_questions_begin_with_the_openings(tmp_path, pair):
     target, tokenizer = pair
-    train, validation = synthetic(settings(tmp_path, openings=["def", ""]), target, tokenizer, quiet=True)
+    train, validation = synthetic(settings(tmp_path, openings=["def", ""]), target, tokenizer)
     words = tokenizer("def", add_special_tokens=False)["input_ids"]
     start, found = len(Template.of(ChatTemplate(tokenizer)).opening), []
     for corpus in (train, validation):
@@ -243,7 +243,7 @@ def test_edits_are_asked_as_they_are_and_answered(tmp_path, source_root, pair, m
     monkeypatch.setattr(module, "PythonSource", lambda: PythonSource(str(source_root)))
     vocab = pair[0].vocab_size
     target = Target(tiny_model(dtype=torch.float32, vocab_size=vocab, max_position_embeddings=2048))
-    corpora = synthetic(settings(tmp_path, edits=1.0, turns=1, new_tokens=4), target, pair[1], quiet=True)
+    corpora = synthetic(settings(tmp_path, edits=1.0, turns=1, new_tokens=4), target, pair[1])
     documents = [corpus.document(i) for corpus in corpora for i in range(len(corpus.is_chat))]
     assert len(documents) == 8
     assert all("```" in pair[1].decode(document.tokens) for document in documents)

@@ -239,7 +239,6 @@ def _check_names(run: Any) -> None:
     train = getattr(run, "train", None)
     named = [("drafter", getattr(run, "drafter", None)), ("train.init_from", getattr(train, "init_from", None))]
     named += [("compare.drafters", name) for name in getattr(getattr(run, "compare", None), "drafters", ())]
-    named += [("train.distill.drafter", getattr(getattr(train, "distill", None), "drafter", None))]
     for key, name in named:
         if name == "":
             raise ValueError(f"{key} is empty; give the name of a drafter")

@@ -29,14 +29,14 @@ FREE = (
     *("name", "check", "trust_code"),  # name: of a folder that was moved
     *("loop.steps", "loop.minutes", "loop.compile", "loop.log_every", "loop.validate_every", "loop.checkpoint_every"),
     "loop.checkpoint_minutes",
-    *("loop.accumulate", "loop.patience", "train.distill.drafter", "train.distill.nodes"),
+    *("loop.accumulate", "loop.patience"),
     *("train.states_url", "train.states_gb", "data.url", "data.at_once", "data.patience", "data.errors"),
 )
+# Keys that earlier versions had, with what is always so now
 _GONE = {
-    "train/packed": True,
-    "compare/between": 5,
-    "compare/lookup_tokens": 10,
-}  # keys that earlier versions had, with what is always so now
+    **{"train/packed": True, "train/weight_decay": 0.0, "train/distill/drafter": None, "train/distill/nodes": 8},
+    **{"compare/between": 5, "compare/lookup_tokens": 10},
+}
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from selfspec.drafters.base import Drafter
 from selfspec.drafters.registry import build, try_out
 from selfspec.training import shard
 from selfspec.training.check import check, check_training, check_unwritten
+from selfspec.training.distill import distill
 from selfspec.training.draft_loss import needs_layers
-from selfspec.training.drafter_data import distilled, states_of, texts_folder, writer_of
+from selfspec.training.drafter_data import states_of, texts_folder
 from selfspec.training.loop import checkpoint_path
 from selfspec.training.pretrain import check_second_stage, instruct, pretrain
 from selfspec.training.resources import bfloat16_is_faster
@@ -161,9 +162,9 @@ def run_distill(config: DictConfig, folder: Path) -> Figures:
         raise ValueError("train.distill.rows=0: there is nothing to write; give a number of rows")
     with run_folder(config, folder, checkpoint_path(folder)):
         target, tokenizer, data = _opened(run, config)
-        texts, writer = texts_folder(run.train, folder), writer_of(run.train, target, tokenizer)
-        corpus, _ = _tokenized(data, target, tokenizer)
-        texts_written, figures = distilled(target, corpus, settings, loop.seed, texts, writer)
+        texts, (corpus, _) = texts_folder(run.train, folder), _tokenized(data, target, tokenizer)
+        shard.group(str(target.device))
+        texts_written, figures = distill(target, corpus, settings, loop.seed, texts)
         return {**figures, "rows": settings.rows, "counted": texts_written.counted}
 
 
@@ -171,9 +172,8 @@ def _tokenized(data: Any, target: Target, tokenizer: Tokenizer) -> tuple[Corpus,
     """A data source's training and validation texts as tokens. Records are tokenized by one process of each machine,
     synthetic conversations written by all."""
     if isinstance(data, Synthetic):
-        state = shard.group(str(target.device))
-        share = (0, 1) if shard.wanted() else (state.process_index, state.num_processes)
-        return synthetic(data, target, tokenizer, not state.is_main_process, share, state.wait_for_everyone)
+        shard.group(str(target.device))
+        return synthetic(data, target, tokenizer)
     if not isinstance(data, Records):
         end = data.template.prompt_end if hasattr(data, "template") else ()
         return tokenize(data.train(), tokenizer, end), tokenize(data.validation(), tokenizer, end)

@@ -17,12 +17,13 @@ from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.server import Server
 from selfspec.data.store import Corpus
+from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block
 from selfspec.training import shard
-from selfspec.training.draft_loss import DraftLoss, states_dtype, try_states
-from selfspec.training.drafter_data import DrafterTraining, distilled_size, rows_of, writer_of
+from selfspec.training.draft_loss import DraftLoss, try_states
+from selfspec.training.drafter_data import DrafterTraining, distilled_size
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost
 from selfspec.training.step import autocast
@@ -41,11 +42,9 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
     """Raises ValueError for settings that would fail only once training has begun."""
     if isinstance(loss := getattr(drafter.config, "loss", None), str):
         try_rule(loss)
-    if target.partial:
-        if not isinstance(drafter, Trained):
-            raise ValueError(
-                f"drafter={drafter.kind} has nothing to train; train.states is for drafters that are trained"
-            )
+    if target.partial and not isinstance(drafter, Trained):
+        raise ValueError(f"drafter={drafter.kind} has nothing to train; train.states is for drafters that are trained")
+    if isinstance(drafter, Trained) and drafter.trained() and (target.partial or config.cache != "none"):
         try_states(target, drafter, loop)
     if config.cache != "none" and shard.wanted():
         raise ValueError("train.cache is for a target that is whole in every process; take train.cache=none")
@@ -65,7 +64,7 @@ def check_training(target: Target, drafter: Drafter, config: DrafterTraining, lo
         )
     lengths = {"train.length": config.length}
     if config.distill.rows:
-        lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.prompt_tokens + config.distill.new_tokens
+        lengths["train.distill.prompt_tokens + new_tokens"] = config.distill.length
     for name, length in lengths.items():
         if target.max_positions is not None and length > target.max_positions:
             raise ValueError(f"{name}={length} exceeds the target's {target.max_positions} positions")
@@ -132,7 +131,7 @@ def check(
     """The lines to print. Raises ValueError for what training would refuse, behind what can be told."""
     check_training(target, drafter, config, loop)
     lines = [*_described("training", train), *_described("validation", validation)]
-    rows = rows_of(train, config, loop)
+    rows = Packed(train, config.length, loop.batch_size, loop.seed)
     counts = config.prompts, config.prompt_tokens, config.new_tokens
     prompts = sample_prompts(validation, tokenizer, *counts, target.max_positions)
     lines += [f"warning: {line}" for line in config_warnings(config, loop, train, rows.per_epoch, len(prompts))]
@@ -147,9 +146,6 @@ def check(
         )
     lines += costs(target, drafter, rows.batch(0), rows.per_epoch, config, loop)
     yield from lines
-    writer_of(config, target, tokenizer)
-    if config.cache != "none" and isinstance(drafter, Trained):
-        states_dtype(target, drafter, train, loop)
 
 
 def costs(

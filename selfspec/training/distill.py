@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,17 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.checkpoints.weights_hash import target_hash
-from selfspec.core.generate import autoregressive, speculative
+from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
-from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus, Stream, joined
 from selfspec.data.windows import openings, share_of_questions
-from selfspec.drafters.base import Drafter
+from selfspec.training import shard
 from selfspec.utils.checks import at_least, shares
-from selfspec.utils.files import atomic, digest, mean, shown, wrapped
+from selfspec.utils.files import atomic, digest, is_main_process, mean, shown, wrapped
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "used")  # of a chunk's file
@@ -42,25 +41,25 @@ class DistillConfig:
     """rows: texts the target continues (0: training reads the data itself); prompt_tokens: of the data that each begins
     with (answers begin with all that stands before them); new_tokens: of the target, at most; sampled: share of rows at
     temperature 1, the others are greedy; folder: where the texts are kept, so that several drafters can train on the
-    same (by default inside the run); drafter: what drafts while the target writes, by name, with trees of `nodes` nodes
-    (None: plain decoding); nodes: of those trees. It changes how long the writing takes, not the texts (in bfloat16
-    near-ties can flip)."""
+    same (by default inside the run)."""
 
     rows: int = 0
     prompt_tokens: int = 128
     new_tokens: int = 192
     sampled: float = 0.5
     folder: str | None = None
-    drafter: str | None = None
-    nodes: int = 8
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.rows:
             raise ValueError(f"train.distill.folder={self.folder} is not read without train.distill.rows; give both")
-        at_least(self, "train.distill", 1, "nodes", most=MAX_NODES)
         at_least(self, "train.distill", 0, "rows")
         at_least(self, "train.distill", 1, "prompt_tokens", "new_tokens")
         shares(self, "train.distill", "sampled")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a text, at most."""
+        return self.prompt_tokens + self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -111,35 +110,21 @@ class _Source:
         return Stream(tokens, mask, 0)
 
 
-def _temperature(row: int, rows: int, sampled: float) -> float:
-    """Of a row of a chunk of so many: those sampled stand first."""
-    return float(row < int(rows * sampled + 0.5))
-
-
 def distill(
-    target: Target,
-    corpus: Corpus,
-    config: DistillConfig,
-    seed: int,
-    folder: Path,
-    quiet: bool = False,
-    share: tuple[int, int] = (0, 1),
-    drafter: Drafter | None = None,
-    wait: Callable[[], None] = lambda: None,
-) -> tuple[Corpus, list[Stats]]:
-    """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens.
+    target: Target, corpus: Corpus, config: DistillConfig, seed: int, folder: Path
+) -> tuple[Corpus, dict[str, str]]:
+    """Texts of the target's own, each a document of at most prompt_tokens + new_tokens tokens; and figures of what this
+    call took to write.
 
     Stretches of the corpus's texts are continued, and answers of its conversations written anew, in the proportion of
     `share_of_questions`. Behind a continued stretch that ended early stand EOS tokens, outside the loss mask.
-    Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. share: this process's number and
-    how many there are, each of which writes chunks of its own, and then waits for the others in `wait`. drafter: drafts
-    while the target writes. Returned are the texts of all processes, and what this call took to write.
+    Chunks are kept in `folder`, so that an interrupted call goes on where it stopped. Each process writes chunks of its
+    own, and then waits for the others; returned are the texts of all.
     Raises ValueError where the data are shorter than one prompt, or rows longer than the target's positions.
     """
-    length = config.prompt_tokens + config.new_tokens
-    source = _Source.of(corpus, length)
+    source, (part, parts), quiet = _Source.of(corpus, config.length), shard.share(), not is_main_process()
     _refuse(target, corpus, config, source)
-    identity = {name: value for name, value in asdict(config).items() if name not in ("folder", "drafter", "nodes")}
+    identity = {name: value for name, value in asdict(config).items() if name != "folder"}
     text = " ".join(map(str, (corpus.key, *corpus.prompt_end, *corpus.begins)))
     settings = {"settings": f"{identity} seed={seed} target={target_hash(target)}{' int8' * target.int8} text={text}"}
     others = folder.is_dir() and any(folder.iterdir())
@@ -150,26 +135,27 @@ def distill(
     stats = list[Stats]()
 
     def chunk(first: int) -> dict[str, Tensor]:
-        def write() -> dict[str, Tensor]:
-            return _write(target, source, config, seed, first, drafter, stats)
-
-        return read_or_write(folder / f"{first:06d}.safetensors", settings, _FIELDS, write)
+        path = folder / f"{first:06d}.safetensors"
+        if (tensors := read(path, settings, _FIELDS)) is None:
+            write(path, settings, tensors := _write(target, source, config, seed, first, stats))
+        return tensors
 
     chunks = range(0, config.rows, _CHUNK)
-    for first in (bar := progress(chunks[share[0] :: share[1]], desc="self-distillation", disable=quiet)):
+    for first in (bar := progress(chunks[part::parts], desc="self-distillation", disable=quiet)):
         chunk(first)
-        bar.set_postfix(written(stats))
-    wait()
-    parts = [chunk(first) for first in chunks]
-    tokens, mask, used = (torch.cat([part[name] for part in parts]) for name in _FIELDS)
-    inside = torch.arange(length) < used[:, None]
+        bar.set_postfix(_written(stats))
+    shard.wait()
+    every = [chunk(first) for first in chunks]
+    tokens, mask, used = (torch.cat([each[name] for each in every]) for name in _FIELDS)
+    inside = torch.arange(config.length) < used[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), used.cumsum(0)])
-    return joined(tokens[inside], mask[inside], starts, torch.ones(len(used), dtype=torch.bool)), stats
+    texts = joined(tokens[inside], mask[inside], starts, torch.ones(len(used), dtype=torch.bool))
+    return texts, _written(shard.gathered(stats), parts)
 
 
 def _refuse(target: Target, corpus: Corpus, config: DistillConfig, source: _Source) -> None:
     """Raises ValueError for data shorter than one prompt, and rows longer than the target's positions."""
-    length = config.prompt_tokens + config.new_tokens
+    length = config.length
     if source.amount <= config.prompt_tokens and not len(source.starts):
         questions = len(openings(corpus)[0])
         longest = (
@@ -186,7 +172,7 @@ def _refuse(target: Target, corpus: Corpus, config: DistillConfig, source: _Sour
         )
 
 
-def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
+def _written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
     """Tokens that were written by so many processes at once, their rate, and tokens per pass."""
     tokens, seconds, passes = (sum(getattr(s, name) for s in stats) for name in ("tokens", "seconds", "passes"))
     return {
@@ -194,16 +180,6 @@ def written(stats: list[Stats], processes: int = 1) -> dict[str, str]:
         "rate": f"{processes * tokens / max(seconds, 1e-9):.0f}/s",
         "tau": shown(mean(tokens, passes)),
     }
-
-
-def read_or_write(
-    path: Path, settings: dict[str, str], fields: Sequence[str], make: Callable[[], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Tensors of a file that was made with these settings; it is written where it is not there."""
-    tensors = read(path, settings, fields)
-    if tensors is None:
-        write(path, settings, tensors := make())
-    return tensors
 
 
 def read(path: Path, settings: dict[str, str], fields: Sequence[str]) -> dict[str, Tensor] | None:
@@ -229,34 +205,22 @@ def write(path: Path, settings: dict[str, str], tensors: dict[str, Tensor]) -> N
 
 
 def _write(
-    target: Target,
-    source: _Source,
-    config: DistillConfig,
-    seed: int,
-    first: int,
-    drafter: Drafter | None,
-    stats: list[Stats],
+    target: Target, source: _Source, config: DistillConfig, seed: int, first: int, stats: list[Stats]
 ) -> dict[str, Tensor]:
-    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds. Each call's
-    stats are appended to `stats`."""
-    rows = min(_CHUNK, config.rows - first)
+    """A chunk of rows: tokens [rows, length], their loss mask, and how many tokens each row holds; those sampled stand
+    first. Each call's stats are appended to `stats`."""
+    rows, length, eos = min(_CHUNK, config.rows - first), config.length, end_tokens(target)
     g = torch.Generator().manual_seed(wrapped(seed * 1_000_003 + first))
-    length = config.prompt_tokens + config.new_tokens
     prompts, chosen = source.prompts(config.prompt_tokens, rows, length, g)
-    eos = end_tokens(target)
     tokens = torch.full((rows, length), min(eos, default=0), dtype=torch.int32)
     mask = torch.zeros(rows, length, dtype=torch.bool)
     used = torch.full((rows,), length)
-    for temperature in (1.0, 0.0):
-        part = [row for row in range(rows) if _temperature(row, rows, config.sampled) == temperature]
+    hot = int(rows * config.sampled + 0.5)
+    for temperature, part in ((1.0, range(hot)), (0.0, range(hot, rows))):
         if not part:
             continue
         options = Options(config.new_tokens, Sampling(temperature), [seed + first + row for row in part], eos)
-        openings = [prompts[row].tokens.tolist() for row in part]
-        if drafter is None:
-            result = autoregressive(target, openings, options)
-        else:
-            result = speculative(target, openings, options, drafter, config.nodes)
+        result = autoregressive(target, [prompts[row].tokens.tolist() for row in part], options)
         stats.append(result.stats)
         for row, new in zip(part, result.token_ids, strict=True):
             start = len(prompts[row].tokens)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from selfspec.core.pass_cache import TextCache
 from selfspec.core.target import Target
-from selfspec.data.store import Corpus
-from selfspec.drafters.base import Batch, Drafter, Trained, no_reduce
+from selfspec.drafters.base import Batch, Trained, no_reduce
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training.hidden import HiddenStates
 from selfspec.training.loop_config import LoopConfig
@@ -107,25 +106,10 @@ def try_states(target: Target, drafter: Trained, loop: LoopConfig) -> None:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AttributeError) as error:  # of weights, or of keys and values, that are not here
-        raise needs_layers(drafter.kind) from error
+        raise (needs_layers(drafter.kind) if target.partial else error) from error
 
 
 def shares(counts: Tensor) -> Callable[[Tensor], Tensor]:
     """Hands out `counts`, [K], in place of a part's own, in the order in which they are asked for."""
     each = iter(counts)
     return lambda own: torch.stack([next(each, own[i]) for i in range(len(own))])
-
-
-def states_dtype(target: Target, drafter: Drafter, corpus: Corpus, loop: LoopConfig) -> torch.dtype:
-    """The dtype of hidden states that are kept. Raises ValueError where the drafter's loss needs more than those."""
-    assert isinstance(drafter, Trained)
-    if target.partial:
-        return target.dtype
-    tokens = corpus.tokens[: 4 * (drafter.depth + 4)].long()[None].to(target.device)
-    batch = {"tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool), "documents": torch.zeros_like(tokens)}
-    with torch.no_grad(), autocast(target.device, loop):
-        last = target.n_layers - 1
-        dtype = target.text(tokens, False, reads=(last,)).features[last].dtype
-        states = HiddenStates(target, drafter.reads, 1, tokens.shape[1], dtype, None)
-        DraftLoss(drafter, target, hidden=states)({**batch, "rows": torch.zeros(1, dtype=torch.int64)})
-    return dtype

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from selfspec.checkpoints.loading import find_drafter
-from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard
-from selfspec.training.distill import DistillConfig, distill, written
-from selfspec.training.hidden import PLACES
+from selfspec.training.distill import DistillConfig
 from selfspec.training.loop_config import LoopConfig
 from selfspec.training.states import States
 from selfspec.training.states_folder import FromFolder
@@ -33,12 +28,11 @@ from selfspec.utils.openai_client import Servers, server_urls
 @dataclass
 class DrafterTraining:
     """length: tokens per row of the data, in which whole documents stand side by side, each of which sees itself alone;
-    cache: none, or whether the target's hidden states on them are kept in memory, or on disk for other runs too (see
-    `HiddenStates`); lr: peak learning rate (AdamW);
-    weight_decay: of AdamW, of matrices alone; validation_rows: rows of validation text for the loss; prompts: texts
-    that the target writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of each
-    such text; distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the same
-    kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins with.
+    cache: none, or disk, where the target's hidden states on them are kept for later epochs and other runs (see
+    `HiddenStates`); lr: peak learning rate (AdamW); validation_rows: rows of validation text for the loss; prompts:
+    texts that the target writes, on which drafters are calibrated; prompt_tokens: of each such prompt; new_tokens: of
+    each such text; distill: self-distillation data to train on instead of the data's text; init_from: a drafter of the
+    same kind and shapes (an embedded name, a run folder or a hub id) whose weights training begins with.
 
     states: null runs the target here; `server` asks a vLLM for its hidden states, a folder reads those that one has
     written; of the target, embeddings, final norm and lm_head alone are then read (docs/large_targets.md); states_url:
@@ -48,7 +42,6 @@ class DrafterTraining:
     length: int = 512
     cache: str = "none"
     lr: float = 1e-3
-    weight_decay: float = 0.0
     validation_rows: int = 32
     prompts: int = 64
     prompt_tokens: int = 64
@@ -63,10 +56,9 @@ class DrafterTraining:
     def __post_init__(self) -> None:
         at_least(self, "train", 1, "length", "validation_rows", "prompts", "new_tokens")
         at_least(self, "train", 2, "prompt_tokens")
-        at_least(self, "train", 0, "weight_decay")
         above_zero(self, "train", "lr")
-        if self.cache not in PLACES:
-            raise ValueError(f"train.cache={self.cache!r} must be one of {', '.join(PLACES)}")
+        if self.cache not in ("none", "disk"):
+            raise ValueError(f"train.cache={self.cache!r} must be one of none, disk")
         above_zero(self, "train", "states_gb")
         if self.states is None:
             if self.states_url is not None or self.states_layers is not None:
@@ -84,23 +76,9 @@ class DrafterTraining:
             raise ValueError(f"train.states={self.states} is no folder; give one, or train.states=server")
 
 
-def rows_of(corpus: Corpus, config: DrafterTraining, loop: LoopConfig, rank: int = 0, world: int = 1) -> Packed:
-    """Rows of the data. Raises ValueError where there are none, or they do not divide over `world` processes."""
-    return Packed(corpus, config.length, loop.batch_size, loop.seed, rank, world)
-
-
-def distilled_rows(
-    texts: Corpus, target: Target, config: DrafterTraining, loop: LoopConfig, rank: int, world: int
-) -> Packed:
-    """Rows of self-distillation data, with about as many tokens per step as those of the data."""
-    length, pad = config.distill.prompt_tokens + config.distill.new_tokens, min(end_tokens(target), default=0)
-    return Packed(texts, length, distilled_size(config, loop), loop.seed, rank, world, pad)
-
-
 def distilled_size(config: DrafterTraining, loop: LoopConfig) -> int:
     """Rows of self-distillation data in a step."""
-    length = config.distill.prompt_tokens + config.distill.new_tokens
-    return max(1, loop.batch_size * config.length // length)
+    return max(1, loop.batch_size * config.length // config.distill.length)
 
 
 def states_of(
@@ -129,23 +107,6 @@ def texts_folder(config: DrafterTraining, folder: Path) -> Path:
         except OSError as error:
             raise ValueError(f"train.distill.folder={texts} can not be made: {error}") from error
     return texts
-
-
-def writer_of(config: DrafterTraining, target: Target, tokenizer: Tokenizer) -> Drafter | None:
-    """What drafts while the target writes its texts."""
-    name = config.distill.drafter
-    return None if name is None else find_drafter(name, target, tokenizer).eval()
-
-
-def distilled(
-    target: Target, train: Corpus, config: DistillConfig, seed: int, folder: Path, writer: Drafter | None
-) -> tuple[Corpus, dict[str, str]]:
-    """Self-distillation data, written by all processes together, and figures of what was written now."""
-    state = PartialState()
-    rank, world = state.process_index, state.num_processes
-    share = (0, 1) if shard.wanted() else (rank, world)  # a divided target runs in all processes at once
-    texts, stats = distill(target, train, config, seed, folder, rank > 0, share, writer, state.wait_for_everyone)
-    return texts, written(shard.gathered(stats), world)
 
 
 def validation_rows(corpus: Corpus, config: DrafterTraining) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Hidden states of the frozen target on training rows, kept in memory or on disk for later epochs and other runs."""
+"""Hidden states of the frozen target on training rows, kept on disk for later epochs and other runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.checkpoints.weights_hash import target_hash
-from selfspec.core.memory import free_memory
 from selfspec.core.passes import Pass
 from selfspec.core.support import view
 from selfspec.core.target import Target
@@ -22,8 +21,6 @@ from selfspec.data.store import Corpus
 from selfspec.data.windows import Packed
 from selfspec.training.states import ROWS, States, behind_layers, drafted_behind, write_about
 from selfspec.utils.files import atomic, cache_folder, disk_room
-
-PLACES = ("none", "memory", "disk")
 
 
 @dataclass(frozen=True)
@@ -71,24 +68,22 @@ class HiddenStates:
         rows: int,
         length: int,
         dtype: torch.dtype,
-        folder: Path | None,
+        folder: Path,
         elsewhere: States | None = None,
     ) -> None:
-        """folder: where the files lie, None for memory; elsewhere: where states come from, if not from the target here.
+        """folder: where the files lie; elsewhere: where states come from, if not from the target here.
         Raises ValueError where there is no room for them."""
         self.elsewhere = elsewhere
         self.target, self.reads = target, tuple(sorted({*reads, target.n_layers - 1}))
         shape = rows, length, target.hidden_size
         size = rows * length * target.hidden_size * dtype.itemsize
-        paths = {layer: None if folder is None else folder / f"layer_{layer}.states" for layer in self.reads}
-        new = [layer for layer, path in paths.items() if path is None or not _whole(path, size, rows)]
-        needed, free = size * len(new), _free_disk(folder) if folder else free_memory(torch.device("cpu"))
+        paths = {layer: folder / f"layer_{layer}.states" for layer in self.reads}
+        new = [layer for layer, path in paths.items() if not _whole(path, size, rows)]
+        needed, free = size * len(new), _free_disk(folder)
         self.summary = (
             f"hidden states of {rows} rows, layers {list(self.reads)}: {size * len(self.reads) / 2**30:.2f} GiB"
         )
-        self.summary += f" in {folder}, {needed / 2**30:.2f} GiB of them new" if folder else " in memory"
-        if folder is None:  # each process of this machine keeps its own
-            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.summary += f" in {folder}, {needed / 2**30:.2f} GiB of them new"
         if needed > 0.9 * free:  # the rest is for what else a run writes
             raise ValueError(
                 f"{self.summary}, but {free / 2**30:.2f} GiB are free; take train.cache=none, fewer rows or a shorter "
@@ -178,11 +173,7 @@ def _whole(path: Path, size: int, rows: int) -> bool:
     return all(file.is_file() and file.stat().st_size == expected for file, expected in wanted.items())
 
 
-def _opened(path: Path | None, shape: tuple[int, int, int], dtype: torch.dtype) -> _Layer:
-    if path is None:
-        return _Layer(
-            torch.empty(shape, dtype=dtype), *(torch.zeros(shape[0], dtype=t) for t in (torch.int64, torch.bool))
-        )
+def _opened(path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> _Layer:
     size, done = shape[0] * shape[1] * shape[2], path.with_suffix(".done")
     if not _whole(path, size * dtype.itemsize, shape[0]):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,7 @@ from selfspec.training import shard
 
 class Processes:
     """accelerator: of all processes; rank, world: this one's number, and how many there are; part, parts: the same
-    among those that divide validation rows and prompts between them. Processes among which a target is FSDP-sharded
-    have to run the same passes, so each does all of it."""
+    among those that divide validation rows and prompts between them (see `shard.share`)."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -23,9 +22,7 @@ class Processes:
         self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")  # loop.precision says it
         self.rank: int = self.accelerator.process_index
         self.world: int = self.accelerator.num_processes
-        self.part, self.parts = self.rank, self.world
-        if shard.wanted():
-            self.part, self.parts = 0, 1
+        self.part, self.parts = shard.share()
 
     @property
     def first(self) -> bool:

@@ -35,6 +35,18 @@ def group(device: str) -> PartialState:
     return PartialState(cpu=torch.device(device).type == "cpu", timeout=timedelta(days=1))
 
 
+def share() -> tuple[int, int]:
+    """This process's number, and how many there are, among those that divide work which is no batch. Processes among
+    which a target is FSDP-sharded have to run the same passes, so each does all of it."""
+    state = PartialState()
+    return (0, 1) if wanted() else (state.process_index, state.num_processes)
+
+
+def wait() -> None:
+    """Until all processes are here."""
+    PartialState().wait_for_everyone()
+
+
 def gathered(values: list[Any]) -> list[Any]:
     """The lists of all processes, one behind the other."""
     return list(gather_object(values))

@@ -123,11 +123,6 @@ class Checkpoint:
             for name, saved in saved_run.get("buffers", {}).items():
                 self.buffers[name].copy_(saved)
         for optimizer, saved in zip(self.optimizers, saved_run["optimizers"], strict=True):
-            if len(optimizer.param_groups) != len(saved["param_groups"]):
-                raise ValueError(
-                    f"{self.path} was written by an older version, which decayed all weights; delete it, or choose "
-                    "another name="
-                )
             optimizer.load_state_dict(saved)
         notes += [
             f"resumed with {name} {now}, begun with {saved_run['versions'][name]}: results may differ in rounding"

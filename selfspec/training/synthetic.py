@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -32,10 +32,11 @@ from selfspec.data.instructions import edits
 from selfspec.data.own_questions import Template, answer_temperature, first_paragraph, usable
 from selfspec.data.store import Corpus, beginning, in_a_row
 from selfspec.data.tasks import EDITS, MOST
+from selfspec.training import shard
 from selfspec.training.conversations import Conversation, Rules, write_conversations
 from selfspec.training.distill import read, write
 from selfspec.utils.checks import at_least, shares
-from selfspec.utils.files import Figures, cache_folder, write_text
+from selfspec.utils.files import Figures, cache_folder, is_main_process, write_text
 from selfspec.utils.progress import progress
 
 _FIELDS = ("tokens", "mask", "sizes")  # of a chunk's file
@@ -102,20 +103,13 @@ class Synthetic:
         )
 
 
-def synthetic(
-    config: Synthetic,
-    target: Target,
-    tokenizer: Tokenizer,
-    quiet: bool = False,
-    share: tuple[int, int] = (0, 1),
-    wait: Callable[[], None] = lambda: None,
-) -> tuple[Corpus, Corpus]:
+def synthetic(config: Synthetic, target: Target, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
     """Conversations for training and for validation, as tokens; answers count in the loss.
 
-    They are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. share:
-    this process's number and how many there are, each of which writes files of its own, and then waits for the others
-    in `wait`. Raises ValueError where no conversation is usable.
+    They are kept on disk, so that an interrupted call goes on where it stopped, and a later one reads them. Each
+    process writes files of its own, and then waits for the others. Raises ValueError where no conversation is usable.
     """
+    (part, processes), quiet = shard.share(), not is_main_process()
     template = Template.of(ChatTemplate(tokenizer, end_tokens(target), config.chat_template_kwargs))
     _check_positions(config, target, _longest(config, template, _ids(config, tokenizer)))
     writer = _writer(target, config.int8)
@@ -124,7 +118,7 @@ def synthetic(
     folder.mkdir(parents=True, exist_ok=True)
     chunks = range(0, config.conversations, _CHUNK)
     known = {first: read(_file(folder, first), settings, _FIELDS) for first in chunks}
-    missing = [first for first in chunks[share[0] :: share[1]] if known[first] is None]
+    missing = [first for first in chunks[part::processes] if known[first] is None]
     numbers = [i for first in missing for i in range(first, first + _CHUNK)]  # whole chunks, whatever is read of them
     new, start, parts = 0, time.perf_counter(), defaultdict[int, list[Conversation]](list)
     with progress(total=len(numbers), desc="conversations", disable=quiet or not numbers) as bar:
@@ -132,12 +126,12 @@ def synthetic(
             first = each.number // _CHUNK * _CHUNK
             parts[first].append(each)
             new += sum(each.mask)
-            rate = share[1] * new / (time.perf_counter() - start)
+            rate = processes * new / (time.perf_counter() - start)
             bar.set_postfix({"answers": f"{new} tokens", "rate": f"{rate:.0f}/s"}, refresh=False)
             bar.update()
             if len(parts[first]) == _CHUNK:
                 write(_file(folder, first), settings, _packed(parts.pop(first)))
-    wait()
+    shard.wait()
     conversations = []
     for first in chunks:
         chunk = known[first] or read(_file(folder, first), settings, _FIELDS)

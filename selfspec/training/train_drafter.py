@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.checkpoints.drafter_folder import load_drafter, save_drafter
 from selfspec.checkpoints.weights_hash import target_hash, weights_hash
+from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
 from selfspec.data.store import Corpus
@@ -20,20 +22,18 @@ from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples
 from selfspec.training.check import config_warnings, examples
-from selfspec.training.draft_loss import DraftLoss, states_dtype
+from selfspec.training.distill import distill
+from selfspec.training.draft_loss import DraftLoss
 from selfspec.training.drafter_data import (
     DrafterTraining,
-    distilled,
-    distilled_rows,
+    distilled_size,
     fill_vocabulary,
-    rows_of,
     texts_folder,
     validation_rows,
-    writer_of,
 )
 from selfspec.training.hidden import HiddenStates, states_folder, write_rows
 from selfspec.training.loop import Loop, average
-from selfspec.training.loop_config import Batches, LoopConfig
+from selfspec.training.loop_config import LoopConfig
 from selfspec.training.processes import Processes
 from selfspec.training.recorded import recorded_samples
 from selfspec.training.resources import memory_line, peak_memory_mb, relative_cost, reuse_memory
@@ -66,23 +66,6 @@ class DrafterRun:
         return isinstance(self.drafter, Trained) and bool(self.drafter.trained())
 
 
-_VECTORS = {"bias", "biases", "scales", "confidence"}  # parts of names of what may have more dimensions
-
-
-@dataclass(frozen=True)
-class _Data:
-    """What a training reads. batches: its rows, of `texts`; validation: rows for the loss; samples: texts that the
-    target wrote, by decoding mode, this process's part of those that continue so many `prompts`; kept_dtype: of hidden
-    states that are kept (None: none are)."""
-
-    batches: Packed
-    texts: Corpus
-    validation: dict[str, Tensor]
-    samples: dict[str, list[Sample]]
-    prompts: int
-    kept_dtype: torch.dtype | None
-
-
 def train_drafter(run: DrafterRun) -> Figures:
     """Train the drafter, calibrate it on the target's own text, and save it as `folder/drafter`. A drafter that trains
     nothing is calibrated and saved.
@@ -95,67 +78,91 @@ def train_drafter(run: DrafterRun) -> Figures:
     reuse_memory()
     processes = Processes(run.target.device)
     try:
-        _refuse(run, processes)
-        data = _data(run, processes)
-        before = weights_hash(run.target.model)
-        if run.trained:
-            figures, note, took = _trained(run, data, processes)
-        else:
-            print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
-            run.drafter.eval()
-            figures = _calibration(run, data, processes)
-            note, took = "Training-free; calibrated on the target's own text.", None
-        if weights_hash(run.target.model) != before:
-            raise RuntimeError(f"the weights of target {run.target_name!r} changed during training; this is a bug")
-        return _saved(run, figures, note, took, before, processes)
+        return _train(run, processes)
     finally:
         if isinstance(run.states, FromServer):
             run.states.close()
 
 
-def _refuse(run: DrafterRun, processes: Processes) -> None:
-    """Raises ValueError for what can be refused before long work."""
-    settings = {"target.name": run.target_name, "drafter": run.drafter.config, "train": run.config, "loop": run.loop}
+def _train(run: DrafterRun, processes: Processes) -> Figures:
+    target, drafter, config, loop = run.target, run.drafter, run.config, run.loop
+    settings = {"target.name": run.target_name, "drafter": drafter.config, "train": config, "loop": loop}
     shard.agree({**settings, "data": (run.train.key, run.validation.key)})
-    if processes.world > 1 and run.target.device.type == "cpu":
+    if processes.world > 1 and target.device.type == "cpu":
         processes.say([f"{processes.world} processes train on the CPU, over gloo"])
-    if run.states is not None:
-        try:
-            plausible(run.states, run.validation.document(0).tokens[: run.config.length])
-        except ValueError as error:
-            processes.say([f"warning: {error}"])
+
+    # data: rows that train, rows that validate, and texts of the target's own
+    held_out = validation_rows(run.validation, config)
+    texts, batches, prompts = _rows(run, processes)
+    if config.init_from is None:
+        fill_vocabulary(drafter, texts, target.vocab_size)
+    samples = _samples(run, prompts, processes)
+
+    def calibration() -> Figures:
+        return {mode: calibrate(target, drafter, mode, samples[mode], processes.total) for mode in TEMPERATURES}
+
+    before = weights_hash(target.model)
+    if not run.trained:
+        print("this drafter has nothing to train: it is calibrated and saved; loop and train.distill are not used")
+        drafter.eval()
+        figures, note, took = calibration(), "Training-free; calibrated on the target's own text.", None
+    else:
+        # loss
+        assert isinstance(drafter, Trained)
+        hidden = _hidden_states(run, texts, batches, processes)
+        module = DraftLoss(drafter, target, average(processes.accelerator), hidden, run.states)
+
+        # loop
+        def validate() -> Figures:
+            return _validated(module, held_out, calibration(), processes)
+
+        figures = _fitted(run, module, batches, texts, validate, processes)
+
+        # what a step costs, and what decoding brings beside what calibration promises
+        if run.states is None:
+            figures |= _step_cost(run, module, batches, processes)
+            _add_decoded(figures, run, samples, len(prompts), processes)
+        note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
+        note += f"; the weights of step {figures['kept_step']} are kept."
+        took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
+
+    # folder
+    if weights_hash(target.model) != before:
+        raise RuntimeError(f"the weights of target {run.target_name!r} changed during training; this is a bug")
+    return _saved(run, figures, note, took, before, processes)
 
 
-def _data(run: DrafterRun, processes: Processes) -> _Data:
-    """What the training reads: rows of the data or of self-distillation data, rows that validate, and texts of the
-    target's own. The draft vocabulary becomes that of the texts."""
-    config, loop = run.config, run.loop
-    texts, texts_in = run.train, texts_folder(config, run.folder)
-    kept_dtype = states_dtype(run.target, run.drafter, texts, loop) if config.cache != "none" and run.trained else None
-    validation = validation_rows(run.validation, config)
+def _rows(run: DrafterRun, processes: Processes) -> tuple[Corpus, Packed, list[list[int]]]:
+    """The texts to train on, the data's or the target's own, as rows; and prompts of the validation text."""
+    target, config, loop, distill_config = run.target, run.config, run.loop, run.config.distill
     prompts = list[list[int]]()
     if run.states is None:
         lengths = config.prompts, config.prompt_tokens, config.new_tokens
-        prompts = sample_prompts(run.validation, run.tokenizer, *lengths, run.target.max_positions)
-    batches = rows_of(texts, config, loop, processes.rank, processes.world)
+        prompts = sample_prompts(run.validation, run.tokenizer, *lengths, target.max_positions)
+    else:
+        try:
+            plausible(run.states, run.validation.document(0).tokens[: config.length])
+        except ValueError as error:
+            processes.say([f"warning: {error}"])
+    among = loop.seed, processes.rank, processes.world
+    texts, batches = run.train, Packed(run.train, config.length, loop.batch_size, *among)
+    folder = texts_folder(config, run.folder)
     if run.trained:
         found = len(prompts) if run.states is None else config.prompts
         warnings = config_warnings(config, loop, texts, batches.per_epoch, found)
         processes.say(f"warning: {line}" for line in warnings)
         processes.say(examples(texts, run.tokenizer, 1))
-    writer = writer_of(config, run.target, run.tokenizer)
     run.log.begin()
-    if config.distill.rows and run.trained:
-        texts, _ = distilled(run.target, texts, config.distill, loop.seed, texts_in, writer)
-        del writer  # it takes memory
-        batches = distilled_rows(texts, run.target, config, loop, processes.rank, processes.world)
-    if config.init_from is None:
-        fill_vocabulary(run.drafter, texts, run.target.vocab_size)
-    return _Data(batches, texts, validation, _samples(run, prompts, processes), len(prompts), kept_dtype)
+    if distill_config.rows and run.trained:
+        texts, _ = distill(target, texts, distill_config, loop.seed, folder)
+        pad = min(end_tokens(target), default=0)
+        batches = Packed(texts, distill_config.length, distilled_size(config, loop), *among, pad)
+    return texts, batches, prompts
 
 
 def _samples(run: DrafterRun, prompts: list[list[int]], processes: Processes) -> dict[str, list[Sample]]:
-    """This process's texts to calibrate on: recorded ones, or the prompts as the target continues them."""
+    """This process's texts to calibrate on, by decoding mode: recorded ones, or the prompts as the target continues
+    them."""
     config, part, parts = run.config, processes.part, processes.parts
     if run.states is not None:
         lengths = -(-config.prompts // parts), config.new_tokens, config.length
@@ -168,78 +175,80 @@ def _samples(run: DrafterRun, prompts: list[list[int]], processes: Processes) ->
     }
 
 
-def _calibration(run: DrafterRun, data: _Data, processes: Processes) -> Figures:
-    return {
-        mode: calibrate(run.target, run.drafter, mode, data.samples[mode], processes.total) for mode in TEMPERATURES
-    }
-
-
-def _trained(run: DrafterRun, data: _Data, processes: Processes) -> tuple[Figures, str, dict[str, float]]:
-    """The training itself: its figures, a note for the card, and what it took."""
-    target, drafter, loop, batches = run.target, run.drafter, run.loop, data.batches
-    assert isinstance(drafter, Trained)
-    hidden = _hidden_states(run, data, processes)
-    module = DraftLoss(drafter, target, average(processes.accelerator), hidden, run.states)
-    batch: Batches = batches.batch
-    server = run.states if isinstance(run.states, FromServer) and hidden is None else None
-    if server is not None:
-        batch = Ahead(batches, server, loop.steps)
-    at_once = batches.size * batches.length // processes.world // loop.accumulate
-    processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
-    settings: Figures = {"lr": run.config.lr, "betas": (0.9, 0.95), "weight_decay": run.config.weight_decay}
-    groups: list[Figures] = [{"params": list(drafter.trained().values())}]
-    if run.config.weight_decay:  # of matrices, not of norms and biases
-        vectors = [p for name, p in drafter.trained().items() if p.ndim < 2 or _VECTORS & set(name.split("."))]
-        matrices = [p for p in drafter.trained().values() if not any(p is vector for vector in vectors)]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **settings)]
-    rows = "" if loop.seed == 0 else " rows 0"  # older versions drew validation rows by the seed
-    keys = data.texts.key, run.validation.key + rows
-
-    def validate() -> Figures:
-        return _validated(run, module, data, processes)
-
-    beside = run.folder, run.log, "tau16", keys, drafter.saved_buffers()
-    figures = Loop(
-        processes.accelerator, module, optimizers, batch, validate, loop, *beside, best=True, target=target_hash(target)
-    ).fit()
-    if run.states is None:
-        piece = {key: value.chunk(loop.accumulate)[0] for key, value in batches.batch(0).items()}
-        most = 20.0 if processes.world == 1 else math.inf  # several processes make the same number of rounds
-        figures |= relative_cost(module, target, piece, autocast(target.device, loop), most=most)
-        part, parts = processes.part, processes.parts
-        own = [i for i in spread(data.prompts) if i % parts == part]  # the same ones in any number of parts
-        for mode, samples in data.samples.items():
-            again = [samples[i // parts] for i in own], run.config.new_tokens, own
-            figures[mode]["decoded"] = decoded(target, drafter, mode, *again, processes.total)
-    elif server is not None:
-        processes.say([server.summary])
-    note = f"Trained for {figures['steps']} steps of {batches.size} x {batches.length} tokens"
-    note += f"; the weights of step {figures['kept_step']} are kept."
-    took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
-    return figures, note, took
-
-
-def _hidden_states(run: DrafterRun, data: _Data, processes: Processes) -> HiddenStates | None:
+def _hidden_states(run: DrafterRun, texts: Corpus, batches: Packed, processes: Processes) -> HiddenStates | None:
     """Where the target's hidden states on training rows are kept, if they are."""
-    place, dtype, batches = None, data.kept_dtype, data.batches
-    if dtype is None:
+    target = run.target
+    if run.config.cache == "none":
         return None
-    if run.config.cache == "disk":
-        how = f"{dtype} {run.loop.precision}{' int8' * run.target.int8}"
-        if run.states is not None:  # whose layers may be of another target with the same embeddings
-            how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
-        place = states_folder(run.target, data.texts, batches, how)
-    hidden = HiddenStates(run.target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
+    dtype, last = target.dtype, target.n_layers - 1
+    if not target.partial:
+        with torch.no_grad(), autocast(target.device, run.loop):
+            two = torch.zeros(1, 2, dtype=torch.long, device=target.device)
+            dtype = target.text(two, False, reads=(last,)).features[last].dtype
+    how = f"{dtype} {run.loop.precision}{' int8' * target.int8}"
+    if run.states is not None:  # whose layers may be of another target with the same embeddings
+        how += f" {run.target_name} {run.config.states} {run.config.states_url} {run.states.layers}"
+    place = states_folder(target, texts, batches, how)
+    hidden = HiddenStates(target, run.drafter.reads, batches.per_epoch, batches.length, dtype, place, run.states)
     processes.say([hidden.summary])
-    if place is not None and processes.first:
+    if processes.first:
         write_rows(place, batches, run.target_name, dtype)
     return hidden
 
 
-def _validated(run: DrafterRun, module: DraftLoss, data: _Data, processes: Processes) -> Figures:
-    """A validation: loss, calibration and what that promises, over all processes."""
-    figures, rows, device = dict(_calibration(run, data, processes)), data.validation, run.target.device
+def _fitted(
+    run: DrafterRun,
+    module: DraftLoss,
+    batches: Packed,
+    texts: Corpus,
+    validate: Callable[[], Figures],
+    processes: Processes,
+) -> Figures:
+    """The training itself."""
+    target, drafter, loop = run.target, module.drafter, run.loop
+    server = run.states if isinstance(run.states, FromServer) and module.hidden is None else None
+    at_once = batches.size * batches.length // processes.world // loop.accumulate
+    processes.say([memory_line(target, drafter, at_once, processes.world if shard.wanted() else 1)])
+    optimizer = torch.optim.AdamW(drafter.trained().values(), run.config.lr, (0.9, 0.95), weight_decay=0.0)
+    figures = Loop(
+        processes.accelerator,
+        module,
+        [optimizer],
+        batches.batch if server is None else Ahead(batches, server, loop.steps),
+        validate,
+        loop,
+        run.folder,
+        run.log,
+        "tau16",
+        (texts.key, run.validation.key + ("" if loop.seed == 0 else " rows 0")),  # older versions drew rows by the seed
+        drafter.saved_buffers(),
+        best=True,
+        target=target_hash(target),
+    ).fit()
+    processes.say([] if server is None else [server.summary])
+    return figures
+
+
+def _step_cost(run: DrafterRun, module: DraftLoss, batches: Packed, processes: Processes) -> Figures:
+    piece = {key: value.chunk(run.loop.accumulate)[0] for key, value in batches.batch(0).items()}
+    most = 20.0 if processes.world == 1 else math.inf  # several processes make the same number of rounds
+    return relative_cost(module, run.target, piece, autocast(run.target.device, run.loop), most=most)
+
+
+def _add_decoded(
+    figures: Figures, run: DrafterRun, samples: dict[str, list[Sample]], prompts: int, processes: Processes
+) -> None:
+    """The acceptance length of decoding some of the prompts, beside what is promised for them."""
+    part, parts = processes.part, processes.parts
+    own = [i for i in spread(prompts) if i % parts == part]  # the same ones in any number of parts
+    for mode, texts in samples.items():
+        again = [texts[i // parts] for i in own], run.config.new_tokens, own
+        figures[mode]["decoded"] = decoded(run.target, run.drafter, mode, *again, processes.total)
+
+
+def _validated(module: DraftLoss, rows: dict[str, Tensor], figures: Figures, processes: Processes) -> Figures:
+    """A validation: its loss on `rows` over all processes, beside a calibration's figures and what they promise."""
+    device = module.target.device
     own = range(processes.part, len(rows["tokens"]), processes.parts)
     pieces = [{key: values[i : i + 1].to(device) for key, values in rows.items()} for i in own]
     none = 0 * module.counts({key: values[:1].to(device) for key, values in rows.items()})
