@@ -24,8 +24,8 @@ from selfspec.core.generate import autoregressive
 from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
 from selfspec.core.target import Target
+from selfspec.data.packing import Packed
 from selfspec.data.store import in_a_row, joined
-from selfspec.data.windows import Packed
 from selfspec.drafters.base import Trained
 from selfspec.drafters.registry import build, config_class, drafter_class
 from selfspec.integrations import serve_target

@@ -21,8 +21,7 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.data.corpus import Document
-from selfspec.data.store import Stream, joined, tokenize
-from selfspec.data.windows import Windows, consecutive
+from selfspec.data.store import joined, tokenize
 from selfspec.drafters.medusa import Medusa
 from selfspec.drafters.parts.losses import decayed, masked_mean
 from selfspec.training import hidden as hidden_module
@@ -75,24 +74,6 @@ def test_masked_mean_ignores_what_is_masked():
     loss, figures = decayed("kl", empty, 0.5)  # a depth without any position weighs nothing, and has no figure
     assert loss.item() == 2.0
     assert str(figures["kl"].tolist()) == "[nan, 2.0]"
-
-
-def test_windows_depend_on_the_step_alone_and_cover_an_epoch():
-    stream = Stream(torch.arange(1000), torch.ones(1000, dtype=torch.bool), 1000)
-    one, two = Windows(stream, 10, 4, seed=1), Windows(stream, 10, 4, seed=1)
-    forward = [one.batch(s)["tokens"] for s in range(60)]
-    for step in reversed(range(60)):
-        assert torch.equal(two.batch(step)["tokens"], forward[step])
-    epoch = torch.cat([b[:, 0] for b in forward])[: one.per_epoch]
-    assert len(set((epoch // 10).tolist())) == one.per_epoch
-    halves = [Windows(stream, 10, 4, 1, rank, 2).batch(3)["tokens"] for rank in range(2)]
-    assert torch.equal(torch.cat(halves), forward[3])
-    refused(r"needs at least 1200", Windows, stream, 600, 4, 0)
-    refused("4 rows a step do not divide over 3 processes", Windows, stream, 10, 4, 0, 0, 3)
-
-
-def test_consecutive_rows_do_not_overlap():
-    assert consecutive(torch.arange(25), 10).tolist() == [list(range(10)), list(range(10, 20))]
 
 
 def test_learning_rate_rises_stays_and_falls_to_zero():

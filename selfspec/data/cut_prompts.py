@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
+from selfspec.data.packing import openings, share_of_questions
 from selfspec.data.store import Corpus, beginning
-from selfspec.data.windows import openings, share_of_questions
 
 # Groups of text whose repetitiveness differs, and what their prompts are
 GROUPS = {

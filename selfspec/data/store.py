@@ -163,11 +163,6 @@ def in_a_row(documents: Sequence[tuple[Tensor, Tensor]], is_chat: Tensor, begins
     return replace(joined(tokens, mask, starts, is_chat), begins=begins)
 
 
-def stream_key(stream: Stream) -> str:
-    """A hash of the tokens and their mask."""
-    return _hash(stream.tokens, stream.mask)
-
-
 def _hash(*parts: Tensor) -> str:
     key = hashlib.sha256()
     for part in parts:

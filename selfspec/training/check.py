@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from selfspec.core.memory import free_memory
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
+from selfspec.data.packing import Packed
 from selfspec.data.server import Server
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Trained
 from selfspec.drafters.parts.losses import try_rule
 from selfspec.drafters.parts.views import Block

@@ -25,8 +25,8 @@ from selfspec.core.options import Options, end_tokens
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
+from selfspec.data.packing import openings, share_of_questions
 from selfspec.data.store import Corpus, Stream, joined
-from selfspec.data.windows import openings, share_of_questions
 from selfspec.training import shard
 from selfspec.utils.checks import at_least, shares
 from selfspec.utils.files import atomic, digest, is_main_process, mean, shown, wrapped

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from selfspec.core.target import Target
+from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter
 from selfspec.drafters.parts.vocabulary import Reduced
 from selfspec.training import shard

@@ -17,8 +17,8 @@ from selfspec.checkpoints.weights_hash import target_hash
 from selfspec.core.passes import Pass
 from selfspec.core.support import view
 from selfspec.core.target import Target
+from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed
 from selfspec.training.states import ROWS, States, behind_layers, drafted_behind, write_about
 from selfspec.utils.files import atomic, cache_folder, disk_room
 

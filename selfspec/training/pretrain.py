@@ -26,9 +26,9 @@ from selfspec.core.support import layer_stack
 from selfspec.data import chat
 from selfspec.data.corpus import Document
 from selfspec.data.instructions import conversations, instructions
-from selfspec.data.store import Stream, stream_key, tokenize
+from selfspec.data.packing import Packed
+from selfspec.data.store import Corpus, in_a_row, tokenize
 from selfspec.data.tasks import TASKS, pool
-from selfspec.data.windows import Windows, consecutive, side_by_side
 from selfspec.training.loop import Loop, average
 from selfspec.training.loop_config import LoopConfig
 from selfspec.utils.checks import at_least, shares
@@ -209,13 +209,11 @@ def pretrain(
         )
     torch.manual_seed(loop.seed)
     model = config.model.build(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
-    stream = tokenize(train, tokenizer)
-    windows = Windows(
-        stream, config.length, loop.batch_size, loop.seed, accelerator.process_index, accelerator.num_processes
-    )
-    held_out: dict[str, Stream] = {"": tokenize(validation, tokenizer)}
+    among = loop.seed, accelerator.process_index, accelerator.num_processes
+    batches = Packed(tokenize(train, tokenizer), config.length, loop.batch_size, *among)
+    held_out = {"": tokenize(validation, tokenizer)}
     lr = config.muon_lr, config.adam_lr
-    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, {})
+    return _stage(accelerator, model, tokenizer, batches, held_out, lr, loop, folder, log, {})
 
 
 def check_second_stage(
@@ -260,43 +258,42 @@ def instruct(
     groups = list(TASKS)
     training_set = instructions(pool(train, "train"), groups, config.count, loop.seed)
     template = chat.ChatTemplate(tokenizer)
-    rows = side_by_side(tokenize(conversations(training_set, template, loop.seed), tokenizer), config.length, ends[0])
+    talks = tokenize(conversations(training_set, template, loop.seed), tokenizer)
     source = tokenize(train, tokenizer)
     if len(source.tokens) <= config.length:
         raise ValueError(
             f"no usable example: {len(source.tokens)} tokens of text, pretrain.instruct.length={config.length}"
         )
-    many = round(len(rows.tokens) // config.length * config.source_share / (1 - config.source_share))
+    count = Packed(talks, config.length, 1, loop.seed).per_epoch
+    many = round(count * config.source_share / (1 - config.source_share))
     g = torch.Generator().manual_seed(loop.seed)
-    starts = torch.randint(len(source.tokens) - config.length, (many,), generator=g)
-    at = (starts[:, None] + torch.arange(config.length)).flatten()
-    stream = Stream(torch.cat([rows.tokens, source.tokens[at]]), torch.cat([rows.mask, source.mask[at]]), 0)
+    starts = torch.randint(len(source.tokens) - config.length, (many,), generator=g).tolist()
+    documents = [(talk.tokens, talk.mask) for talk in map(talks.document, range(len(talks.is_chat)))]
+    documents += [(source.tokens[at : at + config.length], source.mask[at : at + config.length]) for at in starts]
+    texts = in_a_row(documents, torch.zeros(len(documents), dtype=torch.bool), source.begins)
     loop = replace(loop, steps=config.steps, batch_size=config.batch_size, decay=config.decay)
-    world = accelerator.process_index, accelerator.num_processes
-    windows = Windows(stream, config.length, loop.batch_size, loop.seed, *world, aligned=True)
+    among = loop.seed, accelerator.process_index, accelerator.num_processes
+    batches = Packed(texts, config.length, loop.batch_size, *among, ends[0])
     held_out_set = instructions(pool(validation, "validation"), groups, _HELD_OUT, loop.seed)
     answers = tokenize(conversations(held_out_set, template, loop.seed), tokenizer)
-    held_out: dict[str, Stream] = {
-        "": tokenize(validation, tokenizer),
-        "answer_": side_by_side(answers, config.length, ends[0]),
-    }
+    held_out = {"": tokenize(validation, tokenizer), "answer_": answers}
     lr = config.muon_lr, config.adam_lr
-    return _stage(accelerator, model, tokenizer, windows, held_out, lr, loop, folder, log, before)
+    return _stage(accelerator, model, tokenizer, batches, held_out, lr, loop, folder, log, before)
 
 
 def _stage(
     accelerator: Accelerator,
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    windows: Windows,
-    held_out: dict[str, Stream],
+    batches: Packed,
+    held_out: dict[str, Corpus],
     lr: tuple[float, float],
     loop: LoopConfig,
     folder: Path,
     log: RunLog,
     before: Figures,
 ) -> Figures:
-    """Train on windows with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
+    """Train with Muon for the layers' matrices and AdamW for everything else (two peak rates); figures by
     the names in `held_out`."""
     log.begin()
     model.to(accelerator.device)
@@ -309,15 +306,12 @@ def _stage(
     ]
     module = NextToken(model, average(accelerator))
 
-    validated = {  # before anything is trained: a text may be too short
-        name: (consecutive(stream.tokens, windows.length), consecutive(stream.mask, windows.length))
-        for name, stream in held_out.items()
-    }
+    validated = {name: Packed(corpus, batches.length, 1, 0) for name, corpus in held_out.items()}
 
     def validate() -> Figures:
         figures: Figures = {}
-        for name, stream in held_out.items():
-            rows = [{"tokens": t[None], "mask": m[None]} for t, m in zip(*validated[name], strict=True)]
+        for name, packed in validated.items():
+            rows = [packed.rows([i]) for i in range(packed.per_epoch)]
             counts = torch.tensor([float(row["mask"][:, 1:].sum()) for row in rows])
             nats = torch.tensor(
                 [float(module({k: v.to(accelerator.device) for k, v in row.items()})[0]) for row in rows]
@@ -325,17 +319,17 @@ def _stage(
             mean = float((nats * counts).sum() / counts.sum())
             figures[f"{name}nats_per_token"] = mean
             if not name:
-                figures["bits_per_byte"] = mean / math.log(2) * len(stream.tokens) / stream.n_bytes
+                figures["bits_per_byte"] = mean / math.log(2) * len(packed.corpus.tokens) / packed.corpus.n_bytes
         return figures
 
-    keys = [stream_key(stream) for stream in (windows.stream, *held_out.values())]
+    keys = [packed.corpus.key for packed in (batches, *validated.values())]
     beside = folder, log, "bits_per_byte", (keys[0], " ".join(keys[1:]))
-    figures = Loop(accelerator, module, optimizers, windows.batch, validate, loop, *beside).fit()
+    figures = Loop(accelerator, module, optimizers, batches.batch, validate, loop, *beside).fit()
     if accelerator.is_main_process:
         with atomic(folder / "target") as scratch:
             model.bfloat16().save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-            took = {"seconds": figures["seconds"], "tokens": figures["steps"] * windows.size * windows.length}
+            took = {"seconds": figures["seconds"], "tokens": figures["steps"] * batches.size * batches.length}
             both = {name: value + before.get(name, 0) for name, value in took.items()}
             (scratch / "training.json").write_text(json.dumps(both) + "\n")
     accelerator.wait_for_everyone()

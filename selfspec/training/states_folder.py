@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from selfspec.core.target import Target
+from selfspec.data.packing import parts_of
 from selfspec.data.store import Corpus, in_a_row
-from selfspec.data.windows import parts_of
 from selfspec.training.hidden import row_hash
 from selfspec.training.states import ABOUT, ROWS, States, documents_of, key_of
 from selfspec.utils.files import read_json

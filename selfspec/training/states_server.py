@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from selfspec.core.target import Target
-from selfspec.data.windows import Packed
+from selfspec.data.packing import Packed
 from selfspec.training.states import ABOUT, States, documents_of, key_of
 from selfspec.utils.files import read_json
 from selfspec.utils.openai_client import Refused, Servers, first_choice

@@ -16,8 +16,8 @@ from selfspec.checkpoints.weights_hash import target_hash, weights_hash
 from selfspec.core.options import end_tokens
 from selfspec.core.target import Target
 from selfspec.data.cut_prompts import sample_prompts
+from selfspec.data.packing import Packed
 from selfspec.data.store import Corpus
-from selfspec.data.windows import Packed
 from selfspec.drafters.base import Drafter, Sample, Trained
 from selfspec.training import shard
 from selfspec.training.calibrate import TEMPERATURES, calibrate, decoded, spread, write_samples

@@ -141,8 +141,8 @@ class Simulated:
 
 def test_memory_stays_over_100_000_sequences(tmp_path):
     from selfspec.core.target import Target
+    from selfspec.data.packing import Packed
     from selfspec.data.store import joined
-    from selfspec.data.windows import Packed
     from selfspec.training.states_server import Ahead, FromServer
 
     target = Target(tiny_model(dtype=torch.bfloat16, num_hidden_layers=LAYERS))

@@ -1,4 +1,4 @@
-"""Rows of tokens to train on, as a pure function of the step: windows over a stream, or whole documents packed."""
+"""Rows of tokens to train on, as a pure function of the step: whole documents, packed."""
 
 from __future__ import annotations
 
@@ -10,49 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.data.store import Corpus, Stream
+from selfspec.data.store import Corpus
 from selfspec.utils.files import wrapped
 
 _OPEN = 16  # rows that are filled at the same time
-
-
-class Windows:
-    """Batches of windows of `length` tokens; every epoch shifts and shuffles them anew (`aligned`: shuffles only, for
-    a stream whose every `length` tokens are a text of their own).
-
-    `batch(step)` depends on the arguments alone, so a resumed run sees the batches of an uninterrupted one.
-    """
-
-    def __init__(
-        self, stream: Stream, length: int, size: int, seed: int, rank: int = 0, world: int = 1, aligned: bool = False
-    ) -> None:
-        """Raises ValueError where the stream is shorter than one window or `size` does not divide over `world`."""
-        if len(stream.tokens) < (1 if aligned else 2) * length:
-            raise ValueError(
-                f"no usable example: {len(stream.tokens)} tokens of text, but a length of {length} needs at least "
-                f"{(1 if aligned else 2) * length}; give more text or a smaller length"
-            )
-        _divides(size, world)
-        self.stream, self.length, self.size, self.seed = stream, length, size, seed
-        self.rank, self.world = rank, world
-        self.aligned = aligned
-        self.per_epoch = len(stream.tokens) // length - (not aligned)
-        self._epoch = (-1, torch.empty(0))
-
-    def _starts(self, epoch: int) -> Tensor:
-        if self._epoch[0] != epoch:
-            g = torch.Generator().manual_seed(wrapped(self.seed * 1_000_003 + epoch))
-            shift = 0 if self.aligned else int(torch.randint(self.length, (1,), generator=g))
-            self._epoch = (epoch, torch.randperm(self.per_epoch, generator=g) * self.length + shift)
-        return self._epoch[1]
-
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """tokens int64 [size/world, length] and mask bool of the same shape."""
-        first = step * self.size + self.rank * (self.size // self.world)
-        indices = range(first, first + self.size // self.world)
-        starts = torch.stack([self._starts(i // self.per_epoch)[i % self.per_epoch] for i in indices])
-        at = starts[:, None] + torch.arange(self.length)
-        return {"tokens": self.stream.tokens[at].long(), "mask": self.stream.mask[at]}
 
 
 class Packed:
@@ -60,7 +21,7 @@ class Packed:
     Only documents longer than a row are cut, into rows' lengths, each part a document of its own. It begins as texts of
     the tokenizer do (`Corpus.begins`), outside the loss.
 
-    `batch(step)` depends on the arguments alone, as that of `Windows`.
+    `batch(step)` depends on the arguments alone, so a resumed run sees the batches of an uninterrupted one.
     """
 
     def __init__(
@@ -170,22 +131,6 @@ def plan(lengths: Iterable[int], length: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.array(members, np.int64)), torch.from_numpy(np.array(ends, np.int64))
 
 
-def side_by_side(corpus: Corpus, length: int, pad: int) -> Stream:
-    """Whole documents in rows of `length` tokens (see `plan`), rows one after another; what is left of a row is `pad`,
-    outside the loss. A longer document is cut off."""
-    members, ends = plan(corpus.lengths().tolist(), length)
-    tokens = torch.full((len(ends), length), pad)
-    mask = torch.zeros(len(ends), length, dtype=torch.bool)
-    for i, row in enumerate(members.tensor_split(ends[:-1])):
-        documents = [corpus.document(int(member)) for member in row]
-        found, counts = (
-            torch.cat([s.tokens for s in documents])[:length],
-            torch.cat([s.mask for s in documents])[:length],
-        )
-        tokens[i, : len(found)], mask[i, : len(found)] = found, counts
-    return Stream(tokens.flatten(), mask.flatten(), corpus.n_bytes)
-
-
 def openings(corpus: Corpus) -> tuple[Tensor, Tensor]:
     """What stands before each answer of the conversations, as where it starts and ends in the corpus, int64 [Q] each:
     from the start of the conversation up to every token at which the mask begins."""
@@ -215,11 +160,3 @@ def share_of_questions(questions: int, tokens: int, length: int) -> float:
 def _divides(size: int, world: int) -> None:
     if size % world:
         raise ValueError(f"{size} rows a step do not divide over {world} processes; choose another loop.batch_size")
-
-
-def consecutive(values: Tensor, length: int) -> Tensor:
-    """A stream [T] cut into rows without overlap, [R, length]. Raises ValueError where it is shorter than one row."""
-    rows = len(values) // length
-    if rows < 1:
-        raise ValueError(f"no usable example: {len(values)} validation tokens, one row needs {length}")
-    return values[: rows * length].view(rows, length)
