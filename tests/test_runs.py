@@ -42,7 +42,6 @@ from selfspec.training.check import config_warnings
 from selfspec.training.distill import DistillConfig
 from selfspec.training.drafter_data import DrafterTraining
 from selfspec.training.loop_config import LoopConfig
-from selfspec.training.resources import Pace
 from selfspec.training.state import State
 from selfspec.utils import errors as log
 from selfspec.utils import progress
@@ -345,35 +344,12 @@ def test_short_work_says_nothing_in_a_log():
     assert out.getvalue() == ""
 
 
-def test_a_machine_that_slows_is_told(monkeypatch):
-    monkeypatch.setattr(resources, "crowd", lambda: None)
-    pace = Pace(100, 0)
-    told = [pace.step(0.1, 1000) for _ in range(30)]
-    assert [i for i, line in enumerate(told) if line] == [9]
-    assert "10000 tokens/s" in str(told[9])
-    slow = [pace.step(2.0, 1000) for _ in range(10)]
-    assert [i for i, line in enumerate(slow) if line] == [4]  # once
-    assert "a step takes 2.00 s instead of 0.10 s" in str(slow[4])
-    monkeypatch.setattr(resources, "crowd", lambda: "8 threads want 2 processors")
-    for _ in range(3):
-        assert pace.step(0.1, 1000) is None
-    assert "8 threads want 2 processors" in str([pace.step(2.0, 1) for _ in range(5)][-1])
-
-
 def test_programs_that_share_the_processors_are_told(monkeypatch):
     processors = len(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "getloadavg", lambda: (1.2 * processors, 0.0, 0.0))
     assert resources.crowd() is None
     monkeypatch.setattr(os, "getloadavg", lambda: (4.0 * processors, 0.0, 0.0))
     assert f"{4 * processors} threads compete for {processors} processors" in str(resources.crowd())
-
-
-def test_a_loss_that_does_not_fall_is_told():
-    flat, falling = Pace(1000, 0), Pace(1000, 0)
-    said = [flat.loss(step, 4.0 + step / 1000) for step in range(10, 210, 10)]
-    assert [i for i, line in enumerate(said) if line] == [9]
-    assert "has not fallen in the first tenth" in str(said[9])
-    assert not any(falling.loss(step, 4.0 - step / 1000) for step in range(10, 210, 10))
 
 
 def corpus(counted: int) -> Corpus:

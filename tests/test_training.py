@@ -85,14 +85,6 @@ def test_learning_rate_rises_stays_and_falls_to_zero():
     assert factors[50:] == sorted(factors[50:], reverse=True)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7, 50, 90, 120])
-@pytest.mark.parametrize("decay", [0.0, 0.001, 0.5, 1.0])
-def test_the_highest_learning_rate_is_at_a_turn(warmup, decay):
-    for steps in (1, 2, 13, 100):
-        config = LoopConfig(steps=steps, warmup=warmup, decay=decay)
-        assert max(map(config.lr_factor, config.turns())) == max(map(config.lr_factor, range(steps)))
-
-
 def test_training_falls_and_the_target_stays(train, tiny_folder, tmp_path, plots, monkeypatch):
     monkeypatch.setattr("selfspec.evaluation.plots.plot_training", plots)
     before = weights_hash(load_target(tiny_folder)[0].model)

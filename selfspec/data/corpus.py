@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from selfspec.utils.checks import at_least
+from selfspec.utils.checks import at_least, shares
 
 # Held out by name and never trained on. The two lists are disjoint: trees are measured on VALIDATION, figures in
 # reports come from EVALUATION. Modules are held out with the tests named after them; tests of a held-out package that
@@ -89,11 +89,6 @@ def _check_folder(root: Path) -> None:
         raise ValueError(f"data.root={str(root)!r} is not a folder")
 
 
-def _check_share(fraction: float) -> None:
-    if not isinstance(fraction, (int, float)) or not 0 < fraction < 1:
-        raise ValueError(f"data.validation_share={fraction} must lie between 0 and 1")
-
-
 @dataclass(frozen=True)
 class PythonSource:
     """The Python source of the running interpreter's standard library, tests included, or of another folder.
@@ -143,7 +138,6 @@ def _usable(documents: list[Document], problem: str) -> list[Document]:
 def _split(documents: list[Document], fraction: float) -> tuple[list[Document], list[Document]]:
     """(training, validation): `fraction` of the documents, at least one, validates. A document's text decides, so that
     equal ones fall on one side."""
-    _check_share(fraction)
     keys = [hashlib.blake2b(document.text.encode(), digest_size=8).digest() for document in documents]
     known = sorted(set(keys))
     if len(known) < 2:
@@ -168,7 +162,7 @@ class TextFolder:
 
     def __post_init__(self) -> None:
         _check_folder(Path(self.root))
-        _check_share(self.validation_share)
+        shares(self, "data", "validation_share", ends="()")
 
     def _documents(self) -> list[Document]:
         root, documents = Path(self.root), []

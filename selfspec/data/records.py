@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
+from selfspec.utils.checks import at_least, shares
 
 _SMALL = 1000  # up to this many documents the split is by rank, so that no part is empty
 _FORMS = ("text", "messages", "conversations")
@@ -64,10 +65,8 @@ class Records(ABC):
     tolerate: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.validation_share, float) or not 0 < self.validation_share < 1:
-            raise ValueError(f"data.validation_share={self.validation_share} must lie between 0 and 1")
-        if not isinstance(self.tolerate, int) or self.tolerate < 0:
-            raise ValueError(f"data.tolerate={self.tolerate} must be a whole number, at least 0")
+        shares(self, "data", "validation_share", ends="()")
+        at_least(self, "data", 0, "tolerate")
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from types import SimpleNamespace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from selfspec.core.contract import MaskSlots, Session
+from selfspec.core.contract import MaskSlots
 from selfspec.core.generate import autoregressive, speculative
 from selfspec.core.options import Options, as_seed, end_tokens
 from selfspec.core.sampling import Sampling, gumbel, noise_bits
@@ -124,16 +125,6 @@ def measure_along(
     return Calibration(acceptance, factors), figures
 
 
-class _Once:
-    """A drafter with one session, made beforehand, so that what the session counted can be read afterwards."""
-
-    def __init__(self, drafter: Drafter, made: Session) -> None:
-        self.reads, self.made = drafter.reads, made
-
-    def session(self, target: Target, rows: int) -> Session:
-        return self.made
-
-
 def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[Sample]) -> Expected:
     """For drafters whose choices depend on more than the text: decode the samples' prompts again. `top1` is then how
     often some child of a node holds the target's token, by depth (32 nodes). A session that keeps a `tally` of its
@@ -147,7 +138,8 @@ def _by_decoding(target: Target, drafter: Drafter, mode: str, samples: Sequence[
     figures: Expected = {"tau": {}}
     for nodes in NODES:
         session = drafter.eval().session(target, len(prompts))
-        stats = speculative(target, prompts, options, _Once(drafter, session), nodes).stats
+        once: Any = SimpleNamespace(reads=drafter.reads, session=lambda target, rows, made=session: made)
+        stats = speculative(target, prompts, options, once, nodes).stats
         figures["tau"][str(nodes)] = stats.acceptance_length
         figures["top1"], figures["positions"] = stats.conditional_per_depth[:8], stats.passes
     if isinstance(tally := getattr(session, "tally", None), Tally):

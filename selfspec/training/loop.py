@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from selfspec.training import shard
 from selfspec.training.loop_config import Batches, LoopConfig
-from selfspec.training.resources import Pace
+from selfspec.training.resources import crowd
 from selfspec.training.signals import Interrupted, Signals
 from selfspec.training.state import Checkpoint, State, checkpoint_path
 from selfspec.training.step import autocast, optimizer_step
@@ -26,6 +25,8 @@ from selfspec.utils.files import Figures, shown
 from selfspec.utils.openai_client import Refused
 from selfspec.utils.progress import progress
 from selfspec.utils.tracking import RunLog
+
+_EARLY = 10  # steps after which a machine that other programs use is told
 
 
 def average(accelerator: Accelerator) -> Callable[[Tensor], Tensor]:
@@ -97,7 +98,7 @@ class Loop:
             module.compile(dynamic=False)  # validation has its own static shape
         # FSDP of accelerate's own would wrap modules; a target is FSDP-sharded when it is loaded (see `shard`).
         self.module = shard.replicated(module) if shard.wanted() else self.accelerator.prepare(module)
-        self.pace = Pace(config.steps, self.state.step, 60 * (config.minutes or math.inf) - self.state.seconds)
+        self.begun = self.state.step
         self.bar = progress(total=config.steps, initial=self.state.step, desc="train", disable=not self.first)
 
     def fit(self) -> Figures:
@@ -166,7 +167,8 @@ class Loop:
         state.seconds += took if config.minutes is None else self.mean(took)
         state.pending = self.due(config.validate_every)
         self.bar.update()
-        lines = [self.pace.step(took, tokens)]
+        if self.first and state.step == self.begun + _EARLY and (busy := crowd()):
+            self.bar.write(busy)
         if self.due(config.log_every):
             means = self.accelerator.reduce({"loss": loss, **parts}, "mean")
             record: Figures = {name: value.tolist() for name, value in means.items()}
@@ -178,9 +180,6 @@ class Loop:
             if config.minutes is not None:
                 best["minutes"] = f"{state.seconds / 60:.1f} of {config.minutes:g}"
             self.bar.set_postfix(loss=f"{record['loss']:.3f}", **best, tokens=f"{tokens / took:.0f}/s")
-            lines.append(self.pace.loss(state.step, record["loss"]))
-        for line in filter(None, lines if self.first else ()):
-            self.bar.write(line)
 
     def prepared(self) -> None:
         """Have what a step reads from elsewhere, before processes wait for each other. Raises ConnectionError, in all

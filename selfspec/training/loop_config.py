@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,12 +56,6 @@ class LoopConfig:
     def over(self, step: int, seconds: float) -> bool:
         """Whether a run ends that has made so many steps in so many seconds."""
         return step >= self.steps or (self.minutes is not None and seconds >= 60 * self.minutes)
-
-    def turns(self) -> set[int]:
-        """Steps among which the learning rate is highest: where it has risen, and where rise and fall meet."""
-        fall = max(1.0, self.decay * self.steps)
-        meet = (self.warmup * self.steps - fall) / (fall + max(1, self.warmup))
-        return {min(max(0, math.floor(at) + d), self.steps - 1) for at in (self.warmup - 1, meet) for d in (0, 1)}
 
     def lr_factor(self, step: int, seconds: float = 0.0) -> float:
         """Linear warm-up, a plateau, then linear decay to zero at `steps`, or at `minutes` where they are over first.

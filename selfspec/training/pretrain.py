@@ -64,7 +64,8 @@ class ModelConfig:
         try:
             config = AutoConfig.for_model(self.model_type, **sizes, **settings, **self.more)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        except (ValueError, TypeError, StrictDataclassError) as error:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        except (ValueError, TypeError, RuntimeError, ArithmeticError, StrictDataclassError) as error:
             raise ValueError(f"pretrain.model makes no model of type {self.model_type!r}: {one_line(error)}") from error
         return model
 
@@ -107,23 +108,10 @@ class PretrainConfig:
     instruct: InstructConfig = field(default_factory=InstructConfig)
 
     def __post_init__(self) -> None:
+        at_least(self, "pretrain", 1, "length")
         if self.init is not None and not self.instruct.steps:
             why = "skips the first stage, and pretrain.instruct.steps=0 the second"
             raise ValueError(f"pretrain.init={self.init!r} {why}")
-
-
-def _check(config: PretrainConfig) -> None:
-    """Raises ValueError for sizes that make no model."""
-    sizes = {"length": config.length, **{f"model.{name}": value for name, value in asdict(config.model).items()}}
-    for name, value in sizes.items():
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"pretrain.{name}={value} must be at least 1")
-    for heads in ("num_attention_heads", "num_key_value_heads"):
-        if config.model.hidden_size % (2 * getattr(config.model, heads)):
-            raise ValueError(
-                f"pretrain.model.hidden_size={config.model.hidden_size} must be a multiple of twice {heads}="
-                f"{getattr(config.model, heads)}"
-            )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -199,7 +187,6 @@ def pretrain(
 ) -> Figures:
     """The first stage: train a model, and a tokenizer where None is given, into `folder/target`; figures hold bits per
     byte on the validation documents. Raises ValueError for a tokenizer of another vocabulary than the model's."""
-    _check(config)
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
     tokenizer = given or train_tokenizer((d.text for d in train), config.model.vocab_size)
     if len(tokenizer) > config.model.vocab_size:

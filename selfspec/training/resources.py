@@ -1,5 +1,4 @@
-"""What a training takes: memory by its parts, computed before it begins, and time, measured; and what to say where it
-does not keep its speed, or its loss does not fall."""
+"""What a training takes: memory by its parts, computed before it begins, and time, measured."""
 
 from __future__ import annotations
 
@@ -21,10 +20,6 @@ from selfspec.utils.files import is_main_process
 from selfspec.utils.progress import progress
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's mallopt
-_USUAL = 20  # steps that show what a step usually takes
-_SLOW = 3.0  # times what is usual
-_PATIENCE = 5  # slow steps in a row before something is said
-_TIMED = 10  # steps after which the time of a run's end is printed
 
 
 def reuse_memory() -> None:
@@ -118,56 +113,6 @@ def peak_memory_mb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-class Pace:
-    """Steps of one run, from where it began or goes on. `steps` and `first`: of the whole run and done before; most:
-    seconds that it goes on at most."""
-
-    def __init__(self, steps: int, first: int, most: float = math.inf) -> None:
-        self.steps, self.first, self.count, self.tokens, self.most = steps, first, 0, 0, most
-        self.seconds: list[float] = []
-        self.slow, self.warned = 0, False
-        self.losses: list[float] = []
-
-    def step(self, seconds: float, tokens: int) -> str | None:
-        """Take in a step; what is worth saying now, if anything."""
-        self.count, self.tokens = self.count + 1, self.tokens + tokens
-        if len(self.seconds) < _USUAL:
-            self.seconds.append(seconds)
-            return self._end() if self.count == _TIMED else None
-        usual = median(self.seconds)
-        self.slow = self.slow + 1 if seconds > _SLOW * usual else 0
-        self.warned = self.warned and self.slow > 0
-        if self.slow < _PATIENCE or self.warned:
-            return None
-        self.warned = True
-        return f"a step takes {seconds:.2f} s instead of {usual:.2f} s: {crowd() or 'the processor has become slower'}"
-
-    def _end(self) -> str:
-        taken = sum(self.seconds)
-        left = max(0.0, min((self.steps - self.first - self.count) * taken / self.count, self.most - taken))
-        at = time.strftime("%H:%M", time.localtime(time.time() + left))
-        busy = crowd()
-        return f"{self.tokens / taken:.0f} tokens/s over {self.count} steps: without validation, it ends at {at}" + (
-            f"\n{busy}" if busy else ""
-        )
-
-    def loss(self, step: int, value: float) -> str | None:
-        """Take in a logged loss; a warning, once, where it has not fallen in the first tenth of the steps."""
-        if self.first or step > self.steps // 10 or self.losses is None:
-            return None
-        self.losses.append(value)
-        half = len(self.losses) // 2
-        if step < self.steps // 10 or half < 3:
-            return None
-        before, now = sum(self.losses[:half]) / half, sum(self.losses[half:]) / (len(self.losses) - half)
-        if now < before:
-            return None
-        return (
-            f"warning: the loss has not fallen in the first tenth of the steps ({before:.3f}, then {now:.3f}); try "
-            "another learning rate (train.lr=) or a shorter warm-up (loop.warmup=)"
-        )
 
 
 def crowd() -> str | None:
