@@ -32,8 +32,7 @@ from selfspec.cli.errors import clear_errors
 from selfspec.core.sampling import Sampling
 from selfspec.core.target import Target
 from selfspec.drafters.eagle3 import Eagle3, Eagle3Config
-from selfspec.evaluation.arms import Prompt, drafted, of_transformers
-from selfspec.evaluation.arms import plain as plain_arm
+from selfspec.evaluation.arms import Prompt, decoded, of_transformers
 from selfspec.evaluation.limits import bandwidth, pass_seconds, random_model, weights_of
 from selfspec.evaluation.measure import timed
 from selfspec.evaluation.tables import markdown
@@ -98,9 +97,9 @@ def speeds(sizes: Sizes) -> Iterator[Piece]:
     @cache
     def measured(arm: str, batch: int, temperature: float) -> tuple[Generated, float]:
         one, theirs = spec_of(sizes.drafters[0]), ("hf_generate", "hf_static")
-        call = plain_arm(one, sizes.tokens) if arm == "plain" else None
+        call = decoded(one, sizes.tokens) if arm == "plain" else None
         call = call or (of_transformers(one, sizes.tokens)[arm] if arm in theirs else None)
-        call = call or drafted(spec_of(arm), sizes.tokens, 8)
+        call = call or decoded(spec_of(arm), sizes.tokens, 8)
         call(*given(batch, temperature))  # warm-up
         return timed(one, partial(call, *given(batch, temperature)))
 
@@ -175,8 +174,8 @@ def exactness(sizes: Sizes) -> Iterator[Piece]:
                 text = f"{asked[0]['content']} Answer in {seed + 1} sentences."
                 ids = spec.encode([[{"role": "user", "content": text}]])[0]
                 given = [Prompt(ids, seed)], Sampling(temperature)
-                plain, seconds = timed(spec, partial(plain_arm(spec, sizes.tokens), *given))
-                result = drafted(spec, sizes.tokens, 16)(*given)
+                plain, seconds = timed(spec, partial(decoded(spec, sizes.tokens), *given))
+                result = decoded(spec, sizes.tokens, 16)(*given)
                 same += result.token_ids == plain.token_ids
                 exact, rates = result.stats.exact, [*rates, len(plain.token_ids[0]) / seconds]
         return [[way, f"{temperature:g}", f"{same} of {sizes.texts // 2}", exact, f"{statistics.median(rates):.0f}"]]

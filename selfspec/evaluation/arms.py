@@ -95,22 +95,15 @@ class Arm(NamedTuple):
     nodes: str = "-"
 
 
-def plain(spec: Spec, max_new_tokens: int) -> Call:
-    """Plain decoding."""
+def decoded(spec: Spec, max_new_tokens: int, nodes: int | str | None = None, lossy: str | None = None) -> Call:
+    """Speculative decoding with trees of so many nodes; plain decoding with None."""
 
     def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
-        seeds = [prompt.seed for prompt in batch]
-        return spec.autoregressive([p.ids for p in batch], max_new_tokens, seed=seeds, **vars(sampling))
-
-    return call
-
-
-def drafted(spec: Spec, max_new_tokens: int, nodes: int | str, lossy: str | None = None) -> Call:
-    """Speculative decoding with trees of so many nodes."""
-
-    def call(batch: Sequence[Prompt], sampling: Sampling) -> Generated:
-        asked = {"seed": [prompt.seed for prompt in batch], "nodes": nodes, "lossy": lossy, **vars(sampling)}
-        return spec.generate([prompt.ids for prompt in batch], max_new_tokens, **asked)
+        asked = {"seed": [prompt.seed for prompt in batch], **vars(sampling)}
+        ids = [prompt.ids for prompt in batch]
+        if nodes is None:
+            return spec.autoregressive(ids, max_new_tokens, **asked)
+        return spec.generate(ids, max_new_tokens, nodes=nodes, lossy=lossy, **asked)
 
     return call
 

@@ -22,7 +22,7 @@ from selfspec.core.options import Options, as_seed, check
 from selfspec.core.rows import MAX_NODES
 from selfspec.core.sampling import Sampling
 from selfspec.data.questions import SETS
-from selfspec.evaluation.arms import Arm, Call, Prompt, drafted, of_transformers, plain
+from selfspec.evaluation.arms import Arm, Call, Prompt, decoded, of_transformers
 from selfspec.evaluation.figures import PARTS, decode_speedup, forecast, grouped, over_plain, right, tau, texts, total
 from selfspec.evaluation.measure import measure, points_of
 from selfspec.evaluation.peers import answering, started
@@ -114,8 +114,8 @@ def run_comparison(
     ValueError where these are none."""
     spec, most = next(iter(specs.values())), config.max_new_tokens
     check(spec.target, [prompt.ids for prompt in prompts], Options(most))
-    calls: dict[Arm, Call] = {Arm("plain"): plain(spec, most)}
-    calls |= {Arm(name, str(n)): drafted(each, most, n) for name, each in specs.items() for n in config.nodes}
+    calls: dict[Arm, Call] = {Arm("plain"): decoded(spec, most)}
+    calls |= {Arm(name, str(n)): decoded(each, most, n) for name, each in specs.items() for n in config.nodes}
     theirs = of_transformers(spec, most, draft_model, config.exit_layer)
     calls |= {Arm(name): theirs[name] for name in config.methods if name not in PEERS}
     points = points_of(prompts, [Sampling(temperature) for temperature in config.temperatures])

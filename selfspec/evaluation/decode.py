@@ -15,7 +15,7 @@ from selfspec.core.options import Options, as_seed, check
 from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.data.questions import Answering
-from selfspec.evaluation.arms import Arm, Prompt, drafted, of_transformers, plain
+from selfspec.evaluation.arms import Arm, Prompt, decoded, of_transformers
 from selfspec.evaluation.figures import (
     PARTS,
     against,
@@ -102,9 +102,9 @@ def run_benchmark(
     elif left := len(prompts) - len(points) * config.batch_size:
         print(f"{left} of {len(prompts)} prompts are left out, which fill no batch of {config.batch_size}")
     calls = {
-        Arm("autoregressive"): plain(spec, most),
+        Arm("autoregressive"): decoded(spec, most),
         Arm("hf_generate"): of_transformers(spec, most)["hf_generate"],
-        Arm("speculative", str(nodes)): drafted(spec, most, nodes, config.lossy),
+        Arm("speculative", str(nodes)): decoded(spec, most, nodes, config.lossy),
     }
     return measure(
         spec,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -115,40 +115,21 @@ def _fill(layer: MtpLayer, family: Family, tensors: dict[str, Tensor], place: st
                 "checkpoint in bfloat16"
             )
     where = f"{place}, its MTP module"
-    fill(wanted, _fused(renamed(tensors, family.ours, where), wanted), where, layer.tail.dtype)
+    named = renamed(tensors, family.ours, where)
+    fill(_apart(wanted, named), named, where, layer.tail.dtype)
 
 
-def _fused(tensors: dict[str, Tensor], wanted: Iterable[str]) -> dict[str, Tensor]:
-    """Weights of single experts put together as transformers holds them."""
-    result = dict(tensors)
-    for name in wanted:
-        stem, _, last = name.rpartition(".")
-        parts = _EXPERTS.get(last)
-        if parts is None or name in tensors or f"{stem}.0.{parts[0]}.weight" not in tensors:
-            continue
-        experts, count = [], 0
-        while all(f"{stem}.{count}.{part}.weight" in tensors for part in parts):
-            experts.append([tensors[f"{stem}.{count}.{part}.weight"] for part in parts])
-            count += 1
-        if len({tensor.shape for each in experts for tensor in each}) == 1 and experts[0][0].ndim == 2:
-            result[name] = torch.stack([torch.cat(each) for each in experts])
-            for expert in range(count):
-                for part in parts:
-                    del result[f"{stem}.{expert}.{part}.weight"]
-    return result
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of experts one by one, as checkpoints hold them."""
+def _apart(tensors: dict[str, Tensor], whole: Collection[str] = ()) -> dict[str, Tensor]:
+    """Weights of experts one by one, as checkpoints hold them, but for those of these names."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
         parts = _EXPERTS.get(last)
-        if parts is None:
+        if parts is None or name in whole:
             result[name] = tensor
             continue
-        for expert, whole in enumerate(tensor):
-            for part, weight in zip(parts, whole.chunk(len(parts)), strict=True):
+        for expert, weights in enumerate(tensor):
+            for part, weight in zip(parts, weights.chunk(len(parts)), strict=True):
                 result[f"{stem}.{expert}.{part}.weight"] = weight
     return result
 
