@@ -28,7 +28,7 @@ from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow
 from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
 from selfspec.drafters.parts.feature_layer import check_layers, layers_of, usual_layers
 from selfspec.drafters.parts.llama_config import layer_config
-from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_hosts
+from selfspec.drafters.parts.losses import draft_loss, random_hosts
 from selfspec.drafters.parts.markov import FORMS, Rows, confidence, corrected, shapes
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero, shares
@@ -248,9 +248,9 @@ class BlockDrafter(Reduced):
         return draft_loss(config.loss, logits.unbind(2), batch, config.depth_decay, self.vocabulary, hosts, odds)
 
     def counts(self, batch: Batch) -> Tensor:
-        hosts = random_hosts(batch, self.depth, self.config.anchors)
-        counts = counted_ahead(batch, self.depth, self.vocabulary, hosts).flatten(1).sum(1)
-        return counts.repeat(1 + bool(self.confidence))  # a confidence head has a mean of its own for each depth
+        return (
+            super().counts(batch).repeat(1 + bool(self.confidence))
+        )  # whose head has a mean of its own for each depth
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens, device = sample.tokens[None].to(self.stack.device), self.stack.device

@@ -21,10 +21,10 @@ from selfspec.drafters.parts.draft_layers import LayersCache
 from selfspec.drafters.parts.eagle3_layer import Eagle3Layer, LayersConfig
 from selfspec.drafters.parts.feature_cache import DraftSession
 from selfspec.drafters.parts.feature_layer import layers_of, usual_layers
-from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_hosts
+from selfspec.drafters.parts.losses import draft_loss, random_hosts
 from selfspec.drafters.parts.parallel import hidden_along, parallel_tree
 from selfspec.drafters.parts.unrolled import Unrolled
-from selfspec.drafters.parts.vocabulary import check_head
+from selfspec.drafters.parts.vocabulary import Reduced, check_head
 
 
 @dataclass
@@ -81,10 +81,7 @@ class Eagle3(Unrolled):
         return draft_loss(config.loss, logits.unbind(2), batch, config.depth_decay, self.vocabulary, hosts)
 
     def counts(self, batch: Batch) -> Tensor:
-        if not self.config.parallel:
-            return super().counts(batch)
-        hosts = random_hosts(batch, self.depth, self.config.anchors)
-        return counted_ahead(batch, self.depth, self.vocabulary, hosts).flatten(1).sum(1)
+        return Reduced.counts(self, batch) if self.config.parallel else super().counts(batch)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         if not self.config.parallel:

@@ -26,7 +26,7 @@ from selfspec.core.tree import DraftTree, chain, trusted
 from selfspec.core.verify import Kept
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
-from selfspec.drafters.parts.losses import decayed, distance, drafted_logits, masked_mean
+from selfspec.drafters.parts.losses import counted_ahead, draft_loss
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import Tail
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab, check_head
@@ -99,17 +99,10 @@ class EarlyExit(Reduced):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         draft = self.along(batch.features[self.config.exit - 1], batch.tokens, batch.documents)
-        logits = drafted_logits(batch.logits, self.vocabulary)[0][:, :-1]
-        losses = distance(self.config.loss, draft[:, :-1], logits, batch.tokens[:, 1:])
-        return decayed(self.config.loss, masked_mean(losses[None], self._counted(batch)[None], batch.average), 1.0)
-
-    def _counted(self, batch: Batch) -> Tensor:
-        if self.vocabulary is None:
-            return batch.counted(1)
-        return batch.counted(1) & drafted_logits(batch.logits, self.vocabulary)[1][:, :-1]
+        return draft_loss(self.config.loss, [draft[:, :-1]], batch, 1.0, self.vocabulary, first=1)
 
     def counts(self, batch: Batch) -> Tensor:
-        return self._counted(batch).sum()[None]
+        return counted_ahead(batch, 1, self.vocabulary, first=1)[0].sum()[None]
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         hidden = sample.features[self.config.exit - 1][None].to(self.tail.dtype)

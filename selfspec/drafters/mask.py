@@ -28,7 +28,7 @@ from selfspec.core.verify import Kept
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, training_dtype, whole
 from selfspec.drafters.parts.expansion import Growth, Ranking, ahead, grow
 from selfspec.drafters.parts.gated import GatedTarget
-from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_hosts
+from selfspec.drafters.parts.losses import draft_loss, random_hosts
 from selfspec.drafters.parts.mask_layout import Layout, behind, fitting, layout, with_mask_slots
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -152,10 +152,6 @@ class Mask(Reduced):
         logits = self.along(batch.tokens, anchors, batch.cache, batch.documents)  # [B, A, K, V]
         guesses = (self.corrected(logits[:, :, j], batch.tokens.gather(1, anchors + 1 + j), j) for j in range(masks))
         return draft_loss(config.loss, guesses, batch, config.depth_decay, self.vocabulary, anchors)
-
-    def counts(self, batch: Batch) -> Tensor:
-        hosts = random_hosts(batch, self.depth, self.config.anchors)
-        return counted_ahead(batch, self.depth, self.vocabulary, hosts).flatten(1).sum(1)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens = sample.tokens[None].to(self.target.device)

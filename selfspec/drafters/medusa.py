@@ -17,7 +17,7 @@ from selfspec.core.contract import Session
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import Batch, DrafterConfig, Sample, one_of, pack, training_dtype, whole
-from selfspec.drafters.parts.losses import counted_ahead, draft_loss
+from selfspec.drafters.parts.losses import draft_loss
 from selfspec.drafters.parts.static_tree import StaticTreeSession
 from selfspec.drafters.parts.views import SharedHeads, check_width
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -121,9 +121,6 @@ class Medusa(Reduced):
         rows, n = len(batch.tokens), batch.tokens.shape[1] - 1 - self.depth  # positions where every head has a target
         draft = self(batch.hidden[:, :n].flatten(0, 1)).unflatten(1, (rows, n))  # [K, B, n, V]
         return draft_loss(self.config.loss, draft.unbind(0), batch, self.config.depth_decay, self.vocabulary)
-
-    def counts(self, batch: Batch) -> Tensor:
-        return counted_ahead(batch, self.depth, self.vocabulary).flatten(1).sum(1)
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         return self.of_all(self(sample.hidden[at].to(self.compute_dtype)))

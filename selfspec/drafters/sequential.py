@@ -29,7 +29,7 @@ from selfspec.drafters.parts.draft_layers import LayersCache, read
 from selfspec.drafters.parts.expansion import Growth, Nodes, Ranking, grow, perturbed, shortlisted
 from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
 from selfspec.drafters.parts.feature_layer import DraftView, LastLayer
-from selfspec.drafters.parts.losses import counted_ahead, draft_loss, random_rows
+from selfspec.drafters.parts.losses import draft_loss, random_rows
 from selfspec.drafters.parts.tree_function import drafted_by
 from selfspec.drafters.parts.views import SharedHeads
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
@@ -223,9 +223,6 @@ class SequentialHeads(Reduced):
         forget = random_rows(batch, n).flatten() < _FORGET
         draft = self.along(hidden[:, :n].flatten(0, 1), paths, forget).unflatten(1, (tokens.shape[0], n))
         return draft_loss(self.config.loss, draft.unbind(0), batch, self.config.depth_decay, self.vocabulary)
-
-    def counts(self, batch: Batch) -> Tensor:
-        return counted_ahead(batch, self.depth, self.vocabulary).flatten(1).sum(1)
 
     def read(
         self, tokens: Tensor, hidden: Tensor, features: dict[int, Tensor], documents: Tensor | None = None

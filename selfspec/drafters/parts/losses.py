@@ -168,12 +168,13 @@ class Means(NamedTuple):
     counts: Tensor
 
 
-def masked_mean(values: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor] = no_reduce) -> Means:
-    """Means of values [K, ...] over mask [K, ...] for each k. average: see `Batch`: counts are those of the whole step,
-    so that the mean of this over all processes, summed over the parts of a step, is the mean over the whole step."""
-    weights = mask.to(values.dtype)
-    counts = average(weights.flatten(1).sum(1)).to(values.dtype)
-    sums = (values * weights).flatten(1).sum(1)
+def masked_mean(
+    values: Sequence[Tensor] | Tensor, masks: Sequence[Tensor] | Tensor, average: Callable[[Tensor], Tensor] = no_reduce
+) -> Means:
+    """Means of K values [...] over masks [...]. average: see `Batch`: counts are those of the whole step, so that the
+    mean of this over all processes, summed over the parts of a step, is the mean over the whole step."""
+    counts = average(torch.stack([mask.sum() for mask in masks]).to(values[0].dtype))
+    sums = torch.stack([(value * mask).sum() for value, mask in zip(values, masks, strict=True)])
     return Means(sums / counts.where(counts > 0, torch.ones_like(counts)), counts)
 
 
@@ -207,17 +208,17 @@ def drafted_logits(logits: Tensor | tuple[Tensor, Tensor], vocabulary: Tensor | 
     return few, few.amax(-1) >= logits.amax(-1)
 
 
-def counted_ahead(batch: Batch, depths: int, vocabulary: Tensor | None, hosts: Tensor | None = None) -> Tensor:
-    """bool [K, B, n]: for positions and K depths, whether the token 2, 3, ... places later counts, and the likeliest
-    one there can be drafted. The positions are `hosts`, int64 [B, n], or all behind which K tokens more than the next
-    one stand."""
-    n = batch.tokens.shape[1] - 1 - depths
-    masks = [batch.counted(2 + d)[:, :n] for d in range(depths)]
+def counted_ahead(
+    batch: Batch, depths: int, vocabulary: Tensor | None, hosts: Tensor | None = None, first: int = 2
+) -> list[Tensor]:
+    """bool [B, n] of each depth: for positions, whether the token `first`, `first` + 1, ... places later counts, and
+    the likeliest one there can be drafted. The positions are `hosts`, int64 [B, n], or all behind which such a token
+    stands."""
+    masks = [batch.counted(first + d) for d in range(depths)]
     if vocabulary is not None:
         drafted = drafted_logits(batch.logits, vocabulary)[1]
-        masks = [mask & drafted[:, 1 + d : 1 + d + n] for d, mask in enumerate(masks)]
-    counted = torch.stack(masks)
-    return counted if hosts is None else counted.gather(2, hosts.expand(depths, -1, -1))
+        masks = [mask & drafted[:, first - 1 + d : -1] for d, mask in enumerate(masks)]
+    return masks if hosts is None else [mask.gather(1, hosts) for mask in masks]
 
 
 def random_hosts(batch: Batch, depth: int, count: int) -> Tensor:
@@ -236,22 +237,24 @@ def draft_loss(
     vocabulary: Tensor | None,
     hosts: Tensor | None = None,
     odds: Sequence[Tensor] = (),
+    first: int = 2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of guesses at the tokens 2, 3, ... places behind positions, which are those of `counted_ahead`. guesses:
-    of each depth logits [B, n, V], or [B, n, V'] of a draft vocabulary, int64 [V']. odds: log odds [B, n] of each depth
-    that a draw from these logits is accepted; their cross-entropy is added."""
+    """The loss of guesses at the tokens `first`, `first` + 1, ... places behind positions, which are `hosts`, or the
+    first n of each row. guesses: of each depth logits [B, n, V], or [B, n, V'] of a draft vocabulary, int64 [V']. odds:
+    log odds [B, n] of each depth that a draw from these logits is accepted; their cross-entropy is added."""
     few, losses, entropies = drafted_logits(batch.logits, vocabulary)[0], [], []
     rows = torch.arange(len(few), device=few.device)[:, None]
     for d, guess in enumerate(guesses):
         at = (slice(None), slice(d, d + guess.shape[1])) if hosts is None else (rows, hosts + d)
-        wanted, truth = few[:, 1:][at], batch.tokens[:, 2:][at]
+        wanted, truth = few[:, first - 1 :][at], batch.tokens[:, first:][at]
         losses.append(distance(loss, guess, wanted, truth))
         if odds:
             accepted = 1 - distance("tv", guess.detach(), wanted, truth)
             entropies.append(F.binary_cross_entropy_with_logits(odds[d].float(), accepted.float(), reduction="none"))
-    counted = counted_ahead(batch, len(losses), vocabulary, hosts)
-    total, figures = decayed(loss, masked_mean(torch.stack(losses), counted, batch.average), decay)
+    masks = counted_ahead(batch, len(losses), vocabulary, hosts, first)
+    masks = [mask[:, : each.shape[1]] for mask, each in zip(masks, losses, strict=True)]
+    total, figures = decayed(loss, masked_mean(losses, masks, batch.average), decay)
     if odds:
-        entropy, more = decayed("confidence", masked_mean(torch.stack(entropies), counted, batch.average), decay)
+        entropy, more = decayed("confidence", masked_mean(entropies, masks, batch.average), decay)
         total, figures = total + entropy, figures | more
     return total, figures

@@ -29,7 +29,7 @@ from selfspec.drafters.parts.draft_layers import LayersCache, carried_by, read
 from selfspec.drafters.parts.expansion import Growth, Ranking, grow
 from selfspec.drafters.parts.feature_cache import DraftSession, PendingRows
 from selfspec.drafters.parts.feature_layer import DraftView, FeatureLayer, check_layers
-from selfspec.drafters.parts.losses import Means, decayed, distance, drafted_logits, masked_mean
+from selfspec.drafters.parts.losses import counted_ahead, draft_loss
 from selfspec.drafters.parts.vocabulary import Reduced, check_draft_vocab
 from selfspec.utils.checks import above_zero, shares
 
@@ -129,25 +129,13 @@ class Unrolled(Reduced):
         return additive(seen, self.layer.tail.dtype)[:, None]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens, n, config = batch.tokens, batch.tokens.shape[1] - 2, self.config
-        means: list[Means] = []
-        logits, masks = drafted_logits(batch.logits, self.vocabulary)[0], self._counted(batch)
-        steps = self.unrolled(tokens, batch.features, config.unroll, batch.documents)
-        for step, (draft, mask) in enumerate(zip(steps, masks, strict=True)):
-            losses = distance(config.loss, draft[:, step:n], logits[:, step + 1 : n + 1], tokens[:, step + 2 :])
-            means.append(masked_mean(losses[None], mask[None], batch.average))
-        return decayed(config.loss, Means(*map(torch.cat, zip(*means, strict=True))), config.depth_decay)
-
-    def _counted(self, batch: Batch) -> list[Tensor]:
-        """What counts in each step of the loss."""
-        masks = [batch.counted(step + 2) for step in range(self.config.unroll)]
-        if self.vocabulary is None:
-            return masks
-        drafted = drafted_logits(batch.logits, self.vocabulary)[1]
-        return [mask & drafted[:, step + 1 : -1] for step, mask in enumerate(masks)]
+        config, n = self.config, batch.tokens.shape[1] - 2
+        steps = self.unrolled(batch.tokens, batch.features, config.unroll, batch.documents)
+        guesses = (draft[:, step:n] for step, draft in enumerate(steps))
+        return draft_loss(config.loss, guesses, batch, config.depth_decay, self.vocabulary)
 
     def counts(self, batch: Batch) -> Tensor:
-        return torch.stack([mask.sum() for mask in self._counted(batch)])
+        return torch.stack([mask.sum() for mask in counted_ahead(batch, self.config.unroll, self.vocabulary)])
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         features = {layer: part[None].to(self.layer.tail.dtype) for layer, part in sample.features.items()}

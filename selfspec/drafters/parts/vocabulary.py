@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from selfspec.core.quantized import in_8_bits
 from selfspec.core.target import Target
-from selfspec.drafters.base import DrafterConfig, Trained, pack, whole
-from selfspec.drafters.parts.losses import check_loss
+from selfspec.drafters.base import Batch, DrafterConfig, Trained, pack, whole
+from selfspec.drafters.parts.losses import check_loss, counted_ahead, random_hosts
 from selfspec.drafters.parts.views import Block
 from selfspec.engine.engine import replaced_weights
 
@@ -59,6 +59,13 @@ class Reduced(Trained):
                 f"the map of the draft vocabulary must name {len(ids)} different tokens between 0 and "
                 f"{self.tokens - 1}; it names {len(ids.unique())}, from {int(ids.min())} to {int(ids.max())}"
             )
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Those of `draft_loss` with as many depths: at random hosts, where the config says at how many."""
+        anchors, n = getattr(self.config, "anchors", None), batch.tokens.shape[1] - 1 - self.depth
+        hosts = None if anchors is None else random_hosts(batch, self.depth, anchors)
+        masks = counted_ahead(batch, self.depth, self.vocabulary, hosts)
+        return torch.stack([mask[:, :n].sum() for mask in masks])
 
     def rows_of(self, head: nn.Linear) -> Tensor | None:
         """lm_head's rows [V', H] of the draft vocabulary; None where there is none, or the head has only those rows."""
