@@ -250,7 +250,7 @@ class BlockDrafter(Reduced):
     def counts(self, batch: Batch) -> Tensor:
         return (
             super().counts(batch).repeat(1 + bool(self.confidence))
-        )  # whose head has a mean of its own for each depth
+        )  # whose head has one for each depth
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens, device = sample.tokens[None].to(self.stack.device), self.stack.device
