@@ -20,7 +20,7 @@ from selfspec.core.sampling import Sampling
 from selfspec.core.stats import Stats
 from selfspec.core.target import Target
 from selfspec.data.corpus import PythonSource
-from selfspec.data.cut_prompts import GROUPS, prompts_of_group
+from selfspec.data.cut_prompts import cut_prompts
 from selfspec.data.questions import SETS
 from selfspec.data.tasks import TASKS
 from selfspec.evaluation import peers
@@ -306,21 +306,12 @@ def test_memory_is_what_is_held_beside_the_target():
     assert held_bytes(drafter.eval(), target.model) > own  # what is laid out for decoding
 
 
-def test_groups_of_prompts(tokenizer):
+def test_prompts_cut_from_modules(tokenizer):
     documents = PythonSource().evaluation()
-    for group in GROUPS:
-        prompts = prompts_of_group(group, documents, tokenizer, 4, 48)
-        assert len({tuple(p) for p in prompts}) == 4
-        texts = [tokenizer.decode(p) for p in prompts]
-        if group == "docstrings":
-            assert all('"""' in text.splitlines()[-1] and text.endswith("\n") for text in texts)
-        if group == "edits":
-            assert all(p[-12:] == p[:12] for p in prompts)
-        else:
-            assert {len(p) for p in prompts} == {48}
-    with pytest.raises(ValueError, match="no usable example"):
-        prompts_of_group("tests", [d for d in documents if not d.name.startswith("test/")], tokenizer, 4, 48)
-    refused("docstrings", prompts_of_group, "docstrings", documents[:1], tokenizer, 4000, 48)
+    prompts = cut_prompts(documents, tokenizer, 4, 48)
+    assert len({tuple(p) for p in prompts}) == 4
+    assert {len(p) for p in prompts} == {48}
+    refused("no usable example", cut_prompts, [], tokenizer, 4, 48)
 
 
 ENGINE = """

@@ -2,50 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.corpus import Document
 from selfspec.data.packing import openings, share_of_questions
 from selfspec.data.store import Corpus, beginning
-
-# Groups of text whose repetitiveness differs, and what their prompts are
-GROUPS = {
-    "continuation": "stretches of modules",
-    "docstrings": "modules up to the first line of a docstring",
-    "tests": "stretches of test modules, which repeat themselves",
-    "edits": "a stretch of a module, then its beginning again: the answer copies from the prompt",
-}
-_DOCSTRING = re.compile(r'^ +def .*\n +r?"""\S.*\n', re.MULTILINE)
-
-
-def prompts_of_group(
-    group: str, documents: list[Document], tokenizer: Tokenizer, count: int, tokens: int
-) -> list[list[int]]:
-    """`count` prompts of about `tokens` tokens, of one of GROUPS. Raises ValueError where there are too few."""
-    tests = [d for d in documents if d.name.startswith("test/")]
-    modules = [d for d in documents if not d.name.startswith("test/")]
-    if group == "continuation":
-        return cut_prompts(modules, tokenizer, count, tokens)
-    if group == "tests":
-        return cut_prompts(tests, tokenizer, count, tokens)
-    if group == "edits":
-        line, first = tokenizer("\n\n", add_special_tokens=False)["input_ids"], len(beginning(tokenizer))
-        return [p + line + p[first:][: tokens // 4] for p in cut_prompts(modules, tokenizer, count, tokens)]
-    begins = list(beginning(tokenizer))
-    ends = [(d.text, m.end()) for d in modules for m in _DOCSTRING.finditer(d.text)]
-    prompts = []
-    for text, end in ends:
-        ids = tokenizer(text[max(0, end - 16 * tokens) : end], add_special_tokens=False)["input_ids"]
-        if len(ids) >= tokens:
-            prompts.append((begins + ids[len(ids) - max(0, tokens - len(begins)) :])[:tokens])
-    if len(prompts) < count:
-        raise ValueError(
-            f"no usable example: {len(prompts)} of {count} docstrings of held-out modules follow {tokens} tokens"
-        )
-    return [prompts[(2 * i + 1) * len(prompts) // (2 * count)] for i in range(count)]
 
 
 def cut_prompts(

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from selfspec.data.chat import Chat, ChatTemplate, without_nulls
 from selfspec.data.corpus import Document
-from selfspec.data.cut_prompts import GROUPS, prompts_of_group, sample_prompts
+from selfspec.data.cut_prompts import cut_prompts, sample_prompts
 from selfspec.data.execution import Solves, check_of, is_problem
 from selfspec.data.instructions import edits, instructions
 from selfspec.data.records import json_lines
@@ -27,7 +27,7 @@ from selfspec.data.tasks import EDITS, TASKS, Instruction, pool
 from selfspec.utils.checks import at_least, not_empty
 
 # Sets and their groups; any other name is a file
-SETS = {"instructions": tuple(TASKS), "edits": tuple(EDITS), "source": tuple(GROUPS)}
+SETS = {"instructions": tuple(TASKS), "edits": tuple(EDITS), "source": ("continuation",)}
 HUMAN_EVAL, _PLACE = "human_eval", "SELFSPEC_HUMAN_EVAL"  # a set that lies elsewhere, and what names its file
 _COMPLETE = "Complete this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
 _SEED = 1  # the held-out instructions are drawn with
@@ -174,12 +174,8 @@ def _source(
         return _texts(
             "source", sample_prompts(tokenize(documents, tokenizer), tokenizer, count, tokens, asking.max_new_tokens)
         )
-    questions = {}
-    for i, group in enumerate(groups):
-        share = count // len(groups) + (i < count % len(groups))
-        rows = prompts_of_group(group, documents, tokenizer, share, tokens) if share else []
-        questions[group] = _texts(group, rows)
-    return _even(questions, count, count)
+    modules = [document for document in documents if not document.name.startswith("test/")]
+    return _texts("continuation", cut_prompts(modules, tokenizer, count, tokens))
 
 
 def _texts(group: str, rows: list[list[int]]) -> list[Question]:

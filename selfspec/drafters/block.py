@@ -248,9 +248,7 @@ class BlockDrafter(Reduced):
         return draft_loss(config.loss, logits.unbind(2), batch, config.depth_decay, self.vocabulary, hosts, odds)
 
     def counts(self, batch: Batch) -> Tensor:
-        return (
-            super().counts(batch).repeat(1 + bool(self.confidence))
-        )  # whose head has one for each depth
+        return super().counts(batch).repeat(1 + bool(self.confidence))  # whose head has one for each depth
 
     def scores(self, sample: Sample, at: Tensor) -> Tensor:
         tokens, device = sample.tokens[None].to(self.stack.device), self.stack.device
