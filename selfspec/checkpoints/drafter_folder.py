@@ -236,30 +236,24 @@ def check_tokenizer(folder: Path, meta: Figures, tokenizer: Tokenizer | None) ->
 
 def _read_calibration(found: Figures, expected: dict[str, Calibration], path: Path) -> dict[str, Calibration]:
     """Raises ValueError for what is not of the drafter's own shape, or not finite."""
-
-    def in_range(row: object, length: int | None = None) -> bool:
-        listed = row if isinstance(row, list) else [None]
-        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < 1e6 for x in listed)
-        return numbers and (length is None or len(row) == length)  # type: ignore[arg-type]
-
     if unknown := sorted(found.keys() - expected.keys()):
         raise ValueError(
             f"{path}: calibration has unknown decoding modes {unknown!r:.200}, known are {sorted(expected)}"
         )
     result = {}
     for mode, own in expected.items():
-        saved, depths, factors = found.get(mode), len(own.acceptance), len(own.inverse_temperature)
-        saved = saved if isinstance(saved, dict) else {}
-        table = saved.get("acceptance")
-        rows = (
-            isinstance(table, list)
-            and len(table) == depths
-            and all(in_range(row, len(wanted)) for row, wanted in zip(table, own.acceptance, strict=True))
-        )
-        if table is None or not rows or not in_range(saved.get("inverse_temperature"), factors):
-            raise ValueError(
-                f"{path}: calibration[{mode!r}] must hold numbers from 0 to 1,000,000 for each of {depths} depths; "
-                "calibrate the drafter again, or copy the folder again"
+        try:
+            saved = result[mode] = Calibration(**found[mode])
+            rows = (
+                *zip(saved.acceptance, own.acceptance, strict=True),
+                (saved.inverse_temperature, own.inverse_temperature),
             )
-        result[mode] = Calibration(table, saved["inverse_temperature"])
+            sound = all(0 <= x < 1e6 for row, wanted in rows for x, _ in zip(row, wanted, strict=True))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise ValueError(
+                f"{path}: calibration[{mode!r}] must hold numbers from 0 to 1,000,000 for each of "
+                f"{len(own.acceptance)} depths; calibrate the drafter again, or copy the folder again"
+            )
     return result

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from selfspec.core.passes import Skipped
 from selfspec.core.support import view
 from selfspec.core.target import Target
 from selfspec.drafters.base import one_of, pack, whole
@@ -69,7 +70,7 @@ class LayersConfig(UnrolledConfig):
 
 
 class _NoEmbedding(nn.Module):
-    """Stands for the draft model's embeddings: what enters its layers comes with the cache."""
+    """Stands for the draft model's embeddings, beside the states: what enters its layers comes with the cache."""
 
     def __init__(self, hidden: int, like: nn.Module) -> None:
         super().__init__()
@@ -78,14 +79,6 @@ class _NoEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         weight = next(self.__dict__["like"].parameters())
         return torch.zeros(*ids.shape, self.hidden, dtype=weight.dtype, device=weight.device)
-
-
-class _Read(nn.Module):
-    """Stands for layer 0, so that the draft layer is layer 1 and takes its input from the cache. It runs only when the
-    shapes of keys and values are found."""
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        return torch.cat([hidden_states, hidden_states], -1)
 
 
 class DraftLayer(nn.Module):
@@ -129,10 +122,10 @@ class _DraftBlock(Block):
         self.layer, self.dtype, self.adapters = len(layers), target.dtype, {}
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        model.model.layers = nn.ModuleList([_Read(), *layers])
+        model.model.layers = nn.ModuleList([Skipped(layers[0], 0), *layers])
         model.model.norm = norm
         model.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.device)
-        model.set_input_embeddings(_NoEmbedding(config.hidden_size, norm))
+        model.set_input_embeddings(_NoEmbedding(2 * config.hidden_size, norm))
         model.set_output_embeddings(head)
         self._most = target.max_positions  # not its own, which a long text may exceed
         self._views = {True: self._target(model, target)}
