@@ -113,7 +113,8 @@ def _check_numbers(settings: dict[str, Any], widest: int) -> None:
     numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None or name == "rope_theta"}
     for name, value in {"rms_norm_eps": settings["rms_norm_eps"], **numbers}.items():
         below = 1.0 if name == "rms_norm_eps" else math.inf
-        if type(value) not in (int, float) or not 0 < value < below:
+        none = value == 0 and name.startswith("mscale")  # which counts as absent
+        if type(value) not in (int, float) or not (0 < value < below or none):
             raise ValueError(f"drafter.llama: {name}={value!r:.40} must be a number above 0, below {below:g}")
     if not isinstance(settings["attention_bias"], bool):
         raise ValueError(f"drafter.llama.attention_bias={settings['attention_bias']!r} must be true or false")
